@@ -323,7 +323,7 @@ def test_cut_completions_have_no_end_token_and_are_counted(tmp_path, capsys):
         path = saved(tmp_path / f"{name}.parquet", rows(completion=long, ended=ended))
         config = compose("mse", "debug=mse", "model=tiny_base", "study.questions=null",
                          f"pool={path}", *overrides)  # fmt: skip
-        pool, spent, _ = import_pool(config, tmp_path / name)
+        pool, spent, *_ = import_pool(config, tmp_path / name)
         assert spent.clipped == 8
         counts.append(pool.lengths_PN.tolist())
     assert counts[0] == counts[1] == [[4] * 8] + [[2] * 8] * 3
