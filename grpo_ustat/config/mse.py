@@ -17,16 +17,15 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common
+from grpo_ustat.config.losses import MeasuredLosses
 from grpo_ustat.config.model import ModelConfig, check_model, tf32_in_use
-from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig, preset
+from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, field, node
 from grpo_ustat.config.study import SETTINGS, StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
-from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.token_weights import TokenWeights
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
 POOL_FILE = re.compile(rf"\.?(pool\.json|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
@@ -132,46 +131,12 @@ class MseConfig(Common):
         return self.sampling_by(self.rollout)
 
     @property
-    def losses(self) -> list[Loss]:
-        """What a rollout of is measured: the objective, but for the unbiased estimate itself, and
-        further presets.
-        """
-        losses: list[Loss] = []
-        if (self.objective.name, self.baseline.name) != ("algorithm1", "leave_one_out"):
-            losses.append(self.objective.loss(self.baseline, self.max_completion_length))
-        for name in self.objectives:
-            objective, rule = preset(name)
-            losses.append(objective.loss(rule or self.baseline, self.max_completion_length))
-        return losses
-
-    @property
-    def is_off_policy(self) -> bool:
-        """Whether losses are measured where tokens weigh unequally as well."""
-        study = self.study
-        return bool(study.policy or study.reference or study.corrections)
-
-    @property
-    def losses_off_policy(self) -> list[Loss]:
-        """The losses with the weights that their tokens have at `study.policy`, with a penalty from
-        `study.reference`, and with each of `study.corrections`.
-        """
-        both = [(self.objective, self.baseline)]
-        for name in self.objectives:
-            objective, rule = preset(name)
-            both.append((objective, rule or self.baseline))
-        losses: list[Loss] = []
-        for objective, rule in both:
-            loss = objective.loss(rule, self.max_completion_length)
-            tokens = objective.token_weights()
-            if self.study.policy is None:  # the first update of a batch: every ratio is 1
-                tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
-            on_policy = self.study.policy is None and not self.imports_pool
-            plain = on_policy and tokens == TokenWeights()
-            losses.append(replace(loss, tokens=None if plain else tokens))
-            for name in self.study.corrections:
-                corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
-                losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
-        return losses
+    def measured(self) -> MeasuredLosses:
+        """The losses whose rollouts are judged."""
+        return MeasuredLosses(
+            self.objective, self.baseline, self.objectives, self.study, self.pool,
+            self.imports_pool, self.max_completion_length,
+        )  # fmt: skip
 
     @property
     def later_model(self) -> ModelConfig:
@@ -243,7 +208,6 @@ class MseConfig(Common):
         self._check_rollout()
         self._check_baselines()
         self._check_losses()
-        self._check_off_policy()
         self._check_pool()
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
@@ -353,67 +317,14 @@ class MseConfig(Common):
                 check_group_size(name, size, "group_sizes")
 
     def _check_losses(self) -> None:
-        """Refuse losses that are none, or whose first update a pool does not tell."""
-        self.objective.check()
+        """Refuse losses that are none or that a study cannot measure, and models that are none."""
         load_rule("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
-        if self.objective.name in self.objectives:
-            raise ConfigError(
-                f"objectives={self.objectives} names objective={self.objective.name} again: leave "
-                "it out of one"
-            )
-        if self.objective.top_entropy_quantile < 1:
-            raise ConfigError(
-                f"objective.top_entropy_quantile={self.objective.top_entropy_quantile}: a pool of "
-                "scores weighs all tokens of a completion alike, use "
-                "objective.top_entropy_quantile=1"
-            )
-        if self.objective.entropy_coef:
-            raise ConfigError(
-                f"objective.entropy_coef={self.objective.entropy_coef}: a pool of scores says "
-                "nothing of the entropy's gradient, use objective.entropy_coef=0"
-            )
-
-    def _check_off_policy(self) -> None:
-        """Refuse another policy, a reference or corrections where a study has no use for them."""
-        study = self.study
-        check_distinct("study.corrections", study.corrections)
-        if not self.is_off_policy:
-            return
-        if study.metric == "adam":
-            raise ConfigError(
-                f"study.metric=adam with study.policy={study.policy} reference={study.reference} "
-                f"corrections={study.corrections}: weighted tokens are measured in the plain "
-                "metric, use study.metric=euclidean"
-            )
+        self.measured.check()
         for key in ("policy", "reference"):
-            place = getattr(study, key)
+            place = getattr(self.study, key)
             if place is not None:
                 check_model(place, trusted=self.model.trust_remote_code, key=f"study.{key}")
-        if study.policy is not None and self.imports_pool:
-            raise ConfigError(
-                f"study.policy={study.policy} with pool={self.pool}: the later policy has to write "
-                "completions of its own to be compared with, and a file has no judge for them; "
-                "name the data set, dataset=NAME, and leave pool out"
-            )
-        if study.corrections and not self.imports_pool:
-            raise ConfigError(
-                f"study.corrections={study.corrections} with pool={self.pool}: they need the "
-                "log-probabilities that a sampler logged, give pool=FILE.parquet with a column "
-                "logprobs"
-            )
-        penalised = any(loss.tokens and loss.tokens.beta for loss in self.losses_off_policy)
-        if study.reference is not None and not penalised:
-            raise ConfigError(
-                f"study.reference={study.reference}, but no loss has a penalty: use "
-                "objective.beta=0.04 objective.kl_estimator=k3 objective.kl_in=loss"
-            )
-        for loss in self.losses_off_policy:
-            if loss.tokens and loss.tokens.correction and loss.loss_type == "vespo":
-                raise ConfigError(
-                    f"study.corrections={study.corrections} with loss_type=vespo, which takes the "
-                    "sampler's ratio into its own weight: leave it out of objectives"
-                )
 
     def _check_pool(self) -> None:
         """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""

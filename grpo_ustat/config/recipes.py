@@ -70,7 +70,7 @@ RECIPES = {
         # its section 4.1; its penalty for overlong answers belongs to the reward
         Recipe("DAPO (arXiv 2503.14476)", 16, "dapo", "group_std", REPLACE),
         Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),  # section 4.2
-        # the loss of ProRL v2, whose training it continues: NeMo RL's prorlv2 example
+        # its loss is taken to be that of ProRL v2, as NeMo RL's prorlv2 example has it
         Recipe("BroRL (arXiv 2510.01180)", 512, "dapo", "reinforce_pp_baseline", REPLACE),
     )
 }

@@ -246,8 +246,8 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """W of every row of an update, [P, G]: its gradient is the sum of W s over the rows, where the
-    tokens of a row all weigh 1.
+    """W of every kind of vector of every row of an update, [K, P, G]: its gradient is the sum of W
+    times the vectors. Of a loss whose tokens all weigh 1 the only kind is the row's score.
 
     Args:
         loss: which.
@@ -258,35 +258,9 @@ def row_weights(
 
     >>> loss = Loss("dapo", "group_mean", {}, "dapo", 8)
     >>> context = BaselineContext(lengths_PG=np.array([[1, 3], [2, 2]]))
-    >>> row_weights(loss, np.array([[0.0, 1.0], [1.0, 1.0]]), context).tolist()
+    >>> row_weights(loss, np.array([[0.0, 1.0], [1.0, 1.0]]), context)[0].tolist()
     [[-0.0625, 0.0625], [0.0, 0.0]]
     """
-    advantage_PG, weight_PG = _advantage_and_weight(loss, rewards_PG, context, ended_PG, order_N)
-    return advantage_PG * weight_PG
-
-
-def weights_by_kind(
-    loss: Loss,
-    rewards_PG: Array,
-    context: BaselineContext,
-    ended_PG: Mask | None = None,
-    order_N: Integers | None = None,
-) -> Array:
-    """The weight of every kind of vector of every row of an update, [K, P, G]; for the arguments
-    see `row_weights`, whose weights are these of a loss of one kind.
-    """
-    advantage_PG, weight_PG = _advantage_and_weight(loss, rewards_PG, context, ended_PG, order_N)
-    return by_kind(advantage_PG, loss.kinds, loss.beta) * weight_PG
-
-
-def _advantage_and_weight(
-    loss: Loss,
-    rewards_PG: Array,
-    context: BaselineContext,
-    ended_PG: Mask | None,
-    order_N: Integers | None,
-) -> tuple[Array, Array]:
-    """A and w of every row of an update, [P, G] each."""
     assert context.lengths_PG is not None
     advantage_PG = advantages(loss.rule, rewards_PG, context, loss.options)
     counts_N = None
@@ -296,4 +270,4 @@ def _advantage_and_weight(
         loss.loss_type, loss.counted_lengths(context.lengths_PG, ended_PG).ravel(),
         loss.max_completion_length, loss.micro_batch_size, order_N, counts_N,
     )  # fmt: skip
-    return advantage_PG, weight_N.reshape(rewards_PG.shape)
+    return by_kind(advantage_PG, loss.kinds, loss.beta) * weight_N.reshape(rewards_PG.shape)

@@ -31,7 +31,7 @@ from grpo_ustat.estimators.row_weights import (
     Loss,
     RowFilter,
     mixed_groups,
-    weights_by_kind,
+    row_weights,
 )
 from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
@@ -194,7 +194,7 @@ def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
     context = BaselineContext(lengths_PG=lengths_BG, history=np.zeros((2, 3)))
     return np.concatenate(
-        list(weights_by_kind(loss, rewards_BG, context, ended_BG, batch.order_N)), axis=1
+        list(row_weights(loss, rewards_BG, context, ended_BG, batch.order_N)), axis=1
     )
 
 

@@ -35,7 +35,8 @@ from grpo_ustat.estimators.token_weights import (
 from grpo_ustat.estimators.worth import without
 from grpo_ustat.mse.losses import LossRow, loss_worths
 from grpo_ustat.mse.pool import EqualRewards, build_pool
-from grpo_ustat.mse.pool_store import PoolStore, WeightedPart, draws_of, reuse_pool
+from grpo_ustat.mse.pool_parts import WeightedPart
+from grpo_ustat.mse.pool_store import PoolStore, draws_of, reuse_pool
 from grpo_ustat.mse.scoring import (
     completions_of,
     question_cost,
@@ -46,9 +47,10 @@ from grpo_ustat.policy.loading import Policy, configured_policy, configured_toke
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Array, Mask, Prompt, Rollouts, ScorePool
+from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
 LEAST_EFFECTIVE = 0.2  # share of the completions that must count where their ratios are exact
+LEAST_BOUNDED = 0.6  # effective share up to which few weights decide it, which are not drawn yet
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class OffPolicy:
     """What rollouts that another policy wrote are worth.
 
     Attributes:
+        question: lag, gap or penalty, see `runs.study_parts.OffPolicy`.
         drift: how far the two are apart.
         rows: of each loss at each G.
     """
 
+    question: str
     drift: Drift
     rows: list[LossRow]
 
@@ -122,17 +126,60 @@ def off_policy_worths(
             alike.
     """
     study, budget = config.study, config.budget
-    at_hand, losses = replace(config, model=config.later_model), config.losses_off_policy
+    is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
+    question = "lag" if study.policy is not None else "gap" if is_logged else "penalty"
+    at_hand, losses = replace(config, model=config.later_model), config.measured.off_policy
     wanted = list(dict.fromkeys(loss.tokens for loss in losses if loss.tokens is not None))
-    if config.imports_pool and EXACT not in wanted:
+    if question == "gap" and EXACT not in wanted:
         wanted.append(EXACT)  # of what the losses are compared with
+    parts, cost = _scored(config, wanted, prompts, rollouts, pool.rewards_PN, folder)
+    weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
+    size = pool.rewards_PN.shape[1]
+    drift = _drift(np.array([part.drift for part in parts[wanted[0]]]), size)
+    compared = pool
+    if question == "lag":
+        fresh = folder / "pool_policy"
+        root, known = Path(config.output_root), draws_of(at_hand)
+        main_only(reuse_pool, root, known, fresh, list(prompts), size)
+        try:
+            compared, further = build_pool(at_hand, list(prompts), fresh, size)
+        except EqualRewards:
+            raise ConfigError(
+                f"study.policy={study.policy}: all of its completions got the same reward, so it "
+                "has no gradient to estimate; use an earlier checkpoint, or other questions"
+            ) from None
+        cost += further
+    elif question == "gap":
+        if drift.completions.estimate < LEAST_EFFECTIVE:
+            raise ConfigError(
+                f"{config.pool}: under exact ratios its completions count as "
+                f"{drift.completions.estimate:.0%} of as many, and {LEAST_EFFECTIVE:.0%} are "
+                "needed for an unbiased gradient to compare with; use study.corrections=[]"
+            )
+        compared = weighted[EXACT]
+    rows = main_only(
+        loss_worths, compared, losses, config.group_sizes, study.rollouts, budget.loss_draws,
+        config.seed, weighted,
+    )  # fmt: skip
+    return OffPolicy(question, drift, rows), cost
+
+
+def _scored(
+    config: MseConfig,
+    wanted: Sequence[TokenWeights],
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollouts],
+    rewards_PN: Array,
+    folder: Path,
+) -> tuple[dict[TokenWeights, list[WeightedPart]], WorkCost]:
+    """The completions of every question, scored with each way of weighing their tokens; what the
+    folder has already is not scored again.
+    """
+    study, at_hand = config.study, replace(config, model=config.later_model)
+    reference_weights = weights_fingerprint(config.reference_model.model_name_or_path)
     draws = draws_of(at_hand) | {
-        "written_by": draws_of(config),
-        "reference": [
-            study.reference,
-            weights_fingerprint(config.reference_model.model_name_or_path),
-        ],
-    }
+        "written_by": draws_of(config), "reference": [study.reference, reference_weights]
+    }  # fmt: skip
     stores = {
         weights: PoolStore(
             folder / "pool_weighted" / str(number), draws | {"weights": repr(weights)}
@@ -140,22 +187,21 @@ def off_policy_worths(
         for number, weights in enumerate(wanted)
     }
     main_only(lambda: [store.open() for store in stores.values()])
-    items = list(zip(range(len(prompts)), rollouts, pool.rewards_PN, strict=True))
+    items = list(zip(range(len(prompts)), rollouts, rewards_PN, strict=True))
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
-    total = pool.rewards_PN.size
 
     def logprobs_of(model: ModelConfig) -> list[Array | None]:
         """Log-probabilities of every question's completions under a model."""
         options, temperature = replace(config.policy_options, model=model), config.temperature
         title = f"log-probabilities of {model.name}"
-        found, _ = share(_logprobs, items, workers, title, total, options, temperature)
+        found, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
         return [logprobs_NT for _, logprobs_NT in sorted(found, key=lambda pair: pair[0])]
 
     # None: those of the policy at hand, which are known as it scores
     written: list[Array | None] = [None] * len(items)
     reference = written
     if config.imports_pool:
-        written = [None if one.logprobs_PGT is None else one.logprobs_PGT[0] for _, one, _ in items]
+        written = [None if one.logprobs_PGT is None else one.logprobs_PGT[0] for one in rollouts]
     elif study.policy is not None:
         written = logprobs_of(config.model)
     if any(weights.beta for weights in wanted):
@@ -168,42 +214,15 @@ def off_policy_worths(
         for item, old_NT, reference_NT in zip(items, written, reference, strict=True)
     ]
     _, cost = share(
-        _score, every, workers, f"score at {at_hand.model.name}", total * len(stores),
-        at_hand.policy_options, config.sampler_options, budget, stores,
+        _score, every, workers, f"score at {at_hand.model.name}", rewards_PN.size * len(stores),
+        at_hand.policy_options, config.sampler_options, config.budget, stores,
     )  # fmt: skip
-    size = pool.rewards_PN.shape[1]
+    size = rewards_PN.shape[1]
     parts = {
         weights: [store.weighted_part(prompt, size) for prompt in prompts]
         for weights, store in stores.items()
     }
-    weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
-    drift = _drift(np.array([part.drift for part in parts[wanted[0]]]), size)
-    compared = pool
-    if study.policy is not None:
-        fresh = folder / "pool_policy"
-        root, known = Path(config.output_root), draws_of(at_hand)
-        main_only(reuse_pool, root, known, fresh, list(prompts), size)
-        try:
-            compared, further = build_pool(at_hand, list(prompts), fresh, size)
-        except EqualRewards:
-            raise ConfigError(
-                f"study.policy={study.policy}: all of its completions got the same reward, so it "
-                "has no gradient to estimate; use an earlier checkpoint, or other questions"
-            ) from None
-        cost += further
-    elif config.imports_pool:
-        if drift.completions.estimate < LEAST_EFFECTIVE:
-            raise ConfigError(
-                f"{config.pool}: under exact ratios its completions count as "
-                f"{drift.completions.estimate:.0%} of as many, and {LEAST_EFFECTIVE:.0%} are "
-                "needed for an unbiased gradient to compare with; use study.corrections=[]"
-            )
-        compared = weighted[EXACT]
-    rows = main_only(
-        loss_worths, compared, losses, config.group_sizes, study.rollouts, budget.loss_draws,
-        config.seed, weighted,
-    )  # fmt: skip
-    return OffPolicy(drift, rows), cost
+    return parts, cost
 
 
 def stored_completions(
@@ -303,10 +322,11 @@ def weighted_part(
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
-    factors_VT = np.concatenate([
-        token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
-        for kind in weights.kinds
-    ])  # fmt: skip
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        factors_VT = np.concatenate([
+            token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
+            for kind in weights.kinds
+        ])  # fmt: skip
     counted = np.flatnonzero(factors_VT.any(axis=1))  # of others the score is 0
     gram_VV = np.zeros((len(factors_VT), len(factors_VT)))
     features_VR = np.zeros((len(factors_VT), sketch.dimension), np.float32)
@@ -319,37 +339,30 @@ def weighted_part(
         gram_VV[np.ix_(counted, counted)] = scores.gram_BB.cpu().numpy()
         features_VR[counted] = scores.features_BR.float().cpu().numpy()
     change_NT = np.where(counts_NT, own_NT - old_NT, 0.0)
-    total_N, ratio_NT = change_NT.sum(axis=1), np.exp(change_NT) * counts_NT
+    total_N = change_NT.sum(axis=1)
     if not np.isfinite(gram_VV).all():
         raise ConfigError(
             f"the importance ratios of completions of {rollouts.prompts[0].id} are beyond what "
             f"numbers can hold (log ratio up to {total_N.max():.0f}): the policy that wrote them "
             "is too far from the one that scores them, use an earlier study.policy"
         )
+    ratio_NT = np.exp(change_NT) * counts_NT
     scaled_N = np.exp(total_N - total_N.max())  # a product may be beyond what numbers hold
     drift = [
         ratio_NT.sum(), np.square(ratio_NT).sum(), counts_NT.sum(),
         total_N.max(), scaled_N.sum(), np.square(scaled_N).sum(),
         (np.expm1(change_NT) - change_NT).sum(),
     ]  # fmt: skip
-    rewards_N1 = (rewards_N - _lost_reward(weights, old_NT, reference_NT, counts_NT))[:, None]
+    if weights.kl_in == "reward":
+        rewards_N = rewards_N - reward_penalty(weights, old_NT, reference_NT, counts_NT)
     cost = question_cost(rollouts, 0)
     own = replace(rollouts, logprobs_PGT=None)
     return WeightedPart(
-        **vars(completions_of(policy, own, 0, rewards_N1, sampler, cost)),
+        **vars(completions_of(policy, own, 0, rewards_N[:, None], sampler, cost)),
         gram_VV=gram_VV,
         features_VR=features_VR,
         drift=np.array(drift, dtype=np.float64),
     )
-
-
-def _lost_reward(
-    weights: TokenWeights, old_NT: Array, reference_NT: Array, counts_NT: Mask
-) -> Array:
-    """What a penalty in the reward takes from each completion's, [N]."""
-    if weights.kl_in != "reward":
-        return np.zeros(len(old_NT))
-    return reward_penalty(weights, old_NT, reference_NT, counts_NT)
 
 
 def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
@@ -382,7 +395,10 @@ def _drift(sums_PS: Array, count: int) -> Drift:
     tokens = effective_share(*sums_PS[:, :3].T)
     completions = effective_share(scale_P * sums_PS[:, 4], scale_P**2 * sums_PS[:, 5], counts_P)
 
-    def interval(values_D: Array, positive: bool) -> Interval:
-        return jackknife_interval(values_D[0], without(values_D), positive=positive)
+    def share_interval(values_D: Array) -> Interval:
+        """The interval of a share, from 0 on where the largest weights may not be drawn yet."""
+        interval = jackknife_interval(values_D[0], without(values_D), positive=True)
+        return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)
 
-    return Drift(interval(kl_D, False), interval(tokens, True), interval(completions, True))
+    kl = jackknife_interval(kl_D[0], without(kl_D))
+    return Drift(kl, share_interval(tokens), share_interval(completions))

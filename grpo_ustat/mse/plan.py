@@ -73,8 +73,8 @@ def study_cost(config: MseConfig) -> Cost:
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
     policies = 1 if config.study.policy is None else 2  # that write completions
     pools = policies
-    if config.is_off_policy:  # with inner products of all kinds of vectors
-        kinds = {loss.tokens: len(loss.kinds) for loss in config.losses_off_policy}
+    if config.measured.is_off_policy:  # with inner products of all kinds of vectors
+        kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}
         pools += sum(count**2 for tokens, count in kinds.items() if tokens is not None)
     fixed = config.target_halfwidth is None
     count = budget.pool_completions if fixed else budget.max_pool_completions

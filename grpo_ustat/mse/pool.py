@@ -20,11 +20,10 @@ from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import weighted_sum
+from grpo_ustat.mse.pool_parts import Completions, Part
 from grpo_ustat.mse.pool_store import (
     SCORED,
     UNSCORED,
-    Completions,
-    Part,
     PoolStore,
     distinct_rewards,
     draws_of,

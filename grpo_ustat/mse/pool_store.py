@@ -20,7 +20,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +42,8 @@ from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.config.reward_funcs import as_typed
 from grpo_ustat.config.schema import ConfigError, flatten
-from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
+from grpo_ustat.mse.pool_parts import Completions, Part, WeightedPart
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.contents import parsed_json
@@ -55,92 +55,6 @@ MOST_SAMPLED_COMPLETIONS = 2000  # completions of a study's completions.parquet
 SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
 PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")  # question, first and number of its completions
 SCORING_PACKAGES = ("torch", "transformers")  # packages that a completion and its score depend on
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completions:
-    """N completions of one question with their rewards, not scored.
-
-    Attributes:
-        rewards_N, lengths_N, ended_N, tokens_NT: the completions; tokens are padded with 0.
-        cost: what it took, as the fields of `WorkCost`.
-        packages: versions of the packages that made it, as `scored_with`; None until it is
-            written.
-        sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
-            own log-probabilities, nats a token, and the number of those tokens; None where the
-            model itself sampled.
-        further_rewards_NF: rewards by the reward functions after the task's own; None where there
-            is none.
-    """
-
-    rewards_N: np.ndarray
-    lengths_N: np.ndarray
-    ended_N: np.ndarray
-    tokens_NT: np.ndarray
-    cost: np.ndarray
-    packages: str | None = None
-    sampler_gap: np.ndarray | None = None
-    further_rewards_NF: np.ndarray | None = None
-
-    @property
-    def rewards_NF(self) -> np.ndarray:
-        """Rewards by every reward function."""
-        own_N1 = self.rewards_N[:, None]
-        further_NF = self.further_rewards_NF
-        return own_N1 if further_NF is None else np.concatenate([own_N1, further_NF], axis=1)
-
-    @property
-    def completions(self) -> Completions:
-        """The completions without scores."""
-        return Completions(**{x.name: getattr(self, x.name) for x in fields(Completions)})
-
-    @property
-    def work_cost(self) -> WorkCost:
-        """The cost as a record."""
-        counts, seconds = self.cost[:5].astype(int), self.cost[5:]
-        return WorkCost(*counts.tolist(), *seconds.tolist())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part(Completions):
-    """N scored completions of one question.
-
-    Attributes:
-        gram_NN: <s_i, s_j>.
-        features_NR: sketches of the scores.
-        reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
-        further_reward_sums_FR: `reward_sum_R` of the reward functions after the task's own; None
-            where there is none.
-    """
-
-    gram_NN: np.ndarray
-    features_NR: np.ndarray
-    reward_sum_R: np.ndarray
-    score_sum_R: np.ndarray
-    further_reward_sums_FR: np.ndarray | None = None
-
-    @property
-    def reward_sums_FR(self) -> np.ndarray:
-        """`reward_sum_R` of every reward function."""
-        own_1R = self.reward_sum_R[None]
-        further_FR = self.further_reward_sums_FR
-        return own_1R if further_FR is None else np.concatenate([own_1R, further_FR])
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedPart(Completions):
-    """N completions of one question, scored with weights of their tokens, see `mse.off_policy`.
-
-    Attributes:
-        gram_VV, features_VR: inner products and sketches of the vectors of every kind in turn.
-        drift: sums over tokens of importance ratios rho, of their squares and of ones; the largest
-            log of a completion's product of them, and the sums of the products over that one and of
-            their squares; the sum over tokens of `rho - 1 - log rho`.
-    """
-
-    gram_VV: np.ndarray
-    features_VR: np.ndarray
-    drift: np.ndarray
 
 
 Stored = TypeVar("Stored", bound=Completions)

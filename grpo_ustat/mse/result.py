@@ -322,12 +322,14 @@ def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
 
 def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
     """What rollouts are worth that another policy wrote."""
-    file = config.imports_pool and config.pool
+    writer = Path(config.model.name).name
+    if off_policy.question == "gap":
+        writer = f"the sampler of {Path(str(config.pool)).name}"
     return parts.OffPolicy(
-        written_by=f"the sampler of {Path(file).name}" if file else Path(config.model.name).name,
+        written_by=writer,
         policy=Path(config.later_model.name).name,
         reference=Path(config.reference_model.name).name,
-        question="gap" if config.imports_pool else "lag" if config.study.policy else "penalty",
+        question=off_policy.question,
         penalised=any(row.loss.tokens and row.loss.tokens.beta for row in off_policy.rows),
         kl=off_policy.drift.kl,
         effective_tokens=off_policy.drift.tokens,

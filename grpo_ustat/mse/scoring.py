@@ -11,10 +11,7 @@ from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.workers import WorkCost
-from grpo_ustat.mse.pool_store import (
-    Completions,
-    Part,
-)
+from grpo_ustat.mse.pool_parts import Completions, Part
 from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack

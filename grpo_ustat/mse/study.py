@@ -198,7 +198,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     request = of_population(closed_form_request(config, pool, facts, pool_cost))
     population = closed_form(pool, request, "questions")
     losses = main_only(
-        loss_worths, pool, config.losses, config.group_sizes, config.study.rollouts,
+        loss_worths, pool, config.measured.first_update, config.group_sizes, config.study.rollouts,
         config.budget.loss_draws, config.seed,
     )  # fmt: skip
     recipes = main_only(
@@ -206,7 +206,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         config.study.rollouts, config.budget.loss_draws, config.seed,
     )  # fmt: skip
     off_policy = None
-    if config.is_off_policy:
+    if config.measured.is_off_policy:
         if rollouts is None:
             written = stored_completions(config, prompts, pool_folder, pool.rewards_PN.shape[1])
         else:

@@ -45,7 +45,8 @@ def overrides(asked, questions, name):
 def write_pool(asked, questions):
     """Parts of every question in the store's format."""
     from grpo_ustat.cli.compose import compose_config
-    from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
+    from grpo_ustat.mse.pool_parts import Part
+    from grpo_ustat.mse.pool_store import PoolStore, draws_of
     from grpo_ustat.mse.study import _prompts
 
     config = compose_config("mse", overrides(asked, questions, "none"))

@@ -13,7 +13,11 @@ N completions each:
     recipes      how often the intervals of all recipes that are decided cover at once, of the
                  studies that decide any, and how many those are on average
 
+With `--lag` the completions are of another policy, whose chances of the outcomes are those of the
+population times a log-normal factor (sigma .3), and as many fresh ones are compared with.
+
     python scripts/benchmarks/worth.py --studies 300
+    python scripts/benchmarks/worth.py --lag
 """
 
 from __future__ import annotations
@@ -21,13 +25,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from dataclasses import fields
+from copy import copy
+from dataclasses import fields, replace
 
 import numpy as np
 from decisions import OUTCOMES, POPULATIONS, PROMPTS, Population
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
 from grpo_ustat.estimators.worth import Worth
 from grpo_ustat.mse.losses import LossRow, loss_worths
 from grpo_ustat.mse.recipes import recipe_worths
@@ -36,6 +42,14 @@ from grpo_ustat.records import ScorePool
 ROLLOUTS, LONGEST = 64, 60
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
 SIZES = (2, 4, 8, 16)
+LAGGED = [
+    Loss("no ratio, sum", "group_std", {"epsilon": 1e-4}, "sum", LONGEST, tokens=TokenWeights()),
+    Loss("exact ratio, sum", "leave_one_out", {}, "sum", LONGEST, tokens=EXACT),
+    Loss("clipped, grpo", "group_std", {"epsilon": 1e-4}, "grpo", LONGEST,
+         tokens=TokenWeights("token", "clip", 0.2, 0.2)),
+    Loss("clipped, dapo", "group_std", {"epsilon": 1e-4}, "dapo", LONGEST,
+         tokens=TokenWeights("token", "clip", 0.2, 0.2)),
+]  # fmt: skip
 COLUMNS = [*(field.name for field in fields(Worth)), "best G"]
 STD = {"epsilon": 1e-4}
 LOSSES = [
@@ -67,6 +81,76 @@ def study(population: Population, lengths_PY, chosen, completions: int, rng) -> 
     )
 
 
+def lagged(population: Population, lengths_PY, prompts: int, completions: int, rng):
+    """A pool of the population, and one of another policy for each way of weighing tokens, of the
+    same prompts; a completion is one token.
+    """
+    noise_PY = np.random.default_rng(11).normal(size=(PROMPTS, OUTCOMES)) * 0.3
+    q_PY = population.p_PY * np.exp(np.concatenate([noise_PY, noise_PY], axis=1))
+    q_PY /= q_PY.sum(axis=1, keepdims=True)
+    earlier = copy(population)
+    earlier.ends_PY = q_PY.cumsum(axis=1)
+    places_PY = np.tile(np.arange(2 * OUTCOMES), (PROMPTS, 1))
+    chosen = rng.integers(PROMPTS, size=prompts) if prompts < PROMPTS else np.arange(PROMPTS)
+    fresh = study(population, lengths_PY, chosen, completions, rng)
+    stale = study(earlier, places_PY, chosen, completions, rng)
+    own_PN, old_PN = (
+        np.log(np.maximum(np.take_along_axis(chances[chosen], stale.lengths_PN, axis=1), 1e-300))
+        for chances in (population.p_PY, q_PY)
+    )
+    lengths_PN = np.take_along_axis(lengths_PY[chosen], stale.lengths_PN, axis=1)
+    pools = {}
+    for weights in {loss.tokens for loss in LAGGED if loss.tokens is not None}:
+        factors = [
+            token_factors(weights, kind, own_PN.reshape(-1, 1), old_PN.reshape(-1, 1),
+                          np.ones((own_PN.size, 1), bool)).reshape(own_PN.shape)
+            for kind in weights.kinds
+        ]  # fmt: skip
+        vectors = np.concatenate([f[..., None] * stale.features_PNR for f in factors], axis=1)
+        pools[weights] = replace(
+            stale, lengths_PN=lengths_PN, features_PNR=vectors, kinds=weights.kinds,
+            gram_PNN=vectors @ vectors.transpose(0, 2, 1),
+        )  # fmt: skip
+    return fresh, pools
+
+
+def main_lag(asked: argparse.Namespace) -> None:
+    """The table of rollouts that another policy wrote."""
+    print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
+    for name in asked.populations:
+        population = Population(*POPULATIONS[name])
+        lengths_PY = lengths_of(population)
+        fresh, pools = lagged(population, lengths_PY, PROMPTS, 64, np.random.default_rng(9))
+        rows = loss_worths(fresh, LAGGED, [4, 8], ROLLOUTS, 2000, 1, pools)
+        truth = {(row.loss.name, row.group_size): row.worth for row in rows}
+        for prompts, completions in CELLS:
+            rng, hits = np.random.default_rng(10), defaultdict(list)
+            for number in range(asked.studies):
+                fresh, pools = lagged(population, lengths_PY, prompts, completions, rng)
+                arguments = fresh, LAGGED, [4, 8], ROLLOUTS, asked.draws, number, pools
+                for row in loss_worths(*arguments):
+                    if row.worth is None:
+                        continue
+                    key = row.loss.name, row.group_size
+                    right, decided = truth[key], math.isfinite(row.worth.worth.high)
+                    assert right is not None  # of all 8000 prompts
+                    hits[key, "decided"].append(decided)
+                    if decided:
+                        covered = covers(row.worth.worth, right.worth.estimate)
+                        hits[key, "worth"].append(covered)
+                    covered = covers(row.worth.direction, right.direction.estimate)
+                    hits[key, "direction"].append(covered)
+            for key, right in truth.items():
+                if right is None or not hits[key, "decided"]:
+                    continue
+                seen = hits[key, "worth"]
+                text = f"{np.mean(seen):.3f}" if len(seen) >= 50 else "too few"
+                print(f"{name:12}{f'{prompts} x {completions}':>10}{key[1]:4}  {key[0]:26}"
+                      f"{right.worth.estimate:7.2f}{math.sqrt(right.direction.estimate):7.2f}"
+                      f"{np.mean(hits[key, 'decided']):9.2f}{text:>10}"
+                      f"{np.mean(hits[key, 'direction']):8.3f}", flush=True)  # fmt: skip
+
+
 def lengths_of(population: Population):
     """Lengths of 1 to 60 tokens by prompt and outcome, shorter where the reward is 1."""
     rng = np.random.default_rng(8)
@@ -94,7 +178,11 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=300, help="of each cell")
     parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
     parser.add_argument("--populations", nargs="+", default=list(POPULATIONS))
+    parser.add_argument("--lag", action="store_true", help="completions of another policy")
     asked = parser.parse_args()
+    if asked.lag:
+        main_lag(asked)
+        return
     print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
     print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':22}{'truth':>7}{'decided':>9}", end="")
     print("".join(f"{name:>12}" for name in COLUMNS))

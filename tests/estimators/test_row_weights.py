@@ -60,7 +60,7 @@ def test_weights_are_those_of_an_update_of_the_rows_that_count(rows, loss_type):
     loss = Loss("own", "group_std", {"epsilon": 0.1}, loss_type, 9, None, True, rows)
     ended = np.ones(REWARDS.shape, dtype=bool)
     ended[2, 1] = False
-    found = row_weights(loss, REWARDS, BaselineContext(lengths_PG=LENGTHS), ended)
+    found = row_weights(loss, REWARDS, BaselineContext(lengths_PG=LENGTHS), ended)[0]
     centred = REWARDS - REWARDS.mean(axis=1, keepdims=True)
     advantage = centred / (REWARDS.std(axis=1, ddof=1, keepdims=True) + 0.1)
     counts = rows_that_count(rows, REWARDS, advantage)

@@ -49,7 +49,7 @@ def joint_batches(loss, prompts, size=2):
     ):
         x, y = np.array(questions)[:, None], np.array(outcomes)
         context = BaselineContext(lengths_PG=LENGTHS[x, y])
-        weights = row_weights(loss, REWARDS[x, y], context)
+        weights = row_weights(loss, REWARDS[x, y], context)[0]
         updates.append(np.einsum("pg,pgr->r", weights, SCORES[x, y]))
         chances.append(CHANCES[x, y].prod() / 3**prompts)
     return np.array(updates), np.array(chances)
@@ -88,7 +88,7 @@ def test_an_additive_update_is_the_mean_of_terms(loss):
         for outcomes in itertools.product(range(3), repeat=2):
             y = list(outcomes)
             context = BaselineContext(lengths_PG=LENGTHS[None, prompt, y])
-            weights = row_weights(loss, REWARDS[None, prompt, y], context)[0]
+            weights = row_weights(loss, REWARDS[None, prompt, y], context)[0][0]
             vectors.append(weights @ SCORES[prompt, y])
             chances.append(CHANCES[prompt, y].prod())
         vectors, chances = np.array(vectors), np.array(chances)
@@ -119,7 +119,7 @@ def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
         if not mixed_groups(REWARDS[x, y]).all():
             continue
         context = BaselineContext(lengths_PG=LENGTHS[x, y])
-        weights = row_weights(loss, REWARDS[x, y], context)
+        weights = row_weights(loss, REWARDS[x, y], context)[0]
         updates.append(np.einsum("pg,pgr->r", weights, SCORES[x, y]))
         chances.append(CHANCES[x, y].prod())
     updates, chances = np.array(updates), np.array(chances) / sum(chances)
@@ -129,7 +129,7 @@ def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
         vectors, weights = [], []
         for y in map(list, itertools.product(range(3), repeat=2)):
             context = BaselineContext(lengths_PG=LENGTHS[None, prompt, y])
-            weight = row_weights(loss, REWARDS[None, prompt, y], context)[0]
+            weight = row_weights(loss, REWARDS[None, prompt, y], context)[0][0]
             mixed = len(set(REWARDS[prompt, y])) > 1
             vectors.append(weight @ SCORES[prompt, y])
             weights.append(CHANCES[prompt, y].prod() * mixed)

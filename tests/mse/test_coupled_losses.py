@@ -73,7 +73,7 @@ def update(pool, loss, batch):
     rows = batch.prompt_B[:, None], batch.place_BG
     lengths, rewards = pool.lengths_PN[rows], pool.rewards_PN[rows]
     context = BaselineContext(lengths_PG=lengths)
-    weights = row_weights(loss, rewards, context)
+    weights = row_weights(loss, rewards, context)[: 1 + (loss.name == "clipped")].sum(axis=0)
     counts = (rewards != rewards[:, :1]).any(axis=1)[:, None] | (loss.name != "penalised")
     total = np.zeros(4)
     for place, prompt in enumerate(batch.prompt_B):

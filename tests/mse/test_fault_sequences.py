@@ -31,7 +31,8 @@ from safetensors import SafetensorError, safe_open
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.pool_store import Part, PoolStore, _digest
+from grpo_ustat.mse.pool_parts import Part
+from grpo_ustat.mse.pool_store import PoolStore, _digest
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
 

@@ -22,7 +22,7 @@ from grpo_ustat.estimators.token_weights import (
     token_factors,
 )
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.off_policy import weighted_part
+from grpo_ustat.mse.off_policy import _drift, weighted_part
 from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.scoring import score_sketches
 from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
@@ -130,6 +130,37 @@ def test_scores_are_the_gradients_of_weighted_log_probabilities(weights):
     assert share == pytest.approx(ratios.sum() ** 2 / (ratios @ ratios * mask.sum()))
 
 
+def test_ratios_beyond_numbers_are_refused_in_a_line():
+    """Two whole completions whose ratio is e^800, without a warning of numpy's."""
+    policy, rollouts = random_policy(), random_rollouts([3], group_size=2, longest=4)
+    config, own = compose("mse", *SMALL), np.zeros((2, 4))
+    sketch, _ = score_sketches(config.budget, policy)
+    with pytest.raises(ConfigError, match="log ratio up to .*use an earlier study.policy"):
+        weighted_part(
+            policy, rollouts, np.arange(2.0), config.sampler_options, sketch, EXACT, own,
+            own - 800.0, own,
+        )  # fmt: skip
+
+
+def test_a_small_effective_share_has_no_lower_end():
+    """Few weights decide it; the larger ones of the law are not drawn. Log-normal weights: the
+    share is exp(-sigma^2).
+    """
+    rng, found = np.random.default_rng(0), {}
+    for share in (0.9, 0.1):
+        log_PN = np.sqrt(-np.log(share)) * rng.normal(size=(60, 16))
+        top_P = log_PN.max(axis=1)
+        scaled_PN = np.exp(log_PN - top_P[:, None])
+        sums = (scaled_PN.sum(axis=1), np.square(scaled_PN).sum(axis=1))
+        ones = np.ones(60)
+        found[share] = _drift(np.column_stack([ones, ones, ones, top_P, *sums, 0 * ones]), 16)
+        weights = np.exp(log_PN)
+        by_hand = weights.sum() ** 2 / np.square(weights).sum() / weights.size
+        assert found[share].completions.estimate == pytest.approx(by_hand)
+    assert 0.8 < found[0.9].completions.low < 0.9 < found[0.9].completions.high
+    assert found[0.1].completions.low == 0 and found[0.1].completions.high > 0.1
+
+
 @pytest.mark.slow(minutes=0.3)
 @pytest.mark.parametrize("words, changes", [
     ((), True),
@@ -219,3 +250,7 @@ def test_what_a_file_lacks_is_refused(tmp_path, logged):
     parquet.write_table(pyarrow.Table.from_pylist(without), bare)
     with pytest.raises(ConfigError, match="has no log-probabilities of the sampler"):
         study(tmp_path / "run", f"pool={bare}", "study.corrections=[token_mask]")
+    result = study(
+        tmp_path / "penalty", f"pool={bare}", "study.reference=embedded:tiny", *PENALISED
+    )
+    assert result["off_policy"]["question"] == "penalty"  # how far the sampler is, nobody knows

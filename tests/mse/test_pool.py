@@ -24,7 +24,8 @@ from grpo_ustat.mse import scoring
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.mse.pool import EqualRewards, build_pool, read_pool
-from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
+from grpo_ustat.mse.pool_parts import Part
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.pages.caveats import zero_scores_sentence
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder

@@ -37,7 +37,7 @@ def worths(pool, sizes=(2, 4), rollouts=32):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_a_loss_that_can_be_typed(name):
     recipe = RECIPES[name]
-    (typed,) = compose("mse", *recipe.overrides).losses
+    (typed,) = compose("mse", *recipe.overrides).measured.first_update
     assert recipe.loss(typed.max_completion_length) == typed
     assert typed.options == recipe.loss(1).options  # which are not compared
 

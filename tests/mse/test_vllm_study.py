@@ -20,7 +20,8 @@ from grpo_ustat.distributed.ranks import RefusedByRank
 from grpo_ustat.mse import sampler
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import build_pool, read_pool
-from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
+from grpo_ustat.mse.pool_parts import Part
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_text, start_sampler
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder

@@ -139,7 +139,7 @@ def test_row_weights_times_scores_are_the_recorded_gradients_of_trl(compare):
         objective, rule = config.objective, config.baseline
         if objective.top_entropy_quantile < 1:
             continue
-        weight_PG = row_weights(
+        (weight_PG,) = row_weights(
             objective.loss(rule, compare.LENGTH),
             found.rewards_PG,
             BaselineContext(lengths_PG=rollouts.lengths_PG),

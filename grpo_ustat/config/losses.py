@@ -1,0 +1,131 @@
+"""The losses whose rollouts a study judges: at a batch's first update, and off policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from grpo_ustat.config.baseline import BaselineConfig
+from grpo_ustat.config.objective import ObjectiveConfig, preset
+from grpo_ustat.config.schema import ConfigError, check_distinct
+from grpo_ustat.config.study import StudyConfig
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.token_weights import TokenWeights
+
+
+@dataclass(frozen=True)
+class MeasuredLosses:
+    """What of a study's configuration decides its losses.
+
+    Attributes:
+        objective, baseline: a loss and the rule of its advantages.
+        objectives: further presets.
+        study: with the policy, the reference and the corrections.
+        pool, imports_pool: where rollouts are from, and whether that is a file.
+        max_completion_length: tokens after which a completion is cut.
+    """
+
+    objective: ObjectiveConfig
+    baseline: BaselineConfig
+    objectives: list[str]
+    study: StudyConfig
+    pool: str | None
+    imports_pool: bool
+    max_completion_length: int
+
+    @property
+    def chosen(self) -> list[tuple[ObjectiveConfig, Loss]]:
+        """Every objective with its loss at a batch's first update."""
+        pairs = [(self.objective, self.baseline)]
+        for name in self.objectives:
+            objective, rule = preset(name)
+            pairs.append((objective, rule or self.baseline))
+        length = self.max_completion_length
+        return [(objective, objective.loss(rule, length)) for objective, rule in pairs]
+
+    @property
+    def first_update(self) -> list[Loss]:
+        """The losses at a batch's first update, but for the unbiased estimate itself."""
+        losses = [loss for _, loss in self.chosen]
+        unbiased = (self.objective.name, self.baseline.name) == ("algorithm1", "leave_one_out")
+        return losses[1:] if unbiased else losses
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether losses are measured where tokens weigh unequally as well."""
+        return bool(self.study.policy or self.study.reference or self.study.corrections)
+
+    @property
+    def off_policy(self) -> list[Loss]:
+        """The losses with the weights that their tokens have at `study.policy`, with a penalty from
+        `study.reference`, and with each of `study.corrections`.
+        """
+        losses: list[Loss] = []
+        for objective, loss in self.chosen:
+            tokens = objective.token_weights()
+            if self.study.policy is None:  # the first update of a batch: every ratio is 1
+                tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
+            on_policy = self.study.policy is None and not self.imports_pool
+            plain = on_policy and tokens == TokenWeights()
+            losses.append(replace(loss, tokens=None if plain else tokens))
+            for name in self.study.corrections:
+                corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
+                losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
+        return losses
+
+    def check(self) -> None:
+        """Refuse losses that are none, or that a study of this pool cannot measure.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        self.objective.check()
+        check_distinct("study.corrections", self.study.corrections)
+        if self.objective.name in self.objectives:
+            raise ConfigError(
+                f"objectives={self.objectives} names objective={self.objective.name} again: leave "
+                "it out of one"
+            )
+        if self.objective.top_entropy_quantile < 1:
+            raise ConfigError(
+                f"objective.top_entropy_quantile={self.objective.top_entropy_quantile}: a pool "
+                "keeps no entropies of tokens, use objective.top_entropy_quantile=1"
+            )
+        if self.objective.entropy_coef:
+            raise ConfigError(
+                f"objective.entropy_coef={self.objective.entropy_coef}: a pool of scores says "
+                "nothing of the entropy's gradient, use objective.entropy_coef=0"
+            )
+        if self.is_off_policy:
+            self._check_off_policy()
+
+    def _check_off_policy(self) -> None:
+        """Refuse another policy, a reference or corrections where a study has no use for them."""
+        study, losses = self.study, self.off_policy
+        if study.metric == "adam":
+            raise ConfigError(
+                f"study.metric=adam with study.policy={study.policy} reference={study.reference} "
+                f"corrections={study.corrections}: weighted tokens are measured in the plain "
+                "metric, use study.metric=euclidean"
+            )
+        if study.policy is not None and self.imports_pool:
+            raise ConfigError(
+                f"study.policy={study.policy} with pool={self.pool}: the later policy has to write "
+                "completions of its own to be compared with, and a file has no judge for them; "
+                "name the data set, dataset=NAME, and leave pool out"
+            )
+        if study.corrections and not self.imports_pool:
+            raise ConfigError(
+                f"study.corrections={study.corrections} with pool={self.pool}: they need the "
+                "log-probabilities that a sampler logged, give pool=FILE.parquet with a column "
+                "logprobs"
+            )
+        if study.reference is not None and not any(x.tokens and x.tokens.beta for x in losses):
+            raise ConfigError(
+                f"study.reference={study.reference}, but no loss has a penalty: use "
+                "objective.beta=0.04 objective.kl_estimator=k3 objective.kl_in=loss"
+            )
+        if study.corrections and any(loss.loss_type == "vespo" for loss in losses):
+            raise ConfigError(
+                f"study.corrections={study.corrections} with loss_type=vespo, which takes the "
+                "sampler's ratio into its own weight: leave it out of objectives"
+            )
