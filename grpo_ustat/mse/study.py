@@ -169,7 +169,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         pool_folder = Path(config.pool)
     try:
         if config.imports_pool:
-            pool, pool_cost, prompts, rollouts = import_pool(config, pool_folder)
+            pool, pool_cost, prompts, logged = import_pool(config, pool_folder)
+            rollouts = [logged.of_prompt(place) for place in range(len(prompts))]
             facts = _facts(config, prompts)
             request = closed_form_request(config, pool, facts, pool_cost)
             statistics = closed_form(pool, request, config.study.interval)
@@ -207,10 +208,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     )  # fmt: skip
     off_policy = None
     if config.measured.is_off_policy:
-        if rollouts is None:
-            written = stored_completions(config, prompts, pool_folder, pool.rewards_PN.shape[1])
-        else:
-            written = [rollouts.of_prompt(place) for place in range(len(prompts))]
+        size = pool.rewards_PN.shape[1]
+        written = rollouts or stored_completions(config, prompts, pool_folder, size)
         off_policy, further = off_policy_worths(config, pool, prompts, written, folder)
         pool_cost += further
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
@@ -226,9 +225,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
         )
         curves += monte_carlo_rows(curves_by_rule, statistics, len(prompts))
-    logged = logged_rollouts(config) if config.imports_pool else []
-    remarks = repeated_sentence(logged)
-    if logged and not logged[0].is_exact:
+    rows = logged_rollouts(config) if config.imports_pool else []
+    remarks = repeated_sentence(rows)
+    if rows and not rows[0].is_exact:
         remarks += (
             " WARNING: only texts were logged, which were tokenised again: where the policy had "
             "split them otherwise, scores are those of other tokens, so this result is inexact."
