@@ -117,6 +117,8 @@ def lagged(population: Population, lengths_PY, prompts: int, completions: int, r
 def main_lag(asked: argparse.Namespace) -> None:
     """The table of rollouts that another policy wrote."""
     print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
+    print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':26}{'truth':>7}{'decided':>9}{'worth':>10}"
+          f"{'direction':>10}")  # fmt: skip
     for name in asked.populations:
         population = Population(*POPULATIONS[name])
         lengths_PY = lengths_of(population)
@@ -138,17 +140,17 @@ def main_lag(asked: argparse.Namespace) -> None:
                     if decided:
                         covered = covers(row.worth.worth, right.worth.estimate)
                         hits[key, "worth"].append(covered)
-                    covered = covers(row.worth.direction, right.direction.estimate)
-                    hits[key, "direction"].append(covered)
+                    if math.isfinite(direction := right.direction.estimate):
+                        hits[key, "direction"].append(covers(row.worth.direction, direction))
             for key, right in truth.items():
                 if right is None or not hits[key, "decided"]:
                     continue
                 seen = hits[key, "worth"]
                 text = f"{np.mean(seen):.3f}" if len(seen) >= 50 else "too few"
+                turned = hits[key, "direction"]
                 print(f"{name:12}{f'{prompts} x {completions}':>10}{key[1]:4}  {key[0]:26}"
-                      f"{right.worth.estimate:7.2f}{math.sqrt(right.direction.estimate):7.2f}"
-                      f"{np.mean(hits[key, 'decided']):9.2f}{text:>10}"
-                      f"{np.mean(hits[key, 'direction']):8.3f}", flush=True)  # fmt: skip
+                      f"{right.worth.estimate:7.2f}{np.mean(hits[key, 'decided']):9.2f}{text:>10}"
+                      f"{np.mean(turned) if turned else math.nan:8.3f}", flush=True)  # fmt: skip
 
 
 def lengths_of(population: Population):
