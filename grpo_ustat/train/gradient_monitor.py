@@ -21,7 +21,7 @@ from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.noise import group_terms, noise_estimate, noise_share
 from grpo_ustat.estimators.scaling import correlation, prompt_scaling
 from grpo_ustat.policy.scores.backward import parameter_sizes
-from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
+from grpo_ustat.policy.scores.groups import GroupGradient, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.train.batch import gather_by_prompt
@@ -56,8 +56,8 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     groups_P = []
     if not silent:
         with exact_full_copy(run):
-            own_groups = own_group_scores(run, batch)
-        groups_P = gather_by_prompt(own_groups)
+            own_gradients_P = own_gradients(run, batch)
+        groups_P = gather_by_prompt(own_gradients_P)
     no_memory = any(group is None for group in groups_P)
     if groups_P and not no_memory:
         q_PG = np.stack([group.sq_norm_G for group in groups_P])
@@ -91,7 +91,7 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     return row | {"monitor/seconds": time.perf_counter() - start}
 
 
-def own_group_scores(run: TrainContext, batch: Batch) -> Sequence[GroupScores | None]:
+def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | None]:
     """Score norms and leave-one-out gradient of each of this rank's prompts, in order.
 
     Where memory runs out a prompt is read again, fewer completions at once; None for all of them
@@ -101,17 +101,16 @@ def own_group_scores(run: TrainContext, batch: Batch) -> Sequence[GroupScores | 
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
-    def scores_of(p: int) -> GroupScores:
-        """Scores of prompt `p`, as many completions at once as the token budget of now allows."""
+    def gradient_of(p: int) -> GroupGradient:
+        """Gradient of prompt `p`, as many completions at once as the token budget of now allows."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
-        return group_scores(
-            run.policy, rollouts, p, weights_PG[p], run.config.temperature, sketch, at_once
-        )
+        scores = group_scores(run.policy, rollouts, p, run.config.temperature, sketch, at_once)
+        return scores.gradient(weights_PG[p])
 
     prompts = range(len(weights_PG))
     try:
-        return [budget.attempt(partial(scores_of, p), "the monitor") for p in prompts]
+        return [budget.attempt(partial(gradient_of, p), "the monitor") for p in prompts]
     except OutOfMemory:
         warn("no memory for monitor.gradient_mse_every: this step's row has no gradient error")
         return [None for _ in prompts]

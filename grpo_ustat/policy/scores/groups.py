@@ -1,4 +1,4 @@
-"""Score norms and leave-one-out gradient of one prompt's group, and products between groups."""
+"""Inner products and sketches of the scores of one prompt's group, and products between groups."""
 
 from __future__ import annotations
 
@@ -6,34 +6,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Rollouts
+from grpo_ustat.records import Array, Rollouts
+
+
+@dataclass(frozen=True)
+class GroupGradient:
+    """Score norms and gradient of one prompt's group.
+
+    Attributes:
+        sq_norm_G: squared score norms q.
+        ghat_sq: ||ghat||^2.
+        ghat_R: sketch of ghat.
+    """
+
+    sq_norm_G: Array
+    ghat_sq: float
+    ghat_R: Array
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """Score norms and gradient of one prompt's group.
+    """What is kept of the scores of one prompt's group; no gradient of all parameters is ever held.
 
     Attributes:
-        sq_norm_G: squared score norms q, float64.
-        ghat_sq: ||ghat||^2 of its leave-one-out gradient, exact.
-        ghat_R: sketch of ghat, exact where the model has no more parameters than R.
+        gram_GG: <s_i, s_j>, float64; exact within a pass of the model, between passes from
+            sketches, and unbiased.
+        features_GR: sketches of the scores, exact where the model has no more parameters than R.
     """
 
-    sq_norm_G: np.ndarray
-    ghat_sq: float
-    ghat_R: np.ndarray
+    gram_GG: Array
+    features_GR: npt.NDArray[np.float32]
+
+    def gradient(self, weights_G: Array) -> GroupGradient:
+        """The gradient `ghat = sum_i w_i s_i`, for leave-one-out see `pool_gradient_weights`."""
+        ghat_sq = float(weights_G @ self.gram_GG @ weights_G)
+        return GroupGradient(np.diagonal(self.gram_GG), ghat_sq, weights_G @ self.features_GR)
 
 
 def group_scores(
     policy: Policy,
     rollouts: Rollouts,
     p: int,
-    weights_G: np.ndarray,
     temperature: float,
     sketch: Sketch,
     at_once: int,
@@ -43,27 +61,27 @@ def group_scores(
     Args:
         policy, rollouts: whose completions.
         p: the prompt's place in the rollouts.
-        weights_G: w with `ghat = sum_i w_i s_i`, see `pool_gradient_weights`.
         temperature: divides the logits.
-        sketch: of ghat.
+        sketch: of every score.
         at_once: completions of a pass of the model.
     """
-    size = len(weights_G)
-    norms, ghat = [], {}
+    size = rollouts.mask_PGT.shape[1]
+    features, grams = [], []
     for part in np.split(np.arange(size), range(at_once, size, at_once)):
         scores = score_rollouts(
-            policy, rollouts, p * size + part, temperature, weights_KB=weights_G[None, part]
+            policy, rollouts, p * size + part, temperature, gram=True, features=sketch
         )
-        norms.append(scores.sq_norm_B.cpu().numpy())
-        for name, value in scores.gradients_K[0].items():
-            ghat[name] = ghat[name] + value if name in ghat else value
-    ghat_sq = sum(  # no copy in float64
-        float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2 for value in ghat.values()
-    )
-    return GroupScores(np.concatenate(norms), ghat_sq, sketch.of(ghat).double().cpu().numpy())
+        assert scores.features_BR is not None and scores.gram_BB is not None
+        features.append(scores.features_BR.cpu().numpy())
+        grams.append((part, scores.gram_BB.cpu().numpy()))
+    features_GR = np.concatenate(features)
+    gram_GG = features_GR @ features_GR.T
+    for part, gram in grams:
+        gram_GG[np.ix_(part, part)] = gram
+    return GroupScores(gram_GG, features_GR.astype(np.float32))
 
 
-def gradient_gram(groups_P: Sequence[GroupScores]) -> np.ndarray:
+def gradient_gram(groups_P: Sequence[GroupGradient]) -> Array:
     """<ghat_x, ghat_y>, [P, P]: unbiased from sketches between prompts, exact on the diagonal."""
     ghat_PR = np.stack([group.ghat_R for group in groups_P])
     gram_PP = ghat_PR @ ghat_PR.T
