@@ -83,4 +83,4 @@ if __name__ == "__main__":
     changes = json.loads(sys.argv[2])
     trainer, callback = train(Path(sys.argv[1]), rewards=(right, ones), **changes)
     rank = trainer.accelerator.process_index
-    np.savez(Path(sys.argv[1]) / f"terms-{rank}.npz", *callback.measurements[-1].terms)
+    np.savez(Path(sys.argv[1]) / f"terms-{rank}.npz", *callback.windows[-1].terms)

@@ -20,8 +20,10 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.noise import group_terms, noise_estimate
 from grpo_ustat.integrations.trl import callback as module
+from grpo_ustat.integrations.trl import windows
 from grpo_ustat.integrations.trl.callback import GradientNoiseCallback, unchanged
 from grpo_ustat.integrations.trl.generation import Completion, Group
+from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.policy.scores.groups import GroupScores
 
 SIZE, PROMPTS = 4, 6
@@ -44,8 +46,7 @@ def made_up(group):
         np.random.default_rng(one.completion_ids + one.prompt_ids).standard_normal(3)
         for one in group.completions
     ])  # fmt: skip
-    ghat_D = pool_gradient_weights(group.rewards_G) @ scores_GD
-    return GroupScores(np.square(scores_GD).sum(axis=1), float(ghat_D @ ghat_D), ghat_D)
+    return GroupScores(scores_GD @ scores_GD.T, scores_GD)
 
 
 def expected_terms(prompts, completions, rewards):
@@ -56,7 +57,9 @@ def expected_terms(prompts, completions, rewards):
     ]
     rewards_PG = np.array(rewards).reshape(-1, SIZE)
     groups = [
-        made_up(SimpleNamespace(completions=rows[k * SIZE : (k + 1) * SIZE], rewards_G=rewards_G))
+        made_up(SimpleNamespace(completions=rows[k * SIZE : (k + 1) * SIZE])).gradient(
+            pool_gradient_weights(rewards_G)
+        )
         for k, rewards_G in enumerate(rewards_PG)
     ]
     ghat_PD = np.stack([group.ghat_R for group in groups])
@@ -89,15 +92,15 @@ def test_it_measures_every_so_many_updates_of_training():
     trainer, callback = measured()
     for seed, step in enumerate([0, 0, 1, 2, 5, 6, 7]):
         generate(trainer, seed, step)
-    assert [one.step for one in callback.measurements] == [0, 2, 5, 7]
+    assert [one.first for one in callback.windows] == [0, 2, 5, 7]
     trainer.model.eval()
     generate(trainer, 9, 20)
-    assert len(callback.measurements) == 4
+    assert len(callback.windows) == 4
     callback.on_train_begin(trainer.args, SimpleNamespace(global_step=21), None)
     trainer.model.train()
     generate(trainer, 9, 20)
     generate(trainer, 9, 21)
-    assert [one.step for one in callback.measurements][4:] == [21]
+    assert [one.first for one in callback.windows][4:] == [21]
 
 
 def test_what_is_logged_are_ratios_of_running_means(capsys):
@@ -123,15 +126,70 @@ def test_what_is_logged_are_ratios_of_running_means(capsys):
     assert "G* " in lines[-1] and "noise scale" in lines[-1] and "of the time so far" in lines[-1]
 
 
+def one_prompt(trainer, prompt, step):
+    """A generation batch of one prompt out of a batch of six, as TRL's defaults make it."""
+    prompts, completions, rewards = batch(0)
+    own = slice(prompt * SIZE, (prompt + 1) * SIZE)
+    trainer.rows, trainer.rewards = (prompts[own], completions[own]), {"right": rewards[own]}
+    trainer.state.global_step = step
+    trainer._generate_and_score_completions(None)
+
+
+def test_batches_of_one_prompt_are_pooled(monkeypatch):
+    """Of one policy they have the terms of a single batch of all their prompts; ten times as many
+    updates follow a window unmeasured as with larger batches.
+    """
+    monkeypatch.setattr(windows, "WINDOW_GROUPS", PROMPTS)
+    trainer = GRPOTrainer(SIZE)
+    callback = GradientNoiseCallback(trainer, every=3)
+    for prompt in range(PROMPTS):
+        assert not callback.windows
+        one_prompt(trainer, prompt, step=prompt)
+    (window,) = callback.windows
+    assert (window.first, window.last) == (0, PROMPTS - 1)
+    for one, other in zip(window.terms, expected_terms(*batch(0)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+    for step in range(PROMPTS, 3 * PROMPTS + 2):
+        one_prompt(trainer, step % PROMPTS, step)
+    callback.on_train_end(trainer.args, trainer.state, None)
+    assert [(one.first, one.last) for one in callback.windows[1:]] == [(18, 19)]
+
+
+def test_a_window_of_two_groups_at_the_end_counts(monkeypatch):
+    """One group alone has nothing to be compared with."""
+    trainer = GRPOTrainer(SIZE)
+    callback = GradientNoiseCallback(trainer, every=1)
+    one_prompt(trainer, 0, 0)
+    callback.on_train_end(trainer.args, trainer.state, None)
+    assert not callback.windows
+    one_prompt(trainer, 0, 1), one_prompt(trainer, 1, 2)
+    callback.on_train_end(trainer.args, trainer.state, None)
+    assert [len(one.terms.g_sq_P) for one in callback.windows] == [2]
+
+
+def test_a_trainer_that_is_refused_trains_on(capsys):
+    """In one line; with `strict` it is an error."""
+    trainer = GRPOTrainer(SIZE, mask_truncated_completions=True, tools=[print])
+    callback = GradientNoiseCallback(trainer)
+    line = capsys.readouterr().out
+    assert line.startswith("grpo_ustat: this run is not measured: mask_truncated_completions=True")
+    assert line.count("\n") == 1
+    generate(trainer, 0, 0)
+    callback.on_train_end(trainer.args, trainer.state, None)
+    assert not callback.windows and not capsys.readouterr().out
+    with pytest.raises(ConfigError, match="mask_truncated_completions"):
+        GradientNoiseCallback(trainer, strict=True)
+
+
 def test_running_means_forget_the_first_half():
     """Of the steps so far, but keep four."""
     trainer, callback = measured()
     for seed, step in enumerate([0, 2, 4, 6, 8]):
         generate(trainer, seed, step)
-    assert [one.step for one in callback.recent()] == [2, 4, 6, 8]
+    assert [one.first for one in callback.recent()] == [2, 4, 6, 8]
     for step in range(10, 30, 2):
         generate(trainer, step, step)
-    assert [one.step for one in callback.recent()] == list(range(14, 30, 2))
+    assert [one.first for one in callback.recent()] == list(range(14, 30, 2))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -158,8 +216,8 @@ def test_ranks_find_what_one_finds(world, monkeypatch):
         thread.join(30)
     expected = expected_terms(*batch(0))
     for _, callback in callbacks:
-        (measurement,) = callback.measurements
-        for one, other in zip(measurement.terms, expected, strict=True):
+        (window,) = callback.windows
+        for one, other in zip(window.terms, expected, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-12)
 
 
@@ -194,7 +252,7 @@ def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsy
     prompts, completions, _ = batch(0)
     rows = [Completion(p, c) for p, c in zip(prompts[:SIZE], completions[:SIZE], strict=True)]
     policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), pad_token=0)
-    rollouts = Group(rows, np.zeros(SIZE)).rollouts()
+    rollouts = Group(rows, np.zeros(SIZE), np.zeros((SIZE, 1))).rollouts()
     if "memory" in message:
         callback._check(policy, rollouts)
         assert "no memory to compare scores" in capsys.readouterr().out
@@ -212,9 +270,7 @@ def test_the_end_says_what_to_do(capsys):
     callback.on_train_end(trainer.args, trainer.state, None)
     lines = capsys.readouterr().out.splitlines()
     assert "num_generations" in lines[0] and lines[0].startswith("grpo_ustat: ")
-    assert any("From 30 groups of 5 batches, steps 6 to 14" in line for line in lines) or any(
-        "From 24 groups of 4 batches, steps 8 to 14" in line for line in lines
-    )
+    assert any("From 24 groups, steps 8 to 14" in line for line in lines)
     assert "Measuring took" in lines[-1]
 
 
@@ -229,7 +285,7 @@ def test_raise_or_lower_is_said_as_advise_says_it():
         rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((200, SIZE))
         ghat = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards), scores)
         terms = group_terms(rewards, np.square(scores).sum(axis=2), ghat @ ghat.T)
-        callback.measurements.append(module.Measurement(step, terms, step == 7))
+        callback.windows.append(Window(step, step, terms, step == 7))
     lines = callback.summary()
     assert lines[0].startswith("grpo_ustat: Raise num_generations from 4 to ")
     assert lines[1].startswith("Extra error at n = 256: 2: ")

@@ -13,12 +13,18 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.generation import (
     Completion,
     completions_of,
-    summed_rewards,
+    logged_rewards,
     whole_groups,
 )
 
 PROMPTS = [[3, 4], [3, 4], [5], [5]]
 COMPLETIONS = [[7, 8, 9], [7, 1], [6, 6, 6, 1], [1]]
+
+
+def rewards(values):
+    """Of one function, as `logged_rewards` returns them."""
+    sums = np.array(values, dtype=float)
+    return sums, sums[:, None]
 
 
 def test_padding_is_taken_off():
@@ -41,8 +47,8 @@ def test_tokens_of_tools_are_not_the_policys():
     output["tool_mask"][2, 1:3] = 0
     rows = completions_of(output, PAD)
     assert rows[2].own == [True, False, False, True] and rows[3].own == [True]
-    (group, _), _unknown = whole_groups(rows, np.array([0.0, 1.0, 0.0, 1.0]), 2)
-    rollouts = whole_groups(rows, np.array([0.0, 1.0, 0.0, 1.0]), 2)[0][1].rollouts()
+    (group, _), _unknown = whole_groups(rows, *rewards([0.0, 1.0, 0.0, 1.0]), 2)
+    rollouts = whole_groups(rows, *rewards([0.0, 1.0, 0.0, 1.0]), 2)[0][1].rollouts()
     assert rollouts.scored_PGT[0].tolist() == [[True, False, False, True], [True] + [False] * 3]
     assert rollouts.mask_PGT.sum(axis=-1).tolist() == [[4, 1]]
     assert rollouts.prompt_tokens == [[5]]
@@ -51,15 +57,15 @@ def test_tokens_of_tools_are_not_the_policys():
 def test_rewards_are_added_by_their_weights():
     """As TRL's: None counts 0 beside others, and is unknown where all are None."""
     logged = {"right": [9.0, 1.0, 0.0, math.nan, 1.0], "form": [9.0, 0.5, math.nan, None, 1.0]}
-    sums = summed_rewards(logged, torch.tensor([2.0, -1.0]), 4)
+    sums, _ = logged_rewards(logged, torch.tensor([2.0, -1.0]), 4)
     np.testing.assert_array_equal(sums, [1.5, 0.0, math.nan, 1.0])
     with pytest.raises(ConfigError, match="5 rewards of right are logged for 6 completions"):
-        summed_rewards(logged, torch.tensor([2.0, -1.0]), 6)
+        logged_rewards(logged, torch.tensor([2.0, -1.0]), 6)
 
 
 def test_one_reward_that_records_changes_no_sum():
     logged = {"right": [1.0, 0.0], "record": [math.nan, math.nan]}
-    np.testing.assert_array_equal(summed_rewards(logged, torch.ones(2), 2), [1.0, 0.0])
+    np.testing.assert_array_equal(logged_rewards(logged, torch.ones(2), 2)[0], [1.0, 0.0])
 
 
 @pytest.mark.parametrize("share", [1, 2, 3, 6])
@@ -68,7 +74,7 @@ def test_groups_that_straddle_ranks_are_whole(share):
     rows = [Completion([p], [7, i]) for p in range(3) for i in range(4)]
     ranks = [rows[start : start + share] for start in range(0, 12, share)]
     gathered = [row for rank in ranks for row in rank]
-    groups, unknown = whole_groups(gathered, np.arange(12.0), 4)
+    groups, unknown = whole_groups(gathered, *rewards(range(12)), 4)
     assert unknown == 0 and [group.completions[0].prompt_ids for group in groups] == [[0], [1], [2]]
     assert [group.rewards_G.tolist() for group in groups] == [
         [0, 1, 2, 3],
@@ -79,7 +85,7 @@ def test_groups_that_straddle_ranks_are_whole(share):
 
 def test_a_group_with_an_unknown_reward_is_left_out():
     rows = [Completion([p], [7, i]) for p in range(2) for i in range(3)]
-    groups, unknown = whole_groups(rows, np.array([1.0, math.nan, 0.0, 1.0, 1.0, 1.0]), 3)
+    groups, unknown = whole_groups(rows, *rewards([1.0, math.nan, 0.0, 1.0, 1.0, 1.0]), 3)
     assert unknown == 1 and [group.varies for group in groups] == [False]
 
 
@@ -93,4 +99,4 @@ def test_a_group_with_an_unknown_reward_is_left_out():
 )
 def test_what_is_no_group_is_refused(rows, message):
     with pytest.raises(ConfigError, match=message):
-        whole_groups(rows, np.zeros(len(rows)), 2)
+        whole_groups(rows, *rewards([0.0] * len(rows)), 2)

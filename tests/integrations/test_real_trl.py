@@ -81,7 +81,7 @@ def test_training_ends_in_the_same_weights(run, tmp_path):
     """Dropout is on. Optimizer and random states too."""
     folder, _, callback = run
     trl_run.train(tmp_path, measure=False, dropout=0.1)
-    assert [one.step for one in callback.measurements] == [0, 2]
+    assert [one.first for one in callback.windows] == [0, 2]
     measured, plain = folder / "checkpoint-3", tmp_path / "checkpoint-3"
     weights, expected = (load_file(one / "model.safetensors") for one in (measured, plain))
     assert weights.keys() == expected.keys()
@@ -119,7 +119,7 @@ def test_numbers_are_those_of_our_pool(run, tmp_path):
     ]  # fmt: skip
     subprocess.run([sys.executable, "-m", "grpo_ustat", "mse", *study], check=True, cwd=tmp_path)
     scaling = json.loads((tmp_path / "study/result.json").read_text())["scaling"]
-    intervals = noise_estimate([callback.measurements[-1].terms], 8).intervals
+    intervals = noise_estimate([callback.windows[-1].terms], 8).intervals
     for name in ("c1", "c2", "c3", "gstar"):
         for end, value in zip(("", "_low", "_high"), intervals[name], strict=True):
             expected = scaling[f"{name}{end}"]
@@ -133,7 +133,7 @@ def test_numbers_are_those_of_plain_differentiation(run):
     folder, _, callback = run
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2")
     expected = reference_terms(model, logged_rows(folder, 2), 8, {"right": 1.0})
-    assert_same(callback.measurements[-1].terms, expected)
+    assert_same(callback.windows[-1].terms, expected)
 
 
 def test_weighted_rewards_and_masked_truncated_completions(tmp_path):
@@ -148,7 +148,7 @@ def test_weighted_rewards_and_masked_truncated_completions(tmp_path):
     assert 0 < trainer.state.log_history[0]["completions/clipped_ratio"] <= 1
     model = AutoModelForCausalLM.from_pretrained(trl_run.MODEL)
     expected = reference_terms(model, rows, 8, {"right": 1.0, "ones": -3.0})
-    assert_same(callback.measurements[0].terms, expected)
+    assert_same(callback.windows[0].terms, expected)
 
 
 def test_adapters_alone_are_scored(tmp_path):
@@ -162,7 +162,7 @@ def test_adapters_alone_are_scored(tmp_path):
     model = AutoPeftModelForCausalLM.from_pretrained(path, is_trainable=True)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) < 20_000
     expected = reference_terms(model, logged_rows(tmp_path, 1), 8, {"right": 1.0, "ones": 1.0})
-    assert_same(callback.measurements[-1].terms, expected)
+    assert_same(callback.windows[-1].terms, expected)
 
 
 def test_groups_straddle_two_processes(tmp_path):

@@ -46,7 +46,6 @@ REFUSED = {
     "0 is 0.5, and TRL samples": changed(model=torch.nn.Sequential(torch.nn.Dropout(0.5))),
     "'normalize_then_sum' divides": changed(multi_objective_aggregation="normalize_then_sum"),
     "num_generations=2: C2 and C3": changed(num_generations=2),
-    "generation_batch_size=4 is one prompt": changed(args_generation_batch_size=4),
     "hides which tokens": changed(mask_truncated_completions=True, tools=[print]),
     "not SimpleNamespace": SimpleNamespace(),
 }

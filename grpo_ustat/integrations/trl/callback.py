@@ -5,85 +5,74 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.noise import (
-    CONSTANTS_AND_GRADIENT,
-    GroupTerms,
-    NoiseEstimate,
-    group_terms,
-    noise_estimate,
-)
+from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT, NoiseEstimate, noise_estimate
 from grpo_ustat.integrations.trl.generation import (
     Group,
     completions_of,
-    summed_rewards,
+    logged_rewards,
     whole_groups,
 )
 from grpo_ustat.integrations.trl.support import check_trainer
+from grpo_ustat.integrations.trl.windows import (
+    ScoredGroup,
+    Window,
+    scored_group,
+    window_batches,
+    window_of,
+)
 from grpo_ustat.pages.advice import group_size_advice, other_sizes
 from grpo_ustat.pages.findings import group_size_costs
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
-from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
+from grpo_ustat.policy.scores.groups import GroupScores, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 from grpo_ustat.terminal.streams import single_line, visible
 
-LEAST_STEPS = 4  # that an average is over, where there are so many
+LEAST_WINDOWS = 4  # that an average is over, where there are so many
 PREFIX = "grpo_ustat"
-
-
-class Measurement(NamedTuple):
-    """One generation batch.
-
-    Attributes:
-        step: updates of the policy that wrote it.
-        terms: of its groups.
-        unknown: groups that were left out, with a completion that no function rewarded.
-    """
-
-    step: int
-    terms: GroupTerms
-    unknown: int
 
 
 class GradientNoiseCallback(TrainerCallback):
     """Logs how noisy the gradient of a `GRPOTrainer` is, and which group size would be best.
 
-    Every `every` updates the completions of one generation batch are scored: one more forward and
-    backward pass over those whose group's rewards differ, nothing else is sampled. What is measured
+    One of every `every` generation batches is scored: one more forward and backward pass over the
+    completions of groups whose rewards differ, nothing else is sampled. Batches of fewer than four
+    groups are pooled with the next ones into windows of 16 groups, see `windows`. What is measured
     is the leave-one-out gradient of the summed reward, in the weights' own precision and without
     dropout. Training is not changed: random states, gradients, modes and parameters stay as they
-    are.
+    are, and whatever fails is said in a line and ends the measuring alone.
 
     Into TRL's own metrics go `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` (in
     rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
-    `seconds`; all but the last are of running means over the second half of the measured steps, at
-    least four of them. `grpo_ustat/step/...` are the constants of one batch alone.
+    `seconds`; all but the last are of running means over the second half of the windows, at least
+    four of them. `grpo_ustat/step/...` are the constants of one window alone.
 
     Args:
         trainer: a `trl.GRPOTrainer`, before `train()`; its method
             `_generate_and_score_completions` is wrapped.
-        every: updates between two measurements, at least 1.
-        completions_at_once: of a pass of the model; None: `per_device_train_batch_size`. Halved
-            where memory runs out.
-        sketch: numbers that are kept of a prompt's gradient, for products between prompts.
+        every: of how many generation batches one is measured, at least 1.
+        completions_at_once: of a pass of the model; None: a group. Halved where memory runs out.
+        sketch: numbers that are kept of a completion's score, for products between prompts.
+        strict: whether a trainer that cannot be measured is an error; otherwise a line says why,
+            and the run goes on without measuring.
 
     Raises:
-        ConfigError: the trainer cannot be measured, see `grpo_ustat.integrations.trl.support`.
+        ConfigError: `every` is below 1; with `strict`, see `grpo_ustat.integrations.trl.support`.
     """
 
     def __init__(
@@ -93,19 +82,28 @@ class GradientNoiseCallback(TrainerCallback):
         *,
         completions_at_once: int | None = None,
         sketch: int = 16381,
+        strict: bool = False,
     ):
-        check_trainer(trainer)
         if every < 1:
             raise ConfigError(f"every={every}: at least 1 update is needed between measurements")
         self.trainer, self.every, self.sketch_size = trainer, every, sketch
-        self.at_once = completions_at_once or trainer.args.per_device_train_batch_size
-        self.measurements: list[Measurement] = []
+        self.windows: list[Window] = []
         self.seconds = 0.0
         self.fault = ""
-        self._due = 0
+        self._groups: list[ScoredGroup] = []  # of the window that is open
+        self._batches = self._unknown = self._due = 0
         self._begin = time.perf_counter()
         self._sketch: Sketch | None = None
         self._checked = False
+        try:
+            check_trainer(trainer)
+        except ConfigError as error:
+            if strict:
+                raise
+            self.fault = _reason(error)
+            self._print(f"{PREFIX}: this run is not measured: {self.fault}")
+            return
+        self.at_once = completions_at_once or trainer.num_generations
         self._generate = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = self._measured
 
@@ -115,7 +113,10 @@ class GradientNoiseCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         """Say in words what was measured."""
-        self._print(*self.summary())
+        if not self.fault:
+            self._close()
+        if self.windows or not self.fault:
+            self._print(*self.summary())
 
     def _measured(self, inputs: Any) -> dict[str, Any]:
         """TRL's own generation; its completions are scored where it is time."""
@@ -124,24 +125,21 @@ class GradientNoiseCallback(TrainerCallback):
         if not self.trainer.model.training or self.fault or step < self._due:
             return output
         start = time.perf_counter()
-        measurement = None
-        with unchanged(self.trainer.model):
-            try:
-                measurement = self._measure(output, step)
-            except ConfigError as error:  # the same on all ranks
-                self.fault = single_line(error)
-        self._due = step + self.every
-        spent = time.perf_counter() - start
-        self.seconds += spent
-        if self.fault:
+        try:
+            with unchanged(self.trainer.model):
+                self._measure(output, step)
+            self._batches += 1
+            self.seconds += time.perf_counter() - start
+            if self._batches >= window_batches(max(1, len(self._groups) // self._batches)):
+                self._due = step + 1 + (self.every - 1) * self._batches
+                self._close()
+        except Exception as error:  # the same on all ranks, see `_from_all_ranks`
+            self.fault = _reason(error)
             self._print(f"{PREFIX}: measures no more at step {step}: {self.fault}")
-        if measurement is not None:
-            self.measurements.append(measurement)
-            self._log(measurement, spent)
         return output
 
-    def _measure(self, output: Mapping[str, Any], step: int) -> Measurement | None:
-        """The terms of a generation batch's groups; None where fewer than two can be measured.
+    def _measure(self, output: Mapping[str, Any], step: int) -> None:
+        """Add a generation batch's groups to the window.
 
         Completions travel to where their group is scored, so that every group is whole.
 
@@ -149,31 +147,30 @@ class GradientNoiseCallback(TrainerCallback):
             ConfigError: the batch cannot be measured; on all ranks.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        if "pixel_values" in output:
-            raise ConfigError("images have no score rules")
         pad_token = trainer.processing_class.pad_token_id
-        rows = gather_object(completions_of(output, pad_token))
+        rows = _from_all_ranks(lambda: completions_of(output, pad_token))
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
-        rewards_R = summed_rewards(logged, trainer.reward_weights, len(rows))
-        groups, unknown = whole_groups(rows, rewards_R, trainer.num_generations)
-        if len(groups) < 2:
-            return None
+        rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
+        groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         varied = [place for place, group in enumerate(groups) if group.varies]
         own = varied[accelerator.process_index :: accelerator.num_processes]
-        try:
-            scored: list[Any] = [(place, self._scores(groups[place])) for place in own]
-        except Exception as error:  # of any kind: other ranks wait, and training goes on
-            scored = [f"{type(error).__name__}: {error}"]
-        scored = gather_object(scored)
-        if faults := [one for one in scored if isinstance(one, str)]:
-            raise ConfigError(faults[0])
-        rewards_PG = np.stack([group.rewards_G for group in groups])
-        sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
-        if varied:
-            scores = dict(scored)
-            sq_norm_PG[varied] = [scores[place].sq_norm_G for place in varied]
-            gram_PP[np.ix_(varied, varied)] = gradient_gram([scores[place] for place in varied])
-        return Measurement(step, group_terms(rewards_PG, sq_norm_PG, gram_PP), unknown)
+        scored = dict(
+            _from_all_ranks(lambda: [(place, self._scores(groups[place])) for place in own])
+        )
+        self._groups += [
+            scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
+        ]
+        self._unknown += unknown
+
+    def _close(self) -> None:
+        """End the window: the terms of its groups, if it has two, join the others, and what is
+        known now is logged.
+        """
+        groups, unknown = self._groups, self._unknown
+        self._groups, self._batches, self._unknown = [], 0, 0
+        if len(groups) > 1:
+            self.windows.append(window_of(groups, unknown))
+            self._log(self.windows[-1])
 
     def _scores(self, group: Group) -> GroupScores:
         """Scores of one group; where memory runs out again, with half as many completions at once.
@@ -186,7 +183,7 @@ class GradientNoiseCallback(TrainerCallback):
             trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, frozenset(),
             trainer.processing_class.pad_token_id,
         )  # fmt: skip
-        rollouts, weights_G = group.rollouts(), pool_gradient_weights(group.rewards_G)
+        rollouts = group.rollouts()
         if self._sketch is None:
             self._sketch = Sketch(parameter_sizes(policy.model), self.sketch_size)
         if not self._checked:
@@ -195,7 +192,7 @@ class GradientNoiseCallback(TrainerCallback):
         while True:
             try:
                 return group_scores(
-                    policy, rollouts, 0, weights_G, trainer.temperature, self._sketch, self.at_once
+                    policy, rollouts, 0, trainer.temperature, self._sketch, self.at_once
                 )
             except RuntimeError as error:
                 if not out_of_memory(error):
@@ -228,27 +225,27 @@ class GradientNoiseCallback(TrainerCallback):
                 raise
             self._print(f"{PREFIX}: no memory to compare scores with plain differentiation")
 
-    def recent(self) -> list[Measurement]:
+    def recent(self) -> list[Window]:
         """Those of the second half of the measured steps, at least the last four."""
-        if not self.measurements:
+        if not self.windows:
             return []
-        last = self.measurements[-1].step
-        half = [one for one in self.measurements if 2 * one.step >= last]
-        return max(half, self.measurements[-LEAST_STEPS:], key=len)
+        last = self.windows[-1].last
+        half = [one for one in self.windows if 2 * one.first >= last]
+        return max(half, self.windows[-LEAST_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
         """Averages over `recent()`, with intervals; None where nothing was measured."""
         steps = [one.terms for one in self.recent()]
         return noise_estimate(steps, self.trainer.num_generations) if steps else None
 
-    def _log(self, measurement: Measurement, spent: float) -> None:
+    def _log(self, window: Window) -> None:
         """Write to TRL's metrics, and print a line on the main process."""
         estimate = self.estimate()
-        assert estimate is not None  # there is this measurement
-        alone = noise_estimate([measurement.terms], self.trainer.num_generations).intervals
+        assert estimate is not None  # there is this window
+        alone = noise_estimate([window.terms], self.trainer.num_generations).intervals
         values = {name: interval.estimate for name, interval in estimate.intervals.items()}
         values |= {f"step/{name}": alone[name].estimate for name in CONSTANTS_AND_GRADIENT}
-        values["seconds"] = spent
+        values["seconds"] = self.seconds
         metrics = self.trainer._metrics["train"]
         for name, value in values.items():
             if np.isfinite(value):
@@ -256,13 +253,13 @@ class GradientNoiseCallback(TrainerCallback):
                     float(value)
                 ]  # TRL averages lists: a ratio stays one
         self._print(
-            f"{PREFIX} step {measurement.step}: {_numbers(estimate.intervals)}; {spent:.1f} s, "
-            f"{self._share()} of the time so far"
+            f"{PREFIX} step {window.last}: {_numbers(estimate.intervals)}; {self._cost()} so far"
         )
 
-    def _share(self) -> str:
-        """The time spent on measuring, of all since training began."""
-        return f"{100 * self.seconds / (time.perf_counter() - self._begin):.0f} %"
+    def _cost(self) -> str:
+        """The time spent on measuring, and its share of all since training began."""
+        share = 100 * self.seconds / (time.perf_counter() - self._begin)
+        return f"{self.seconds:.1f} s, {share:.0f} % of the time"
 
     def summary(self) -> list[str]:
         """What is known now in lines: keep, raise or lower the group size, and what it cost."""
@@ -281,19 +278,48 @@ class GradientNoiseCallback(TrainerCallback):
             lines.append(other_sizes(group_size_costs(result, rollouts)))
         groups = sum(len(one.terms.g_sq_P) for one in recent)
         lines.append(
-            f"{_numbers(estimate.intervals)}. From {groups} groups of {len(recent)} batches, steps "
-            f"{recent[0].step} to {recent[-1].step}, of their policies together."
+            f"{_numbers(estimate.intervals)}. From {groups} groups, steps {recent[0].first} to "
+            f"{recent[-1].last}, of their policies together."
         )
         if estimate.heavy:
             lines.append("Few groups decide: the intervals may cover less than 90 %.")
         if unknown := sum(one.unknown for one in recent):
             lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
-        lines.append(f"Measuring took {self.seconds:.1f} s, {self._share()} of the time.")
+        lines.append(f"Measuring took {self._cost()}.")
         return lines
 
     def _print(self, *lines: str) -> None:
         if self.trainer.accelerator.is_main_process:
-            print(*map(visible, lines), sep="\n", flush=True)
+            tqdm.write("\n".join(map(visible, lines)))  # above a progress bar
+
+
+def _from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The items that all ranks make, in rank order.
+
+    Raises:
+        ConfigError: making them failed on some rank, for whatever reason; on all ranks, since the
+            others wait for its items, and training goes on.
+    """
+    try:
+        own = list(make())
+    except Exception as error:
+        own = [_Failure(_reason(error))]
+    items = gather_object(own)
+    if failures := [item for item in items if isinstance(item, _Failure)]:
+        raise ConfigError(failures[0].reason)
+    return items
+
+
+class _Failure(NamedTuple):
+    """Why a rank has no items."""
+
+    reason: str
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return single_line(f"{kind}{error}")
 
 
 def _numbers(intervals: Mapping[str, Interval]) -> str:

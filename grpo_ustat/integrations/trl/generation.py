@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import Prompt, Rollouts
+from grpo_ustat.records import Array, Prompt, Rollouts
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,33 @@ class Completion:
     Attributes:
         prompt_ids, completion_ids: token ids, end token included.
         own: whether the policy wrote each token of the completion; None: it wrote all.
+        counted: whether TRL's loss counts it; False where `mask_truncated_completions` masked it.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     own: list[bool] | None = None
+    counted: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy wrote."""
+        return len(self.completion_ids) if self.own is None else sum(self.own)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of a prompt and their rewards."""
+    """The G completions of a prompt and their rewards.
+
+    Attributes:
+        completions: of one prompt.
+        rewards_G: the weighted sums of their rewards.
+        rewards_GF: by reward function, NaN where it returned None.
+    """
 
     completions: list[Completion]
-    rewards_G: np.ndarray
+    rewards_G: Array
+    rewards_GF: Array
 
     @property
     def varies(self) -> bool:
@@ -84,19 +98,21 @@ def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion
     rows = []
     for i, ids_T in enumerate(completions):
         length = int(masks[i].sum())
-        if length == 0:
+        counted = length > 0
+        if not counted:
             written = (ids_T != pad_token).nonzero()
             length = int(written.max()) + 1 if len(written) else 0
         own = None if tools is None else tools[i, :length].bool().tolist()
         prompt_ids = prompts[i][prompt_masks[i].bool()].tolist()
-        rows.append(Completion(prompt_ids, ids_T[:length].tolist(), own))
+        rows.append(Completion(prompt_ids, ids_T[:length].tolist(), own, counted))
     return rows
 
 
-def summed_rewards(
+def logged_rewards(
     logged: Mapping[str, Sequence[float]], weights: torch.Tensor, rows: int
-) -> np.ndarray:
-    """The weighted sum of every row's rewards, as TRL adds them up; NaN where a row has none.
+) -> tuple[Array, Array]:
+    """The weighted sum of every row's rewards, as TRL adds them up, NaN where a row has none; and
+    the rewards by function, [rows, functions].
 
     Args:
         logged: by reward function, in their order, the rewards of all ranks' last rows; NaN where
@@ -119,17 +135,17 @@ def summed_rewards(
     values_RF = np.array(columns).T
     none_R = np.isnan(values_RF).all(axis=1)
     sums_R = np.nansum(values_RF * weights.double().cpu().numpy(), axis=1)
-    return np.where(none_R, np.nan, sums_R)
+    return np.where(none_R, np.nan, sums_R), values_RF
 
 
 def whole_groups(
-    completions: Sequence[Completion], rewards_R: np.ndarray, group_size: int
+    completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
     """The groups of a generation batch whose rewards are all known, and how many are not.
 
     Args:
         completions: all ranks' rows, in rank order.
-        rewards_R: their rewards, NaN where a row has none.
+        rewards_R, rewards_RF: their rewards, see `logged_rewards`.
         group_size: G.
 
     Raises:
@@ -150,9 +166,9 @@ def whole_groups(
             )
         if not all(one.prompt_ids and one.completion_ids for one in rows):
             raise ConfigError(f"a prompt or completion of rows {start} and after has no token")
-        rewards_G = rewards_R[start : start + group_size]
-        if np.isfinite(rewards_G).all():
-            groups.append(Group(rows, rewards_G))
+        members = slice(start, start + group_size)
+        if np.isfinite(rewards_R[members]).all():
+            groups.append(Group(rows, rewards_R[members], rewards_RF[members]))
         else:
             unknown += 1
     return groups, unknown

@@ -1,0 +1,127 @@
+"""Windows: the scored groups of consecutive generation batches, pooled until they are enough.
+
+A generation batch of one prompt has no second one to compare with, and TRL's defaults make such
+batches. C2 and C3 are means over groups and of each group's own policy whatever is pooled. C1 and
+||grad J||^2 need products between groups; where a window pools batches of several policies they
+are of <grad J_s, grad J_t> for pairs of steps s and t, which a window keeps close together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.noise import LEAST_UNITS, GroupTerms, group_terms
+from grpo_ustat.integrations.trl.generation import Group
+from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram
+from grpo_ustat.records import Array, Integers, Mask, ScorePool
+
+WINDOW_GROUPS = 16  # of a window, where a generation batch has fewer than LEAST_UNITS groups
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group of a generation batch with what is kept of its scores.
+
+    Attributes:
+        step: updates of the policy that wrote it.
+        rewards_G, rewards_GF: see `generation.Group`.
+        lengths_G: tokens that the policy wrote.
+        counted_G: whether TRL's loss counts each completion.
+        scores: None where all rewards are equal: its gradient is 0 whatever they are.
+    """
+
+    step: int
+    rewards_G: Array
+    rewards_GF: Array
+    lengths_G: Integers
+    counted_G: Mask
+    scores: GroupScores | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """The pooled groups of consecutive generation batches.
+
+    Attributes:
+        first, last: updates of the policies that wrote the first and the last batch.
+        terms: of its groups.
+        unknown: groups that were left out, with a completion that no function rewarded.
+    """
+
+    first: int
+    last: int
+    terms: GroupTerms
+    unknown: int
+
+
+def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredGroup:
+    """A group without its tokens."""
+    return ScoredGroup(
+        step,
+        group.rewards_G,
+        group.rewards_GF,
+        np.array([one.length for one in group.completions]),
+        np.array([one.counted for one in group.completions]),
+        scores,
+    )
+
+
+def window_batches(groups: int) -> int:
+    """Generation batches of a window, from the groups of one of them.
+
+    >>> window_batches(8), window_batches(2), window_batches(1)
+    (1, 8, 16)
+    """
+    return 1 if groups >= LEAST_UNITS else math.ceil(WINDOW_GROUPS / groups)
+
+
+def window_of(groups: Sequence[ScoredGroup], unknown: int) -> Window:
+    """The terms of pooled groups.
+
+    Args:
+        groups: at least two.
+        unknown: groups that were left out.
+    """
+    rewards_PG = np.stack([group.rewards_G for group in groups])
+    sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
+    gradients = {
+        place: group.scores.gradient(pool_gradient_weights(group.rewards_G))
+        for place, group in enumerate(groups)
+        if group.scores is not None
+    }
+    if varied := list(gradients):
+        sq_norm_PG[varied] = [gradients[place].sq_norm_G for place in varied]
+        gram_PP[np.ix_(varied, varied)] = gradient_gram(list(gradients.values()))
+    terms = group_terms(rewards_PG, sq_norm_PG, gram_PP)
+    return Window(groups[0].step, groups[-1].step, terms, unknown)
+
+
+def score_pool(groups: Sequence[ScoredGroup], dimension: int) -> ScorePool:
+    """The groups as a pool of N = G completions of each prompt; scores of groups of equal rewards,
+    which no weight here would multiply by another number than 0, are 0.
+
+    Args:
+        groups: which.
+        dimension: R of their sketches.
+    """
+    size = len(groups[0].rewards_G)
+    features_PNR = np.zeros((len(groups), size, dimension), dtype=np.float32)
+    gram_PNN = np.zeros((len(groups), size, size))
+    for place, group in enumerate(groups):
+        if group.scores is not None:
+            features_PNR[place], gram_PNN[place] = group.scores.features_GR, group.scores.gram_GG
+    return ScorePool(
+        rewards_PN=np.stack([group.rewards_G for group in groups]),
+        gram_PNN=gram_PNN,
+        lengths_PN=np.stack([group.lengths_G for group in groups]),
+        features_PNR=features_PNR,
+        reward_sums_PR=None,
+        score_sums_PR=features_PNR.sum(axis=1),
+        ended_PN=np.stack([group.counted_G for group in groups]),
+        rewards_PNF=np.stack([group.rewards_GF for group in groups]),
+    )
