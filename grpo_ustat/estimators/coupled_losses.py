@@ -110,7 +110,7 @@ def drawn_mixed_batches(
     again, which changes no law.
     """
     questions, completions = rewards_PN.shape
-    every_N: Integers = np.arange(completions)
+    every_N = np.arange(completions, dtype=np.int64)
     for draw in range(draws):
         rng = generator(seed, "mixed losses", draw, str(group_size))
         while True:

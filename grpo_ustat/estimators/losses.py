@@ -33,7 +33,7 @@ from grpo_ustat.estimators.worth import (
     update_moments,
     worth,
 )
-from grpo_ustat.records import Integers, ScorePool
+from grpo_ustat.records import ScorePool
 
 LEAST_QUESTIONS = 4  # of which a delete-one interval can be made
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
@@ -259,6 +259,6 @@ def _terms(
         return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
     questions, completions = pool.rewards_PN.shape
     rng = generator(seed, "groups", group_size, loss.rule)
-    every_N: Integers = np.arange(completions)
+    every_N = np.arange(completions, dtype=np.int64)
     place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)
     return drawn_terms(pool, loss, place_PDN[..., :group_size])
