@@ -8,6 +8,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from grpo_ustat.config.gap import CorollariesConfig, Experiment
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.convergence import limit_weights
 from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.estimators.intervals import CONFIDENCE
@@ -24,7 +25,6 @@ from grpo_ustat.gap.simulate import (
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.gap.theorem8 import scaled_gap
-from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.intervals import (
     Interval,
     jackknife_variance,
@@ -17,7 +18,6 @@ from grpo_ustat.estimators.moments import exact_moments
 from grpo_ustat.estimators.scaling import ScalingLaw, scaling_law
 from grpo_ustat.gap.offpolicy import Setting, estimate, tie
 from grpo_ustat.gap.sequences import SequencePolicy
-from grpo_ustat.rollout.draws import generator
 
 LARGEST_CHANGE = 100.0  # change of a parameter beyond which squares of pi_ref/pi_theta may overflow
 

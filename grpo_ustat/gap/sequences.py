@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from grpo_ustat.config.beds import SequencesConfig
-from grpo_ustat.rollout.draws import generator
+from grpo_ustat.draws import generator
 
 MOST_COMPLETIONS = 2**14  # completions that are listed
 

@@ -14,9 +14,9 @@ import numpy as np
 from grpo_ustat.config.gap import Experiment, SimulatedConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
-from grpo_ustat.rollout.draws import generator
 
 REPLICATES_AT_ONCE = 500  # replicates side by side: their arrays stay in a core's cache
 STEPS_AT_ONCE = 50  # steps whose uniforms are drawn at once

@@ -25,6 +25,7 @@ from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.estimators.losses import LossRow, loss_worths
 from grpo_ustat.estimators.token_weights import (
     EXACT,
     TokenWeights,
@@ -33,7 +34,6 @@ from grpo_ustat.estimators.token_weights import (
     token_factors,
 )
 from grpo_ustat.estimators.worth import without
-from grpo_ustat.mse.losses import LossRow, loss_worths
 from grpo_ustat.mse.pool import EqualRewards, build_pool
 from grpo_ustat.mse.pool_parts import WeightedPart
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, reuse_pool

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.intervals import Interval, t_interval
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.moments import pool_gradient_weights, pool_moments
 from grpo_ustat.mse.replay_draws import LEAST_OUTSIDE, draw_orders, rest_mask, rest_weights, scatter
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
-from grpo_ustat.rollout.draws import generator
 
 MOST_DRAWS = 1000  # of all sub-pools together; each draw averages over all questions
 MOST_PARTS = 5  # beyond, sub-pools are small, their errors skewed and the interval too short

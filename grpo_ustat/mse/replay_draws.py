@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from grpo_ustat.draws import generator
 from grpo_ustat.records import Array, Integers
-from grpo_ustat.rollout.draws import generator
 
 LEAST_OUTSIDE = 3  # of a group, so that one more may be left out of them
 

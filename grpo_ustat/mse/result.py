@@ -14,6 +14,7 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.allocation import allocation_savings
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, mean_reward, quantity
+from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.row_weights import RowFilter
@@ -27,7 +28,7 @@ from grpo_ustat.mse.closed_form import (
     Request,
 )
 from grpo_ustat.mse.curves import oracle_ratios
-from grpo_ustat.mse.losses import LossRow
+from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.off_policy import OffPolicy
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
@@ -313,7 +314,7 @@ def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
             unbiased_direction=row.loss.scale(row.group_size) is not None,
             best=row.best,
             alike=row.alike,
-            reason=row.reason,
+            reason=refusal_line(row),
             **({} if row.worth is None else vars(row.worth)),
         )
         for row in rows

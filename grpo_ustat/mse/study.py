@@ -16,12 +16,12 @@ from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows, write_curves
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
-from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.off_policy import (
     check_tokenizers,

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 from scipy import stats
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.rollout.draws import generator
 
 RESAMPLES = 4000
 

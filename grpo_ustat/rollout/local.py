@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
 
+from grpo_ustat.draws import uniforms
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Completions, DecodingBatch, Work
-from grpo_ustat.rollout.draws import uniforms
 from grpo_ustat.rollout.graphs import token_graphs
 from grpo_ustat.rollout.linears import cast_linears, packed_linears
 from grpo_ustat.rollout.masks import masks_without_waits

@@ -23,9 +23,9 @@ from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import ranks
+from grpo_ustat.draws import request_seeds
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
-from grpo_ustat.rollout.draws import request_seeds
 from grpo_ustat.rollout.local import Sampling, assemble
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line

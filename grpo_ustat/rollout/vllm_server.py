@@ -22,9 +22,9 @@ from transformers import AutoConfig
 from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
+from grpo_ustat.draws import request_seeds
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
-from grpo_ustat.rollout.draws import request_seeds
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.rollout.vllm import check_requests, checkpoint_weights, import_vllm, rollouts_of
 from grpo_ustat.terminal.progress import Progress

@@ -16,13 +16,13 @@ from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import PARENT_VARIABLE, is_main, main_only, name_lost_ranks
 from grpo_ustat.distributed.signals import Stopped, StopRequest
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.pages.caveats import clipped_warning
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.pages.tables import evaluation_table, write_csv
 from grpo_ustat.records import Prompt
-from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.faults import NotSaved

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.row_weights import rows_that_count, token_weights
 from grpo_ustat.policy.adapters import recomputing
 from grpo_ustat.policy.loading import Policy
@@ -28,7 +29,6 @@ from grpo_ustat.policy.prompt_sharing import (
     SharedPromptReader,
 )
 from grpo_ustat.records import Rollouts
-from grpo_ustat.rollout.draws import generator
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train import objective as objectives

@@ -52,10 +52,10 @@ from trl_environment import PINNED, add_environment_argument, environment, run_w
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.policy.loading import configured_task, load_policy, resolve
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
-from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train.context import Batch

@@ -32,10 +32,10 @@ import numpy as np
 from decisions import OUTCOMES, POPULATIONS, PROMPTS, Population
 
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.losses import LossRow, loss_worths
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
 from grpo_ustat.estimators.worth import Worth
-from grpo_ustat.mse.losses import LossRow, loss_worths
 from grpo_ustat.mse.recipes import recipe_worths
 from grpo_ustat.records import ScorePool
 

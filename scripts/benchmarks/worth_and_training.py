@@ -52,9 +52,9 @@ from scipy import stats
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.losses import UNBIASED, loss_errors
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import worth
-from grpo_ustat.mse.losses import UNBIASED, loss_errors
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.runs.claims import holm_adjust

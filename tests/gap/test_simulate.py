@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from beds import coins, softmax, unequal
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.covariance import baseline_values, covariance_parts
 from grpo_ustat.gap.simulate import (
@@ -20,7 +21,6 @@ from grpo_ustat.gap.simulate import (
     simulate,
 )
 from grpo_ustat.records import BaselineContext
-from grpo_ustat.rollout.draws import generator
 
 EVERY = (
     "none", "oracle", "optimal", "leave_one_out", "group_mean", "group_std", "leave_one_out_std",

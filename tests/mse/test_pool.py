@@ -17,12 +17,12 @@ from safetensors.numpy import load_file
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.mse import closed_form as closed_form_module
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import scoring
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.mse.pool import EqualRewards, build_pool, read_pool
 from grpo_ustat.mse.pool_parts import Part
 from grpo_ustat.mse.pool_store import PoolStore, draws_of

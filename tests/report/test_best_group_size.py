@@ -9,10 +9,10 @@ from folders import trained
 from scipy import stats
 from scipy.stats import spearmanr
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.report.best_group_size import LAST, MEAN, nearest
 from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation
-from grpo_ustat.rollout.draws import generator
 
 TOLD = {2: WORSE, 8: ALIKE, 32: CLOSE}
 

@@ -14,11 +14,11 @@ from fakes import LetterTokenizer, letter_prompts, random_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.draws import uniforms
 from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.rollout import cache, linears, local
 from grpo_ustat.rollout.batch import DecodingBatch
-from grpo_ustat.rollout.draws import uniforms
 from grpo_ustat.rollout.engine import LocalEngine
 from grpo_ustat.rollout.local import Sampling, sample
 

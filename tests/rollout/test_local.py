@@ -11,11 +11,11 @@ from commands import compose
 from fakes import LetterTokenizer, letter_prompts, random_policy
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.draws import generator, uniforms
 from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
 from grpo_ustat.policy.logprobs import completion_logprobs, pack, token_logprobs
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout import local
-from grpo_ustat.rollout.draws import generator, uniforms
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.terminal.progress import listening
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.coupled_losses import (
+    additive_part,
+    coupled_moments,
+    drawn_batches,
+    drawn_mixed_batches,
+    prompts_needed,
+)
 from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, drawn_terms, has_levels
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.moments import pool_gradient_weights
@@ -24,20 +33,27 @@ from grpo_ustat.estimators.worth import (
     update_moments,
     worth,
 )
-from grpo_ustat.mse.coupled_losses import (
-    additive_part,
-    coupled_moments,
-    drawn_batches,
-    drawn_mixed_batches,
-    prompts_needed,
-)
 from grpo_ustat.records import ScorePool
-from grpo_ustat.rollout.draws import generator
 
 LEAST_QUESTIONS = 4  # of which a delete-one interval can be made
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
 FROM_A_POOL = {"lengths_PG"}  # what a rule may read of a row besides its reward
 DRAWN_GROUPS = 64  # of each question, of a rule whose groups cannot be counted by levels
+
+
+class Refusal(NamedTuple):
+    """Why a pool does not tell what a loss is worth at a group size; the words are the caller's.
+
+    Attributes:
+        kind: "questions", "rule reads more", "rule remembers", "rule's groups", "completions",
+            "no multiple", "mixed questions", "metrics", "micro-batches", "rule's prompts" or
+            "coupled questions", see `refusal`.
+        needed, found: how many of what `kind` names, where it is a number.
+    """
+
+    kind: str
+    needed: int = 0
+    found: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class LossRow:
     worth: Worth | None
     best: bool = False
     alike: bool = False
-    reason: str | None = None
+    reason: Refusal | None = None
     kept: Interval | None = None
 
 
@@ -172,51 +188,38 @@ def loss_errors(
     }
 
 
-def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str | None:
+def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
     """Why a pool does not tell what a loss is worth at G, or None where it does."""
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     if questions < LEAST_QUESTIONS:
-        few = "1 question gives" if questions == 1 else f"{questions} questions give"
-        return f"{few} no interval: use study.questions={LEAST_QUESTIONS}"
-    if missing := sorted(rule.needs - FROM_A_POOL):
-        return f"baseline {loss.rule} reads {', '.join(missing)}, which no pool of one policy has"
+        return Refusal("questions", LEAST_QUESTIONS, questions)
+    if rule.needs - FROM_A_POOL:
+        return Refusal("rule reads more")
     if rule.only_trains:
-        return f"baseline {loss.rule} remembers past batches, which a pool has none of"
+        return Refusal("rule remembers")
     if group_size < rule.min_group_size:
-        return f"baseline {loss.rule} needs groups of {rule.min_group_size} or more"
+        return Refusal("rule's groups", rule.min_group_size, group_size)
     if group_size > completions:
-        return (
-            f"groups of {group_size} need as many completions of each question, the pool has "
-            f"{completions}: use budget.pool_completions={group_size}, or log larger groups"
-        )
+        return Refusal("completions", group_size, completions)
     if rollouts % group_size:
-        return f"study.rollouts={rollouts} is no multiple of {group_size}"
+        return Refusal("no multiple")
     kept = 1.0
     if loss.rows.replaces:
         kept_P = 1 - silent_share(pool.rewards_PN, group_size)
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
         if mixed < LEAST_QUESTIONS:
-            return (
-                f"{mixed} questions have groups of {group_size} whose rewards differ: use "
-                f"{LEAST_QUESTIONS} or more of such"
-            )
+            return Refusal("mixed questions", LEAST_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:
-        return "rows of several questions are weighed together, and each half has its own metric"
+        return Refusal("metrics", 1, pool.metrics)
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
-        return f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
+        return Refusal("micro-batches")
     if prompts < rule.min_prompts:
-        return (
-            f"baseline {loss.rule} needs {rule.min_prompts} prompts in an update, and "
-            f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
-        )
+        return Refusal("rule's prompts", rule.min_prompts, prompts)
     if prompts_needed(prompts, kept) > questions:
-        return (
-            f"an update has {prompts} questions whose rows are weighed together: batches of so "
-            f"many need a study of {prompts_needed(prompts, kept)}, got {questions}"
-        )
+        return Refusal("coupled questions", prompts_needed(prompts, kept), questions)
     return None
 
 
@@ -256,5 +259,6 @@ def _terms(
         return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
     questions, completions = pool.rewards_PN.shape
     rng = generator(seed, "groups", group_size, loss.rule)
-    places = np.tile(np.arange(completions), (questions, DRAWN_GROUPS, 1))
-    return drawn_terms(pool, loss, rng.permuted(places, axis=2)[..., :group_size])
+    every_N = np.arange(completions, dtype=np.int64)
+    place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)
+    return drawn_terms(pool, loss, place_PDN[..., :group_size])

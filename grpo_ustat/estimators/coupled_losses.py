@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.row_weights import (
     COUPLED,
@@ -35,7 +36,6 @@ from grpo_ustat.estimators.row_weights import (
 )
 from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
-from grpo_ustat.rollout.draws import generator
 
 QUESTIONS_A_PROMPT = 3  # of a batch: two batches of a draw, and as many questions left out
 
@@ -110,11 +110,12 @@ def drawn_mixed_batches(
     again, which changes no law.
     """
     questions, completions = rewards_PN.shape
+    every_N = np.arange(completions, dtype=np.int64)
     for draw in range(draws):
         rng = generator(seed, "mixed losses", draw, str(group_size))
         while True:
             order_P = rng.permutation(questions)
-            place_PN = rng.permuted(np.tile(np.arange(completions), (questions, 1)), axis=1)
+            place_PN = rng.permuted(np.tile(every_N, (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
             found = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
             # of the prompts that were not tried one may be left out still

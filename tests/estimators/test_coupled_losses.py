@@ -8,12 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.group_terms import LevelSums
-from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
-from grpo_ustat.estimators.token_weights import TokenWeights
-from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
-from grpo_ustat.mse.coupled_losses import (
+from grpo_ustat.estimators.coupled_losses import (
     Batch,
     additive_part,
     coupled_moments,
@@ -21,7 +16,12 @@ from grpo_ustat.mse.coupled_losses import (
     drawn_mixed_batches,
     prompts_needed,
 )
-from grpo_ustat.mse.losses import loss_worths
+from grpo_ustat.estimators.group_terms import LevelSums
+from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
+from grpo_ustat.estimators.token_weights import TokenWeights
+from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
 from grpo_ustat.records import BaselineContext, ScorePool
 
 QUESTIONS, SIZE = 6, 2
@@ -91,7 +91,7 @@ def update(pool, loss, batch):
 def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     """Whole and without each prompt, where nothing is taken off for drawing."""
     monkeypatch.setattr(
-        "grpo_ustat.mse.coupled_losses._without_drawing_noise",
+        "grpo_ustat.estimators.coupled_losses._without_drawing_noise",
         lambda values_D, sums_P, lacks_DP: np.concatenate(
             [[values_D.mean()], sums_P / lacks_DP.sum(axis=0)]
         ),
@@ -127,7 +127,7 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
 
 def test_what_drawing_adds_to_the_jackknife_is_taken_off():
     """Values that do not depend on the prompts: only the variance of their mean remains."""
-    from grpo_ustat.mse import coupled_losses
+    from grpo_ustat.estimators import coupled_losses
 
     rng = np.random.default_rng(6)
     inside = rng.random((4000, 200)).argsort(axis=1) < 20
@@ -211,7 +211,8 @@ def test_replaced_groups_of_one_length_weigh_by_tokens_as_by_rows():
     assert by_rows.kept.estimate == by_tokens.kept.estimate == pytest.approx(mixed.mean())
     rewards[4:] = 1
     reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
-    assert "a study of" in reasons[1] and reasons[0] is None
+    assert reasons[0] is None and reasons[1] is not None
+    assert (reasons[1].kind, reasons[1].found) == ("coupled questions", 80)
     rewards[1:] = 1
     reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
-    assert all("1 questions have groups of 2 whose rewards differ" in reason for reason in reasons)
+    assert reasons == [("mixed questions", 4, 1)] * 2

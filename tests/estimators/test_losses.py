@@ -1,0 +1,85 @@
+"""Worth of losses by a scored pool: in which order rows are, and what does not change a number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_ustat.estimators.losses import UNBIASED, loss_worths, refusal
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.records import ScorePool
+
+COMPLETIONS = 8
+NORMED = {"epsilon": 1e-4}
+ADDITIVE = Loss("std", "group_std", NORMED, "grpo", 9)
+COUPLED = Loss("tokens", "group_std", NORMED, "dapo", 9)
+SCALED = Loss("scaled", "group_mean", {}, "dr_grpo", 9)
+
+
+def a_pool(questions, metrics=1):
+    """Scores along a common gradient, of which right answers have more."""
+    rng = np.random.default_rng(8)
+    shape = questions, COMPLETIONS
+    rewards = rng.integers(0, 2, size=shape).astype(float)
+    rewards[:, :2] = 0, 1
+    scores = rng.normal(size=(*shape, 4)) + 2 * (rewards[..., None] - 0.5) * np.eye(4)[0]
+    scores = scores.astype(np.float32)
+    return ScorePool(
+        rewards_PN=rewards,
+        gram_PNN=scores.astype(float) @ scores.astype(float).transpose(0, 2, 1),
+        lengths_PN=rng.integers(1, 9, size=shape),
+        features_PNR=scores,
+        reward_sums_PR=np.zeros((questions, 4)),
+        score_sums_PR=np.zeros((questions, 4)),
+        metrics=metrics,
+    )
+
+
+def test_a_coupled_loss_needs_one_metric_and_an_additive_one_does_not():
+    pool = a_pool(24, metrics=2)
+    assert refusal(pool, COUPLED, 2, 16) == ("metrics", 1, 2)
+    assert refusal(pool, ADDITIVE, 2, 16) is None
+    assert refusal(a_pool(24), COUPLED, 2, 16) is None
+
+
+def test_rows_are_by_loss_as_given_then_by_size_with_those_that_are_refused():
+    losses = [COUPLED, ADDITIVE]
+    rows = loss_worths(a_pool(14), losses, [8, 4, 16, 2], 32, 40, 0)
+    order = [(row.loss.name, row.group_size) for row in rows]
+    assert order == [(loss.name, size) for loss in losses for size in (2, 4, 8, 16)]
+    measured = {(row.loss.name, row.group_size) for row in rows if row.worth is not None}
+    assert measured == {("tokens", 8), *(("std", size) for size in (2, 4, 8))}
+    for loss in losses:
+        best = [row for row in rows if row.loss == loss and row.best]
+        assert len(best) == 1 and best[0].alike
+
+
+def test_a_loss_alone_has_the_numbers_that_it_has_among_others():
+    """Up to the rounding of sums over more losses."""
+    pool, others = (
+        a_pool(24),
+        [COUPLED, replace(COUPLED, name="mean", rule="group_mean", options={}), ADDITIVE],
+    )
+    together = loss_worths(pool, [SCALED, *others], [2, 4], 16, 20, 3)
+    for loss in (SCALED, *others):
+        alone = loss_worths(pool, [loss], [2, 4], 16, 20, 3)
+        of_loss = [row for row in together if row.loss == loss]
+        for one, other in zip(alone, of_loss, strict=True):
+            assert (one.group_size, one.best, one.alike) == (
+                other.group_size, other.best, other.alike
+            )  # fmt: skip
+            assert one.worth is not None and other.worth is not None
+            np.testing.assert_allclose(
+                list(vars(one.worth).values()), list(vars(other.worth).values()), rtol=1e-6
+            )
+
+
+def test_group_mean_over_a_constant_is_worth_the_unbiased_one():
+    """Its update is (G-1)/G of leave-one-out's, over the longest length."""
+    for row in loss_worths(a_pool(12), [SCALED, UNBIASED], [2, 4, 8], 16, 4, 0):
+        assert row.worth is not None
+        assert row.worth.worth == pytest.approx((1, 1, 1))
+        assert row.worth.direction == (1, 1, 1)
+        assert (row.worth.worth_best.estimate == pytest.approx(1)) == row.best
