@@ -17,6 +17,15 @@ and where the curvature is alike in all directions, a step of the best length ga
 (noise share) percent more: at n_c half a percent, far below it a whole one, far above it nothing.
 In tokens a group costs k + G c (its prompt once), so `n_c (k + G c) / G` tokens take the place of
 n_c rollouts.
+
+Pairs, G = 2, do not tell C2 and C3 apart, since A_V alone needs three completions; their sum does
+with two, and with it the error and the noise scale at G = 2:
+
+    S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
+    E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
+
+As D >= 0 and A_V >= ||g||^2, C3 lies in [E||g||^2, S], and under the paper's Assumption 2 (A_V = D)
+it is S/2 + E||g||^2. So G* has bounds, and a value under that assumption.
 """
 
 from __future__ import annotations
@@ -139,8 +148,9 @@ class GroupTerms(NamedTuple):
 
     Attributes:
         g_sq_P: ||g||^2.
-        first_order_P: A_V - ||g||^2, whose mean is C2.
-        second_order_P: D + ||g||^2, whose mean is C3.
+        first_order_P: A_V - ||g||^2, whose mean is C2; of pairs (A_V + D)/2 - ||g||^2.
+        second_order_P: D + ||g||^2, whose mean is C3; of pairs (A_V + D)/2 + ||g||^2. Only the sum
+            of the two is that of pairs whatever they are from, each alone under Assumption 2.
         others_P: sum of <ghat_x, ghat_y> over the other groups y.
         norm_P: mean of the squared score norms, NaN where the group has zero variance.
     """
@@ -153,7 +163,7 @@ class GroupTerms(NamedTuple):
 
 
 def group_terms(rewards_PG: Array, sq_norm_PG: Array, gradient_gram_PP: Array) -> GroupTerms:
-    """The terms of P >= 2 groups of G >= 3 completions.
+    """The terms of P >= 2 groups of G >= 2 completions.
 
     A group of equal rewards adds 0 to every term whatever its scores are, so it needs none.
 
@@ -163,19 +173,25 @@ def group_terms(rewards_PG: Array, sq_norm_PG: Array, gradient_gram_PP: Array) -
         gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
 
     Raises:
-        ValueError: fewer than 2 groups, or of 3 completions.
+        ValueError: fewer than 2 groups, or groups of 1 completion.
     """
     if len(rewards_PG) < 2:
         raise ValueError(f"||grad J||^2 needs at least 2 groups, got {len(rewards_PG)}")
     own_P = np.diagonal(gradient_gram_PP)
-    moments = norm_moments(sq_norm_PG, rewards_PG, own_P)
+    if rewards_PG.shape[1] == 2:
+        # (A_V + D)/2; ||ghat||^2 less it is -(z - z')^2 <s, s'> / 2
+        half_P = sq_norm_PG.sum(axis=1) * (rewards_PG[:, 0] - rewards_PG[:, 1]) ** 2 / 4
+        g_sq_P, a_v_P, d_P, m0_P = own_P - half_P, half_P, half_P, sq_norm_PG.mean(axis=1)
+    else:
+        moments = norm_moments(sq_norm_PG, rewards_PG, own_P)
+        g_sq_P, a_v_P, d_P, m0_P = moments.g_sq, moments.a_v, moments.d, moments.m0
     varied_P = (rewards_PG != rewards_PG[:, :1]).any(axis=1)
     return GroupTerms(
-        np.where(varied_P, moments.g_sq, 0.0),
-        np.where(varied_P, moments.a_v - moments.g_sq, 0.0),
-        np.where(varied_P, moments.d + moments.g_sq, 0.0),
+        np.where(varied_P, g_sq_P, 0.0),
+        np.where(varied_P, a_v_P - g_sq_P, 0.0),
+        np.where(varied_P, d_P + g_sq_P, 0.0),
         np.where(varied_P, gradient_gram_PP.sum(axis=1) - own_P, 0.0),
-        np.where(varied_P, moments.m0, np.nan),
+        np.where(varied_P, m0_P, np.nan),
     )
 
 
@@ -187,19 +203,27 @@ class NoiseEstimate:
         intervals: c1, c2, c3, grad_sq, gstar, noise_scale (at the group size in use),
             noise_scale_best (at G*), prompt_share (at the group size in use) and zero_variance,
             each with its 95 % interval; the ends are NaN where there are fewer than 4 groups a step
-            and fewer than 4 steps.
-        scaling: C1, C2, C3 with the covariance of their errors.
+            and fewer than 4 steps. Of pairs, c2, c3, noise_scale_best and the estimate of gstar are
+            NaN; instead there are c2_plus_c3, gstar_least and gstar_most (the bounds of G*),
+            gstar_assumption2 (its value under Assumption 2), and gstar goes from the low end of the
+            one bound to the high end of the other.
+        scaling: C1, C2, C3 with the covariance of their errors; of pairs under Assumption 2.
         heavy: whether intervals are likely to cover less than 90 %, see `intervals.Tails`.
+        assumption2: whether C2 and C3 of `scaling` rest on Assumption 2, as those of pairs do.
     """
 
     intervals: Mapping[str, Interval]
     scaling: ScalingEstimate
     heavy: bool
+    assumption2: bool = False
 
     def as_result(self) -> dict[str, Any]:
-        """C1, C2, C3, their covariance and G* as `result.json` of a study has them."""
+        """C1, C2, C3, their covariance and G* as `result.json` of a study has them; of pairs those
+        under Assumption 2.
+        """
         ends = ("", "_low", "_high")
-        values = zip(ends, self.intervals["gstar"], strict=True)
+        name = "gstar_assumption2" if self.assumption2 else "gstar"
+        values = zip(ends, self.intervals[name], strict=True)
         return {
             **dict(zip(CONSTANTS, map(float, self.scaling.constants_3), strict=True)),
             "covariance": self.scaling.covariance_33,
@@ -239,22 +263,64 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
             error, length = _n_mse(whole, size), whole["grad_sq"]
             ratio = float(error / length) if length > 0 else math.nan
             intervals[name] = UNDETERMINED._replace(estimate=ratio)
-        share = group_size * whole["c1"] / _n_mse(whole, float(group_size))
-        intervals["prompt_share"] = UNDETERMINED._replace(estimate=min(max(float(share), 0.0), 1.0))
-        unknown = ScalingEstimate(constants_3, np.full((3, 3), np.nan), 1.0)
-        return NoiseEstimate(intervals, unknown, heavy=True)
-    factor = widening(groups, group_size)
-    for name in CONSTANTS_AND_GRADIENT:
-        intervals[name] = jackknife_interval(whole[name], delete_one[name])
-    if not all((delete_one[name] == whole[name]).all() for name in CONSTANTS):
-        intervals["gstar"] = group_size_interval(whole, delete_one, factor)
-    for name, size in sizes.items():
-        intervals[name] = noise_scale(whole, delete_one, size)
-    intervals["prompt_share"] = prompt_share(whole, delete_one, float(group_size))
-    norms = np.concatenate([step.norm_P[~np.isnan(step.norm_P)] for step in steps])
-    leading = [delete_one["c2"], delete_one["c3"]]
-    heavy = len(norms) < LEAST_UNITS or tails(norms[None], leading).heavy
-    return NoiseEstimate(intervals, scaling_estimate(whole, delete_one, factor), heavy)
+        error = _n_mse(whole, float(group_size))
+        share = min(max(group_size * whole["c1"] / error, 0.0), 1.0) if error else math.nan
+        intervals["prompt_share"] = UNDETERMINED._replace(estimate=share)
+        scaling, heavy = ScalingEstimate(constants_3, np.full((3, 3), np.nan), 1.0), True
+    else:
+        factor = widening(groups, group_size)
+        for name in CONSTANTS_AND_GRADIENT:
+            intervals[name] = jackknife_interval(whole[name], delete_one[name])
+        if not all((delete_one[name] == whole[name]).all() for name in CONSTANTS):
+            intervals["gstar"] = group_size_interval(whole, delete_one, factor)
+        for name, size in sizes.items():
+            intervals[name] = noise_scale(whole, delete_one, size)
+        intervals["prompt_share"] = prompt_share(whole, delete_one, float(group_size))
+        norms = np.concatenate([step.norm_P[~np.isnan(step.norm_P)] for step in steps])
+        leading = [delete_one["c2"], delete_one["c3"]]
+        heavy = len(norms) < LEAST_UNITS or tails(norms[None], leading).heavy
+        scaling = scaling_estimate(whole, delete_one, factor)
+    if group_size == 2:
+        intervals |= _identified_by_pairs(whole, delete_one, intervals["gstar"], groups)
+    return NoiseEstimate(intervals, scaling, heavy, assumption2=group_size == 2)
+
+
+def _identified_by_pairs(
+    whole: Mapping[str, float],
+    delete_one: Mapping[str, Array] | None,
+    gstar: Interval,
+    pairs: int,
+) -> dict[str, Interval]:
+    """What pairs say of C2, C3 and G*: their sum, bounds, and G* under Assumption 2.
+
+    The interval of G* goes from the low end of its lower bound to the high end of its upper one. It
+    missed G* in 3.9 % or less of the samples that gave it two ends, the interval under Assumption 2
+    the value there in up to a third of those, where few did (20 to 2560 pairs, the populations of
+    `scripts/benchmarks/decisions.py`, in which the assumption nearly holds): no decision rests
+    on the latter.
+
+    Args:
+        whole, delete_one: c1, c2, c3, grad_sq as of `noise_estimate`, C2 and C3 under Assumption 2.
+        gstar: from these.
+        pairs: how many.
+    """
+    unknown = ("c2", "c3", "noise_scale_best")
+    found: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
+    found["gstar_assumption2"] = gstar
+    bounds = {"gstar_least": ("c1", "grad_sq"), "gstar_most": ("c2", "c3")}  # C3 is their sum
+    for name, (one, other) in bounds.items():
+        constants = {**whole, "c3": whole[one] + whole[other]}
+        best = best_group_size(constants["c1"], constants["c2"], constants["c3"])
+        found[name] = UNDETERMINED._replace(estimate=float(best))
+        if delete_one is not None and not math.isnan(gstar.low):
+            without = {**delete_one, "c3": delete_one[one] + delete_one[other]}
+            found[name] = group_size_interval(constants, without, widening(pairs, 2))
+    found["gstar"] = Interval(math.nan, found["gstar_least"].low, found["gstar_most"].high)
+    found["c2_plus_c3"] = UNDETERMINED._replace(estimate=whole["c2"] + whole["c3"])
+    if delete_one is not None:
+        without_2 = delete_one["c2"] + delete_one["c3"]
+        found["c2_plus_c3"] = jackknife_interval(whole["c2"] + whole["c3"], without_2)
+    return found
 
 
 def _n_mse(constants: Mapping[str, Any], size: float) -> Any:

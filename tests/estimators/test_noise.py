@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from reference import minibatch_mse
 from tabular import TabularPolicy
 
 from grpo_ustat.estimators.intervals import Interval, ratio_interval
-from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
 from grpo_ustat.estimators.noise import (
     group_terms,
     noise_estimate,
@@ -90,8 +92,9 @@ def test_intervals_leave_out_one_group_of_a_step(rng):
     np.testing.assert_allclose(estimate.intervals["noise_scale"], interval, rtol=1e-8)
 
 
-def test_equal_rewards_add_nothing_whatever_the_scores(rng):
-    rewards_PG, norms_PG, gram_PP = groups(rng, 4, 4)
+@pytest.mark.parametrize("size", [2, 4])
+def test_equal_rewards_add_nothing_whatever_the_scores(rng, size):
+    rewards_PG, norms_PG, gram_PP = groups(rng, 4, size)
     rewards_PG[1] = 1.0
     gram_PP[1], gram_PP[:, 1] = 0, 0
     full = group_terms(rewards_PG, norms_PG, gram_PP)
@@ -100,7 +103,7 @@ def test_equal_rewards_add_nothing_whatever_the_scores(rng):
     for one, other in zip(full, bare, strict=True):
         np.testing.assert_array_equal(one, other)
     assert [x[1] for x in full[:4]] == [0, 0, 0, 0]
-    assert noise_estimate([full], 4).intervals["zero_variance"].estimate == 0.25
+    assert noise_estimate([full], size).intervals["zero_variance"].estimate == 0.25
 
 
 def test_steps_of_few_groups_are_the_units(rng):
@@ -116,10 +119,14 @@ def test_steps_of_few_groups_are_the_units(rng):
     )
 
 
-def test_nothing_but_equal_rewards_is_no_estimate():
-    silent = group_terms(np.ones((6, 4)), np.zeros((6, 4)), np.zeros((6, 6)))
-    estimate = noise_estimate([silent] * 4, 4)
-    assert np.isnan(estimate.intervals["gstar"].estimate)
+@pytest.mark.parametrize("prompts", [2, 6])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_nothing_but_equal_rewards_is_no_estimate(prompts, size, steps):
+    zeros = np.zeros((prompts, size)), np.zeros((prompts, prompts))
+    estimate = noise_estimate([group_terms(np.ones((prompts, size)), *zeros)] * steps, size)
+    for name in ("gstar", "noise_scale", "prompt_share"):
+        assert np.isnan(estimate.intervals[name].estimate)
     assert estimate.as_result()["gstar"] is None
     assert estimate.intervals["zero_variance"].estimate == 1
 
@@ -206,3 +213,110 @@ def test_without_a_gradient_the_noise_scale_has_a_lower_end_alone():
     scale, _ = noise_of_steps(steps, 4)
     assert np.isnan(scale.estimate) and scale.low > 0 and scale.high == np.inf
     assert noise_share(scale, 100).high == 1.0
+
+
+def test_a_pair_by_hand():
+    """Rewards 1 and 0, scores (1, 2) and (-1, 0), so ghat = (1, 1); the other pair's is (3, 0)."""
+    rewards, norms = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[5.0, 1.0], [4.0, 1.0]])
+    terms = group_terms(rewards, norms, np.array([[2.0, 3.0], [3.0, 9.0]]))
+    # <s, s'> is -1, and of scores (-2, 0) and (1, 0) with rewards 2 apart -2
+    np.testing.assert_allclose(terms.g_sq_P, [0.5, 4.0])
+    np.testing.assert_allclose(terms.first_order_P + terms.second_order_P, [3.0, 10.0])
+    found = noise_estimate([terms], 2).intervals
+    assert found["grad_sq"].estimate == 3.0 and found["c1"].estimate == -0.75
+    assert found["c2_plus_c3"].estimate == 6.5
+    assert found["noise_scale"].estimate == pytest.approx((2 * -0.75 + 6.5) / 3)
+
+
+def expected_of_pairs(prompts):
+    """C1, C2 + C3 and ||grad J||^2 as estimated from two pairs, averaged over all such.
+
+    `prompts` has each prompt's chance, its outcomes' chances, scores and rewards.
+    """
+    every = []
+    for weight, p_Y, scores_YD, rewards_Y in prompts:
+        for i, j in itertools.product(range(len(p_Y)), repeat=2):
+            scores, rewards = scores_YD[[i, j]], rewards_Y[[i, j]]
+            ghat_D = pool_gradient_weights(rewards[None])[0] @ scores
+            every.append((weight * p_Y[i] * p_Y[j], rewards, np.square(scores).sum(axis=1), ghat_D))
+    names, total = ("c1", "c2_plus_c3", "grad_sq"), np.zeros(3)
+    for one, other in itertools.product(every, repeat=2):
+        rewards, norms, ghat = (np.stack(pair) for pair in zip(one[1:], other[1:], strict=True))
+        found = noise_estimate([group_terms(rewards, norms, ghat @ ghat.T)], 2).intervals
+        total += one[0] * other[0] * np.array([found[name].estimate for name in names])
+    return total
+
+
+def test_pairs_are_unbiased_by_enumeration():
+    rewards_PY = np.array([[1.0, 0.0, 0.25], [0.0, 1.0, 0.7]])
+    policy = TabularPolicy(np.tile(np.eye(3), (2, 1, 1)), np.array([0.3, -0.8, 0.5]), rewards_PY)
+    grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
+    law = scaling_law(policy.moments(), grad_sq)
+    weights_P = np.full(2, 0.5)
+    prompts = zip(weights_P, policy.probabilities_PY, policy.scores_PYD, rewards_PY, strict=True)
+    np.testing.assert_allclose(
+        expected_of_pairs(prompts), [law.c1, law.c2 + law.c3, grad_sq], rtol=1e-10
+    )
+
+
+def test_one_law_of_pairs_has_many_group_sizes():
+    """Prompts p + t d whose t have the same two moments: all that pairs know, not C2 and C3."""
+    scores_Y = np.array([1.0, -1.0, 2.0, -2.0, 1.0, -1.0])
+    rewards_Y = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    change_Y = 0.15 * np.array([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])  # keeps the mean score at 0
+    laws, found, expected = [], [], []
+    for chances, shifts in (([1 / 6, 2 / 3, 1 / 6], [-1, 0, 1]), ([1 / 4, 3 / 4], [1, -1 / 3])):
+        p_PY = 1 / 6 + np.outer(shifts, change_Y)
+        laws.append(np.einsum("p,pi,pj->ij", chances, p_PY, p_PY))
+        gradient_P = p_PY @ (scores_Y * rewards_Y)
+        shape = np.ones_like(p_PY)
+        moments = exact_moments(scores_Y**2 * shape, rewards_Y * shape, p_PY, gradient_P**2)
+        grad_sq = (chances @ gradient_P) ** 2
+        g_sq, a_v, d = (chances @ x for x in (moments.g_sq, moments.a_v, moments.d))
+        expected.append([g_sq - grad_sq, a_v - g_sq, d + g_sq])
+        prompts = [
+            (chance, p_Y, scores_Y[:, None], rewards_Y)
+            for chance, p_Y in zip(chances, p_PY, strict=True)
+        ]
+        found.append(expected_of_pairs(prompts))
+        c1, second_moment, grad_sq = found[-1]
+        assert second_moment == pytest.approx(a_v + d) and c1 == pytest.approx(g_sq - grad_sq)
+        assert c1 + grad_sq < d + g_sq < second_moment
+    np.testing.assert_allclose(*laws, atol=1e-16)
+    np.testing.assert_allclose(*found, rtol=1e-10)
+    (c1, *one), (same_c1, *other) = expected
+    assert c1 == pytest.approx(same_c1) and abs(one[1] - other[1]) > 0.002
+
+
+def test_the_truth_is_in_the_intervals_of_pairs(rng):
+    """As above with G = 2: C2 + C3 = 36, and E||g||^2 = 3.75 <= C3 <= 36."""
+    truth = {"c1": 0.75, "grad_sq": 3.0, "c2_plus_c3": 36.0, "noise_scale": (2 * 0.75 + 36) / 3}
+    third = {"gstar_least": 3.75, "gstar": 18.0, "gstar_assumption2": 21.75, "gstar_most": 36.0}
+    truth |= {name: 1 + np.sqrt(c3 / 0.75) for name, c3 in third.items()}
+    inside, sums = dict.fromkeys(truth, 0), dict.fromkeys(("c1", "grad_sq", "c2_plus_c3"), 0.0)
+    for _ in range(100):
+        steps = [group_terms(*groups(rng, 60, 2)) for _ in range(3)]
+        intervals = noise_estimate(steps, 2).intervals
+        for name, value in truth.items():
+            inside[name] += intervals[name].low <= value <= intervals[name].high
+        for name in sums:
+            sums[name] += intervals[name].estimate / 100
+    assert all(count >= 90 for count in inside.values()), inside
+    for name, value in sums.items():
+        assert value == pytest.approx(truth[name], rel=0.15), name
+
+
+def test_pairs_bound_the_best_group_size(rng):
+    """From the low end of 1 + sqrt(E||g||^2 / C1) to the high end of 1 + sqrt((C2 + C3) / C1)."""
+    steps = [group_terms(*groups(rng, 200, 2, shift=0.3)) for _ in range(8)]
+    estimate = noise_estimate(steps, 2)
+    found = estimate.intervals
+    c1, grad_sq, both = (found[x].estimate for x in ("c1", "grad_sq", "c2_plus_c3"))
+    assert found["gstar_least"].estimate == pytest.approx(1 + np.sqrt((c1 + grad_sq) / c1))
+    assert found["gstar_most"].estimate == pytest.approx(1 + np.sqrt(both / c1))
+    assert found["gstar"][1:] == (found["gstar_least"].low, found["gstar_most"].high)
+    assert np.isnan([found[x].estimate for x in ("gstar", "c2", "c3", "noise_scale_best")]).all()
+    result = estimate.as_result()
+    assert estimate.assumption2 and result["c2"] + result["c3"] == pytest.approx(both)
+    assert result["c3"] == pytest.approx(both / 2 + c1 + grad_sq)
+    assert result["gstar"] == pytest.approx(1 + np.sqrt(result["c3"] / c1))
