@@ -30,6 +30,7 @@ from grpo_ustat.integrations.trl.generation import (
     summed_rewards,
     whole_groups,
 )
+from grpo_ustat.integrations.trl.sharding import precision_of, sharding_of, whole_weights
 from grpo_ustat.integrations.trl.support import check_trainer
 from grpo_ustat.pages.advice import group_size_advice, other_sizes
 from grpo_ustat.pages.findings import group_size_costs
@@ -101,7 +102,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.at_once = completions_at_once or trainer.args.per_device_train_batch_size
         self.measurements: list[Measurement] = []
         self.seconds = 0.0
-        self.fault = ""
+        self.fault = self.precision = ""
         self._due = 0
         self._begin = time.perf_counter()
         self._sketch: Sketch | None = None
@@ -125,11 +126,12 @@ class GradientNoiseCallback(TrainerCallback):
             return output
         start = time.perf_counter()
         measurement = None
-        with unchanged(self.trainer.model):
-            try:
-                measurement = self._measure(output, step)
-            except ConfigError as error:  # the same on all ranks
-                self.fault = single_line(error)
+        try:
+            with whole_weights(self.trainer) as model, unchanged(model):
+                self.precision = precision_of(model)
+                measurement = self._measure(model, output, step)
+        except ConfigError as error:  # the same on all ranks
+            self.fault = single_line(error)
         self._due = step + self.every
         spent = time.perf_counter() - start
         self.seconds += spent
@@ -140,7 +142,7 @@ class GradientNoiseCallback(TrainerCallback):
             self._log(measurement, spent)
         return output
 
-    def _measure(self, output: Mapping[str, Any], step: int) -> Measurement | None:
+    def _measure(self, model: Any, output: Mapping[str, Any], step: int) -> Measurement | None:
         """The terms of a generation batch's groups; None where fewer than two can be measured.
 
         Completions travel to where their group is scored, so that every group is whole.
@@ -161,7 +163,7 @@ class GradientNoiseCallback(TrainerCallback):
         varied = [place for place, group in enumerate(groups) if group.varies]
         own = varied[accelerator.process_index :: accelerator.num_processes]
         try:
-            scored: list[Any] = [(place, self._scores(groups[place])) for place in own]
+            scored: list[Any] = [(place, self._scores(model, groups[place])) for place in own]
         except Exception as error:  # of any kind: other ranks wait, and training goes on
             scored = [f"{type(error).__name__}: {error}"]
         scored = gather_object(scored)
@@ -175,7 +177,7 @@ class GradientNoiseCallback(TrainerCallback):
             gram_PP[np.ix_(varied, varied)] = gradient_gram([scores[place] for place in varied])
         return Measurement(step, group_terms(rewards_PG, sq_norm_PG, gram_PP), unknown)
 
-    def _scores(self, group: Group) -> GroupScores:
+    def _scores(self, model: Any, group: Group) -> GroupScores:
         """Scores of one group; where memory runs out again, with half as many completions at once.
 
         Raises:
@@ -183,8 +185,7 @@ class GradientNoiseCallback(TrainerCallback):
         """
         trainer = self.trainer
         policy = Policy(
-            trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, frozenset(),
-            trainer.processing_class.pad_token_id,
+            model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
         )  # fmt: skip
         rollouts, weights_G = group.rollouts(), pool_gradient_weights(group.rewards_G)
         if self._sketch is None:
@@ -288,6 +289,8 @@ class GradientNoiseCallback(TrainerCallback):
             lines.append("Few groups decide: the intervals may cover less than 90 %.")
         if unknown := sum(one.unknown for one in recent):
             lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
+        under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
+        lines.append(f"Scores in {self.precision}, the weights' own precision{under}.")
         lines.append(f"Measuring took {self.seconds:.1f} s, {self._share()} of the time.")
         return lines
 
