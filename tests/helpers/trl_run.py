@@ -41,9 +41,12 @@ def ones(completions, **_):
 
 
 def train(
-    folder, rewards=(right,), every=1, measure=True, peft_config=None, dropout=0.0, **changes
-):
+    folder, rewards=(right,), every=1, measure=True, peft_config=None, dropout=0.0,
+    sketch=1_000_000, prepare=None, **changes,
+):  # fmt: skip
     """Trainer and callback, after training; checkpoints and completions of every step.
+
+    What `prepare` does with the two is done before training.
 
     Dropout, which is refused, is switched on behind the callback's back: a random state or mode
     that it had changed would show in the weights.
@@ -70,11 +73,13 @@ def train(
     )
     callback = None
     if measure:
-        callback = GradientNoiseCallback(trainer, every=every, sketch=1_000_000)
+        callback = GradientNoiseCallback(trainer, every=every, sketch=sketch)
         trainer.add_callback(callback)
     for module in trainer.model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = dropout
+    if prepare is not None:
+        prepare(trainer, callback)
     trainer.train()
     return trainer, callback
 

@@ -24,6 +24,7 @@ from grpo_ustat.integrations.trl.generation import (
     logged_rewards,
     whole_groups,
 )
+from grpo_ustat.integrations.trl.sharding import precision_of, sharding_of, whole_weights
 from grpo_ustat.integrations.trl.support import check_trainer
 from grpo_ustat.integrations.trl.windows import (
     ScoredGroup,
@@ -89,7 +90,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.trainer, self.every, self.sketch_size = trainer, every, sketch
         self.windows: list[Window] = []
         self.seconds = 0.0
-        self.fault = ""
+        self.fault = self.precision = ""
         self._groups: list[ScoredGroup] = []  # of the window that is open
         self._batches = self._unknown = self._due = 0
         self._begin = time.perf_counter()
@@ -126,8 +127,9 @@ class GradientNoiseCallback(TrainerCallback):
             return output
         start = time.perf_counter()
         try:
-            with unchanged(self.trainer.model):
-                self._measure(output, step)
+            with whole_weights(self.trainer) as model, unchanged(model):
+                self.precision = precision_of(model)
+                self._measure(model, output, step)
             self._batches += 1
             self.seconds += time.perf_counter() - start
             if self._batches >= window_batches(max(1, len(self._groups) // self._batches)):
@@ -138,7 +140,7 @@ class GradientNoiseCallback(TrainerCallback):
             self._print(f"{PREFIX}: measures no more at step {step}: {self.fault}")
         return output
 
-    def _measure(self, output: Mapping[str, Any], step: int) -> None:
+    def _measure(self, model: Any, output: Mapping[str, Any], step: int) -> None:
         """Add a generation batch's groups to the window.
 
         Completions travel to where their group is scored, so that every group is whole.
@@ -155,7 +157,7 @@ class GradientNoiseCallback(TrainerCallback):
         varied = [place for place, group in enumerate(groups) if group.varies]
         own = varied[accelerator.process_index :: accelerator.num_processes]
         scored = dict(
-            _from_all_ranks(lambda: [(place, self._scores(groups[place])) for place in own])
+            _from_all_ranks(lambda: [(place, self._scores(model, groups[place])) for place in own])
         )
         self._groups += [
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
@@ -172,7 +174,7 @@ class GradientNoiseCallback(TrainerCallback):
             self.windows.append(window_of(groups, unknown))
             self._log(self.windows[-1])
 
-    def _scores(self, group: Group) -> GroupScores:
+    def _scores(self, model: Any, group: Group) -> GroupScores:
         """Scores of one group; where memory runs out again, with half as many completions at once.
 
         Raises:
@@ -180,8 +182,7 @@ class GradientNoiseCallback(TrainerCallback):
         """
         trainer = self.trainer
         policy = Policy(
-            trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, frozenset(),
-            trainer.processing_class.pad_token_id,
+            model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
         )  # fmt: skip
         rollouts = group.rollouts()
         if self._sketch is None:
@@ -285,6 +286,8 @@ class GradientNoiseCallback(TrainerCallback):
             lines.append("Few groups decide: the intervals may cover less than 90 %.")
         if unknown := sum(one.unknown for one in recent):
             lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
+        under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
+        lines.append(f"Scores in {self.precision}, the weights' own precision{under}.")
         lines.append(f"Measuring took {self._cost()}.")
         return lines
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.integrations.trl.sharding import check_sharding
 
 USED_ATTRIBUTES = (
     "_generate_and_score_completions", "_logs", "_metrics", "reward_weights", "reward_func_names",
@@ -34,7 +35,7 @@ def check_trainer(trainer: Any) -> None:
     """Refuse a trainer whose gradient cannot be measured.
 
     Raises:
-        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are sharded; what is
+        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are offloaded; what is
             sampled is not what is scored; rewards have no one sum; groups or batches are too small.
     """
     if "GRPOTrainer" not in [kind.__name__ for kind in type(trainer).__mro__]:
@@ -45,17 +46,7 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(
             f"this TRL's GRPOTrainer has no {missing[0]}: use TRL 1.16, for which it was written"
         )
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ConfigError(
-            "DeepSpeed ZeRO-3 shards the parameters, of which scores need all: use ZeRO-2 or DDP, "
-            "or measure checkpoints with grpo-ustat mse model=CHECKPOINT"
-        )
-    if getattr(trainer, "is_fsdp_enabled", False):
-        raise ConfigError(
-            "FSDP shards the parameters, of which scores need all: use DDP, or measure "
-            "checkpoints with grpo-ustat mse model=CHECKPOINT"
-        )
+    check_sharding(trainer)
     if getattr(trainer, "_is_vlm", False):
         raise ConfigError("vision-language models are not measured: images have no score rules")
     kwargs = getattr(trainer.args, "generation_kwargs", None) or {}

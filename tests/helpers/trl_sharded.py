@@ -1,0 +1,198 @@
+"""Runs of TRL's own GRPOTrainer whose parameters are sharded, one after another on the same ranks.
+
+    torchrun --nproc_per_node 2 tests/helpers/trl_sharded.py FOLDER fsdp2 '{"CASE": {...}}'
+
+writes for every case `CASE-RANK.npz`, what was measured, `CASE-RANK.json`, what its model was made
+of, and `CASE.pt`, the weights at the end; of stdout what follows a line `== CASE` is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import trl_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_ustat.integrations.trl import sharding
+
+SHARDED = {
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "ACCELERATE_USE_FSDP": "true",
+}
+WAYS = {  # what `accelerate launch` makes of the usual files
+    "single": {},
+    "ddp": {},
+    "zero2": {"DS_ACCELERATOR": "cpu"},
+    "zero3": {"DS_ACCELERATOR": "cpu"},
+    "fsdp2": SHARDED | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "fsdp1": SHARDED | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"},
+}
+
+
+def deepspeed(stage):
+    """Arguments of a trainer; `use_cpu` would switch DeepSpeed off. Small parameters, which all of
+    the embedded policy's are, are partitioned too.
+    """
+    zero = {"stage": stage}
+    if stage == 3:
+        zero |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    names = (
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    )  # fmt: skip
+    config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}} | dict.fromkeys(names, "auto")
+    return {"use_cpu": False, "ddp_backend": "gloo", "deepspeed": config}
+
+
+def let_fsdp_shard_on_a_cpu():
+    """Where there is no GPU accelerate runs DDP instead, without a word."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    set_up = state.AcceleratorState.__init__
+
+    def patched(self, *args, **kwargs):
+        first = "fsdp_plugin" not in state.AcceleratorState._shared_state
+        set_up(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if first and plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            shared = state.PartialState._shared_state
+            self.distributed_type = shared["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = plugin
+            if self._mixed_precision != "no":
+                plugin.set_mixed_precision(self._mixed_precision)
+            self.device = shared["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
+
+    state.AcceleratorState.__init__ = patched
+
+
+class Table:
+    """Completions of the first policy, a function of the prompt alone."""
+
+    def __init__(self):
+        self.model = AutoModelForCausalLM.from_pretrained(trl_run.MODEL)
+        self.end = AutoTokenizer.from_pretrained(trl_run.MODEL).eos_token_id
+        self.rows = {}
+
+    def __call__(self, prompt_ids, *_):
+        """In the place of `_generate_single_turn`: groups of eight are whole on every rank."""
+        return [self.of(tuple(row))[i % 8] for i, row in enumerate(prompt_ids)], None
+
+    def of(self, prompt):
+        if prompt not in self.rows:
+            with torch.random.fork_rng([]), torch.no_grad():
+                torch.manual_seed(sum(prompt))
+                rows = self.model.generate(
+                    torch.tensor([prompt] * 8), do_sample=True, max_new_tokens=64, top_k=0
+                )[:, len(prompt) :].tolist()
+            self.rows[prompt] = [
+                row[: row.index(self.end) + 1] if self.end in row else row for row in rows
+            ]
+        return self.rows[prompt]
+
+
+def made_of(trainer):
+    """Kinds of modules and parameters, and how many parameters DeepSpeed keeps in parts."""
+    model = trainer.model_wrapped
+    parameters = list(model.parameters())
+    return {
+        "modules": sorted({kind.__name__ for m in model.modules() for kind in type(m).__mro__}),
+        "parameters": sorted({type(p).__name__ for p in parameters}),
+        "partitioned": sum(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters),
+        "trainable": sum(p.requires_grad for p in parameters),
+    }
+
+
+def weights_of(trainer):
+    """Whole, as accelerate gathers them; FSDP1's state_dict crashes where there is no GPU."""
+    model = trainer.model_wrapped
+    if type(model).__name__ != "FullyShardedDataParallel":
+        return trainer.accelerator.get_state_dict(model)
+    with type(model).summon_full_params(model, writeback=False):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def needs_more(act):
+    """A way to gather whole weights that are larger than any memory."""
+
+    def larger(trainer):
+        model, size, gathered = act(trainer)
+        return model, size * 10**9, gathered
+
+    return larger
+
+
+def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, **options):
+    """One case.
+
+    Args:
+        folder, name: where to, and under which name.
+        rank: this one.
+        table: instead of what the policy samples.
+        fails_on: rank whose scoring raises.
+        no_memory_on: rank whose memory does not hold the whole weights.
+        options: of `trl_run.train`.
+    """
+
+    def prepare(trainer, callback):
+        if table is not None:
+            trainer._generate_single_turn = table
+        if rank == fails_on:
+            callback._scores = fails
+
+    def fails(*_):
+        raise RuntimeError("no rule\nfor this layer")
+
+    gathered = dict(sharding.GATHERED)
+    if rank == no_memory_on:
+        sharding.GATHERED |= {way: needs_more(act) for way, act in gathered.items()}
+    try:
+        trainer, callback = trl_run.train(
+            folder / name, rewards=(trl_run.right, trl_run.ones), prepare=prepare,
+            **{"save_strategy": "no", "log_completions": False} | options,
+        )  # fmt: skip
+    finally:
+        sharding.GATHERED |= gathered
+    made = made_of(trainer)
+    weights = weights_of(trainer)
+    if rank == 0:
+        torch.save(weights, folder / f"{name}.pt")
+    if callback is not None:
+        made |= {"precision": callback.precision, "seconds": callback.seconds}
+        terms = [one.terms for one in callback.measurements]
+        np.savez(folder / f"{name}-{rank}.npz", np.array(terms))
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(made))
+
+
+def main():
+    """All cases of a way."""
+    folder, way, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    os.environ |= WAYS[way]
+    if way.startswith("fsdp"):
+        let_fsdp_shard_on_a_cpu()
+    rank, table = int(os.environ.get("RANK", 0)), Table()
+    for name, options in cases.items():
+        if rank == 0:
+            print(f"== {name}", flush=True)
+        if options.pop("table", False):
+            options["table"] = table
+        if way.startswith("zero"):
+            options |= deepspeed(int(way[-1]))
+        if options.get("bf16") and way.startswith("zero"):
+            from transformers import training_args
+
+            training_args.is_torch_bf16_gpu_available = lambda *_, **__: True
+        run(folder, name, rank, **options)
+
+
+if __name__ == "__main__":
+    main()
