@@ -69,7 +69,7 @@ def expected_terms(prompts, completions, rewards):
 
 @pytest.fixture(autouse=True)
 def scores_are_made_up(monkeypatch):
-    monkeypatch.setattr(GradientNoiseCallback, "_scores", lambda self, group: made_up(group))
+    monkeypatch.setattr(GradientNoiseCallback, "_scores", lambda self, model, group: made_up(group))
 
 
 def generate(trainer, seed, step):
@@ -222,7 +222,7 @@ def test_ranks_find_what_one_finds(world, monkeypatch):
 
 
 def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):
-    def fails(self, group):
+    def fails(self, model, group):
         raise RuntimeError("no rule\nfor this layer")
 
     monkeypatch.setattr(GradientNoiseCallback, "_scores", fails)

@@ -28,15 +28,24 @@ def drops(rate):
     return torch.nn.Sequential(torch.nn.Dropout(0.0), attention)
 
 
-def zero(stage):
+def zero(stage, changes=None):
     trainer = GRPOTrainer()
-    trainer.accelerator.state.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
+    config = {"zero_optimization": {"offload_param": {"device": "none"}} | (changes or {})}
+    plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    trainer.accelerator.state.deepspeed_plugin = plugin
+    return trainer
+
+
+def fsdp(cpu_offload=False):
+    trainer = GRPOTrainer()
+    plugin = SimpleNamespace(fsdp_version=2, cpu_offload=cpu_offload)
+    trainer.accelerator.state.fsdp_plugin = plugin
     return trainer
 
 
 REFUSED = {
-    "DeepSpeed ZeRO-3 shards": zero(3),
-    "FSDP shards": changed(is_fsdp_enabled=True),
+    "offload_param.device=cpu": zero(3, {"offload_param": {"device": "cpu"}}),
+    "fsdp_offload_params=True": fsdp(cpu_offload=True),
     "vision-language": changed(_is_vlm=True),
     "use top_p=1.0": changed(top_p=0.9),
     "use top_k=-1": changed(top_k=50),
@@ -65,7 +74,7 @@ def test_another_version_of_trl_is_refused():
         check_trainer(trainer)
 
 
-@pytest.mark.parametrize("trainer", [GRPOTrainer(), zero(2), changed(top_k=None, top_p=1)])
+@pytest.mark.parametrize("trainer", [GRPOTrainer(), zero(2), zero(3), fsdp(), changed(top_k=None, top_p=1)])
 def test_it_is_taken(trainer):
     check_trainer(trainer)
     check_trainer(changed(mask_truncated_completions=True))
