@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.findings import (
     DEFAULT_ROLLOUTS,
     GroupSizeCosts,
@@ -120,6 +121,27 @@ def group_size_advice(
         f"Keep num_generations = {group_size}: its error is not significantly different from that "
         f"of the best size, {best} ({percent(extra)} [{percent(low)}, {percent(high)}]).",
         numbers,
+    )
+
+
+def pair_advice(gstar: Interval) -> tuple[str, str]:
+    """Verdict and sentence for num_generations = 2, from bounds of G*.
+
+    Two completions of a prompt do not tell C2 from C3. But the error is convex in G, and groups of
+    3 have the smaller one where G* > 1 + sqrt(2).
+
+    Args:
+        gstar: from the low end of its lower bound to the high end of its upper bound.
+
+    >>> pair_advice(Interval(math.nan, 2.6, math.inf))[1]
+    'Raise num_generations from 2: the best size is at least 2.6.'
+    """
+    if gstar.low > 1 + math.sqrt(2):
+        sentence = f"Raise num_generations from 2: the best size is at least {gstar.low:.1f}."
+        return RAISE, sentence
+    return UNKNOWN, (
+        "Two completions of a prompt do not tell whether more would be better; "
+        "num_generations = 3 or more would."
     )
 
 

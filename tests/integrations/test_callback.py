@@ -155,6 +155,23 @@ def test_batches_of_one_prompt_are_pooled(monkeypatch):
     assert [(one.first, one.last) for one in callback.windows[1:]] == [(18, 19)]
 
 
+def test_two_completions_of_a_prompt_give_bounds(capsys):
+    """Prompts whose gradients hardly differ: G* is far above 2."""
+    trainer, callback = measured()
+    trainer.num_generations = 2
+    rng = np.random.default_rng(0)
+    for step in range(8):
+        mean_PD = rng.standard_normal(3) + 0.1 * rng.standard_normal((2000, 3))
+        scores = rng.standard_normal((2000, 2, 3))
+        rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((2000, 2))
+        ghat = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards), scores)
+        terms = group_terms(rewards, np.square(scores).sum(axis=2), ghat @ ghat.T)
+        callback.windows.append(Window(step, step, terms, 0))
+    lines = callback.summary()
+    assert lines[0].startswith("grpo_ustat: Raise num_generations from 2: the best size is at le")
+    assert "G* in [" in lines[1] and "if A_V = D), noise scale" in lines[1]
+
+
 def test_a_window_of_two_groups_at_the_end_counts(monkeypatch):
     """One group alone has nothing to be compared with."""
     trainer = GRPOTrainer(SIZE)

@@ -54,7 +54,6 @@ REFUSED = {
     "1.attention_dropout is 0.1, and TRL samples": changed(model=drops(0.1)),
     "0 is 0.5, and TRL samples": changed(model=torch.nn.Sequential(torch.nn.Dropout(0.5))),
     "'normalize_then_sum' divides": changed(multi_objective_aggregation="normalize_then_sum"),
-    "num_generations=2: C2 and C3": changed(num_generations=2),
     "hides which tokens": changed(mask_truncated_completions=True, tools=[print]),
     "not SimpleNamespace": SimpleNamespace(),
 }
@@ -74,7 +73,9 @@ def test_another_version_of_trl_is_refused():
         check_trainer(trainer)
 
 
-@pytest.mark.parametrize("trainer", [GRPOTrainer(), zero(2), zero(3), fsdp(), changed(top_k=None, top_p=1)])
+@pytest.mark.parametrize(
+    "trainer", [GRPOTrainer(), zero(2), zero(3), fsdp(), changed(top_k=None, top_p=1)]
+)
 def test_it_is_taken(trainer):
     check_trainer(trainer)
     check_trainer(changed(mask_truncated_completions=True))

@@ -33,7 +33,7 @@ from grpo_ustat.integrations.trl.windows import (
     window_batches,
     window_of,
 )
-from grpo_ustat.pages.advice import group_size_advice, other_sizes
+from grpo_ustat.pages.advice import UNKNOWN, group_size_advice, other_sizes, pair_advice
 from grpo_ustat.pages.findings import group_size_costs
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack
@@ -274,8 +274,10 @@ class GradientNoiseCallback(TrainerCallback):
         )  # fmt: skip
         result = estimate.as_result()
         verdict, sentence, _ = group_size_advice(result, size, rollouts)
+        if estimate.assumption2:
+            verdict, sentence = pair_advice(estimate.intervals["gstar"])
         lines = [f"{PREFIX}: {sentence}"]
-        if verdict != "not enough data":
+        if verdict != UNKNOWN and not estimate.assumption2:
             lines.append(other_sizes(group_size_costs(result, rollouts)))
         groups = sum(len(one.terms.g_sq_P) for one in recent)
         lines.append(
@@ -326,16 +328,18 @@ def _reason(error: Exception) -> str:
 
 
 def _numbers(intervals: Mapping[str, Interval]) -> str:
-    """G*, the noise scale at both group sizes and zero-variance groups, in words."""
-    share = intervals["zero_variance"]
-    if share.estimate == 1:
+    """G*, the noise scale and the share of groups of equal rewards, in words."""
+    silent = intervals["zero_variance"]
+    if silent.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
     best = _text(intervals["gstar"], least=1, digits=1)
-    own, at_best = (_text(intervals[name]) for name in ("noise_scale", "noise_scale_best"))
-    silent, low, high = (100 * x for x in share)
+    if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
+        _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
+        assumed = intervals["gstar_assumption2"].estimate
+        best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} if A_V = D)"
     return (
-        f"G* {best}, noise scale {own} rollouts (at G* {at_best}), zero-variance groups "
-        f"{silent:.0f} [{low:.0f}, {high:.0f}] %"
+        f"G* {best}, noise scale {_text(intervals['noise_scale'])} rollouts, "
+        f"{100 * silent.estimate:.0f} % of groups of equal rewards"
     )
 
 
