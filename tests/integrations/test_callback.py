@@ -161,7 +161,7 @@ def test_two_completions_of_a_prompt_give_bounds(capsys):
     trainer.num_generations = 2
     rng = np.random.default_rng(0)
     for step in range(8):
-        mean_PD = rng.standard_normal(3) + 0.1 * rng.standard_normal((2000, 3))
+        mean_PD = rng.standard_normal(3) + 0.5 * rng.standard_normal((2000, 3))
         scores = rng.standard_normal((2000, 2, 3))
         rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((2000, 2))
         ghat = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards), scores)
