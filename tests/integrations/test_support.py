@@ -74,7 +74,9 @@ def test_another_version_of_trl_is_refused():
         check_trainer(trainer)
 
 
-@pytest.mark.parametrize("trainer", [GRPOTrainer(), zero(2), zero(3), fsdp(), changed(top_k=None, top_p=1)])
+@pytest.mark.parametrize(
+    "trainer", [GRPOTrainer(), zero(2), zero(3), fsdp(), changed(top_k=None, top_p=1)]
+)
 def test_it_is_taken(trainer):
     check_trainer(trainer)
     check_trainer(changed(mask_truncated_completions=True))

@@ -212,14 +212,13 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The precision of a model's weights, and of its buffers where theirs is another, in words."""
+    """The precision of a model's weights, and of its buffers where these are narrower, in words."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    buffers = {b.dtype for b in model.buffers() if b.is_floating_point()} - weights
-    words = " and ".join(sorted(_word(dtype) for dtype in weights))
-    if buffers:
-        words += f" (buffers in {' and '.join(sorted(map(_word, buffers)))})"
-    return words
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    least = min((dtype.itemsize for dtype in weights), default=0)
+    buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}
+    narrow = {dtype for dtype in buffers if dtype.itemsize < least}
+    words, within = (
+        " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        for dtypes in (weights, narrow)
+    )
+    return f"{words} (buffers in {within})" if narrow else words
