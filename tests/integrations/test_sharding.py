@@ -153,13 +153,13 @@ def test_a_fault_of_one_rank_is_raised_on_all():
     def work(rank):
         PartialState(cpu=True)
         trainer = trainer_of(sharded(2, False, NARROW), 2, mixed_precision_policy=NARROW)
-        model, size, _ = sharding.GATHERED["FSDP2"](trainer)
+        model, sizes, _ = sharding.GATHERED["FSDP2"](trainer)
         before, said = state_of(model), []
-        for more, way in ((10**9 if rank == 1 else 1, None), (1, broken), (1, None)):
+        for more, way in (([10**15] if rank == 1 else [], None), ([], broken), ([], None)):
             if rank == 0 and way:
                 way = nullcontext
             _, _, whole = sharding.GATHERED["FSDP2"](trainer)
-            found = model, size * more, way() if way else whole
+            found = model, sizes + more, way() if way else whole
             try:
                 with (
                     mock.patch.dict(sharding.GATHERED, FSDP2=lambda _, found=found: found),
