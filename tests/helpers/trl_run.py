@@ -42,11 +42,12 @@ def ones(completions, **_):
 
 def train(
     folder, rewards=(right,), every=1, measure=True, peft_config=None, dropout=0.0,
-    sketch=1_000_000, prepare=None, **changes,
+    measuring=None, prepare=None, **changes,
 ):  # fmt: skip
     """Trainer and callback, after training; checkpoints and completions of every step.
 
-    What `prepare` does with the two is done before training.
+    `measuring` are arguments of the callback. What `prepare` does with the two is done before
+    training.
 
     Dropout, which is refused, is switched on behind the callback's back: a random state or mode
     that it had changed would show in the weights.
@@ -73,7 +74,8 @@ def train(
     )
     callback = None
     if measure:
-        callback = GradientNoiseCallback(trainer, every=every, sketch=sketch)
+        options = {"every": every, "sketch": 1_000_000} | (measuring or {})
+        callback = GradientNoiseCallback(trainer, **options)
         trainer.add_callback(callback)
     for module in trainer.model.modules():
         if hasattr(module, "attention_dropout"):

@@ -26,19 +26,20 @@ SHARDED = {
     "FSDP_USE_ORIG_PARAMS": "true",
     "ACCELERATE_USE_FSDP": "true",
 }
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
 WAYS = {  # what `accelerate launch` makes of the usual files
     "single": {},
     "ddp": {},
-    "zero2": {"DS_ACCELERATOR": "cpu"},
-    "zero3": {"DS_ACCELERATOR": "cpu"},
+    "zero2": DEEPSPEED,
+    "zero3": DEEPSPEED,
     "fsdp2": SHARDED | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
     "fsdp1": SHARDED | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"},
 }
 
 
-def deepspeed(stage):
-    """Arguments of a trainer; `use_cpu` would switch DeepSpeed off. Small parameters, which all of
-    the embedded policy's are, are partitioned too.
+def let_deepspeed_shard(folder, stage):
+    """Its configuration, into the environment. Small parameters, which all of the embedded
+    policy's are, are partitioned too.
     """
     zero = {"stage": stage}
     if stage == 3:
@@ -46,11 +47,11 @@ def deepspeed(stage):
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    names = (
-        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    )  # fmt: skip
+    names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"
     config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}} | dict.fromkeys(names, "auto")
-    return {"use_cpu": False, "ddp_backend": "gloo", "deepspeed": config}
+    path = folder / f"deepspeed-{os.environ['RANK']}.json"
+    path.write_text(json.dumps(config))
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
 def let_fsdp_shard_on_a_cpu():
@@ -108,7 +109,7 @@ def made_of(trainer):
         "modules": sorted({kind.__name__ for m in model.modules() for kind in type(m).__mro__}),
         "parameters": sorted({type(p).__name__ for p in parameters}),
         "partitioned": sum(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters),
-        "trainable": sum(p.requires_grad for p in parameters),
+        "of": len(parameters),
     }
 
 
@@ -125,13 +126,13 @@ def needs_more(act):
     """A way to gather whole weights that are larger than any memory."""
 
     def larger(trainer):
-        model, size, gathered = act(trainer)
-        return model, size * 10**9, gathered
+        model, sizes, gathered = act(trainer)
+        return model, [*sizes, 10**15], gathered
 
     return larger
 
 
-def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, **options):
+def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, lora=0, **options):
     """One case.
 
     Args:
@@ -140,6 +141,7 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, **o
         table: instead of what the policy samples.
         fails_on: rank whose scoring raises.
         no_memory_on: rank whose memory does not hold the whole weights.
+        lora: rank of adapters; 0: all parameters are trained.
         options: of `trl_run.train`.
     """
 
@@ -148,6 +150,11 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, **o
             trainer._generate_single_turn = table
         if rank == fails_on:
             callback._scores = fails
+
+    if lora:
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(r=lora, target_modules=["q_proj", "down_proj"])
 
     def fails(*_):
         raise RuntimeError("no rule\nfor this layer")
@@ -168,8 +175,8 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, **o
         torch.save(weights, folder / f"{name}.pt")
     if callback is not None:
         made |= {"precision": callback.precision, "seconds": callback.seconds}
-        terms = [one.terms for one in callback.measurements]
-        np.savez(folder / f"{name}-{rank}.npz", np.array(terms))
+        terms = [one.terms for one in callback.windows]
+        np.savez(folder / f"{name}-{rank}.npz", terms=np.array(terms))
     (folder / f"{name}-{rank}.json").write_text(json.dumps(made))
 
 
@@ -179,14 +186,16 @@ def main():
     os.environ |= WAYS[way]
     if way.startswith("fsdp"):
         let_fsdp_shard_on_a_cpu()
+    if way.startswith("zero"):
+        let_deepspeed_shard(folder, int(way[-1]))
     rank, table = int(os.environ.get("RANK", 0)), Table()
     for name, options in cases.items():
         if rank == 0:
             print(f"== {name}", flush=True)
         if options.pop("table", False):
             options["table"] = table
-        if way.startswith("zero"):
-            options |= deepspeed(int(way[-1]))
+        if way.startswith("zero"):  # which `use_cpu` would switch off
+            options |= {"use_cpu": False, "ddp_backend": "gloo"}
         if options.get("bf16") and way.startswith("zero"):
             from transformers import training_args
 

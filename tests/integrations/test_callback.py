@@ -334,6 +334,36 @@ def test_a_forward_that_accelerate_wrapped_is_set_aside():
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
+def test_some_parameters_alone_are_measured(monkeypatch):
+    """And are said, with the precision that was scored."""
+    seen = []
+
+    def scores(self, model, group):
+        seen.append([name for name, p in model.named_parameters() if p.requires_grad])
+        return made_up(group)
+
+    monkeypatch.setattr(GradientNoiseCallback, "_scores", scores)
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(2), "head": torch.nn.Linear(2, 2)})
+    model["norm"].bias.requires_grad_(False)
+    trainer = GRPOTrainer(SIZE, model=model)
+    callback = GradientNoiseCallback(trainer, parameters="norm|head.b")
+    generate(trainer, 0, 0)
+    assert seen and {tuple(names) for names in seen} == {("norm.weight", "head.bias")}
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trainable == ["norm.weight", "head.weight", "head.bias"]
+    words = "Scores of the parameters named 'norm|head.b' in float32, the weights' own precision."
+    assert words in callback.summary()
+
+
+@pytest.mark.parametrize("pattern", ["attn", "norm[", "norm.bias"])
+def test_parameters_that_are_none_are_refused(pattern):
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(2), "head": torch.nn.Linear(2, 2)})
+    model["norm"].bias.requires_grad_(False)
+    with pytest.raises(ConfigError, match="parameters='") as caught:
+        GradientNoiseCallback(GRPOTrainer(SIZE, model=model), parameters=pattern, strict=True)
+    assert "\n" not in str(caught.value)
+
+
 def test_too_small_a_step_between_measurements_is_refused():
     with pytest.raises(ConfigError, match="every=0: at least 1"):
         GradientNoiseCallback(GRPOTrainer(SIZE), every=0)

@@ -84,14 +84,18 @@ def whole_weights(trainer: Any) -> Iterator[Any]:
     sharding = sharding_of(trainer)
     with ExitStack() as stack:
         if sharding:
-            model, size, gathered = GATHERED[sharding](trainer)
+            model, sizes, gathered = GATHERED[sharding](trainer)
             # Before any begins: one whose memory ran out within would leave the others waiting.
-            _agree(_fault_of(lambda: torch.empty(size, dtype=torch.uint8, device=model.device)))
+            _agree(_fault_of(lambda: [_allocated(size, model.device) for size in sizes]))
             _agree(_fault_of(lambda: stack.enter_context(gathered)))
         else:
             model = trainer.accelerator.unwrap_model(trainer.model)
         stack.enter_context(_no_hooks_of_frameworks(model))
         yield stack.enter_context(_unwrapped(model))
+
+
+def _allocated(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _fault_of(act: Callable[[], Any]) -> str:
@@ -115,23 +119,36 @@ def _agree(fault: str) -> None:
         raise ConfigError(f"{faults[0]}: {INSTEAD}")
 
 
-def _zero3(trainer: Any) -> tuple[Any, int, AbstractContextManager[None]]:
-    """ZeRO-3's model, the bytes of its whole weights, and within what they are there."""
+# a model, the bytes of all that gathering it allocates, and within what its weights are whole
+Gathering = tuple[Any, list[int], AbstractContextManager[None]]
+
+
+def _zero3(trainer: Any) -> Gathering:
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     parameters = list(model.parameters())
-    size = sum(p.ds_numel * p.element_size() for p in parameters)
-    return model, size, deepspeed.zero.GatheredParameters(parameters)
+    sizes = [p.ds_numel * p.element_size() for p in parameters]
+    return model, sizes, deepspeed.zero.GatheredParameters(parameters)
 
 
-def _fsdp2(trainer: Any) -> tuple[Any, int, AbstractContextManager[None]]:
-    """FSDP2's, in the precision in which its units compute."""
+def _fsdp2(trainer: Any) -> Gathering:
+    """In the precision in which the units compute."""
     from torch.distributed.fsdp import FSDPModule
+
+    model = trainer.model
+    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+    narrow = policy and policy.param_dtype
+    units: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
+
+    def sizes_of(module: nn.Module) -> list[int]:  # numel of a DTensor is that of the whole
+        return [p.numel() * (narrow or p.dtype).itemsize for p in module.parameters()]
+
+    # a unit's weights come in one buffer, from which they are copied
+    buffer = max(sum(sizes_of(unit)) for unit in units[1:] or units)
 
     @contextmanager
     def gathered() -> Iterator[None]:
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         try:
             for unit in units:
                 unit.unshard()
@@ -140,24 +157,19 @@ def _fsdp2(trainer: Any) -> tuple[Any, int, AbstractContextManager[None]]:
             for unit in units:
                 unit.reshard()
 
-    model = trainer.model
-    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
-    narrow = policy and policy.param_dtype
-    # numel of a DTensor is that of the whole
-    size = sum(p.numel() * (narrow or p.dtype).itemsize for p in model.parameters())
-    return model, size, gathered()
+    return model, [*sizes_of(model), buffer], gathered()
 
 
-def _fsdp1(trainer: Any) -> tuple[Any, int, AbstractContextManager[None]]:
-    """FSDP1's, in the precision of the optimizer's."""
+def _fsdp1(trainer: Any) -> Gathering:
+    """In the precision in which the optimizer keeps them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.model
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
-    size = sum(p._unpadded_unsharded_size.numel() * p.element_size() for p in flat)
+    sizes = [p._unpadded_unsharded_size.numel() * p.element_size() for p in flat]
     whole = FullyShardedDataParallel.summon_full_params(model, recurse=True, writeback=False)
-    return model, size, whole
+    return model, sizes, whole
 
 
 GATHERED = {"ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
@@ -212,14 +224,13 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The precision of a model's weights, and of its buffers where theirs is another, in words."""
+    """The precision of a model's weights, and of its buffers where these are narrower, in words."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    buffers = {b.dtype for b in model.buffers() if b.is_floating_point()} - weights
-    words = " and ".join(sorted(_word(dtype) for dtype in weights))
-    if buffers:
-        words += f" (buffers in {' and '.join(sorted(map(_word, buffers)))})"
-    return words
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    least = min((dtype.itemsize for dtype in weights), default=0)
+    buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}
+    narrow = {dtype for dtype in buffers if dtype.itemsize < least}
+    words, within = (
+        " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        for dtypes in (weights, narrow)
+    )
+    return f"{words} (buffers in {within})" if narrow else words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -79,4 +80,26 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(
             "mask_truncated_completions=True hides which tokens of a truncated completion tools "
             "wrote: use mask_truncated_completions=False"
+        )
+
+
+def check_parameters(model: nn.Module, pattern: str | None) -> None:
+    """Refuse a choice of parameters that is none.
+
+    Raises:
+        ConfigError: no name of a trainable parameter fits, or it is no regular expression.
+    """
+    if pattern is None:
+        return
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    try:
+        fits = any(re.search(pattern, name) for name in names)
+    except re.error as error:
+        raise ConfigError(
+            f"parameters={pattern!r} is no regular expression ({error}): try 'norm' or 'attn'"
+        ) from None
+    if not fits:
+        raise ConfigError(
+            f"parameters={pattern!r} fits none of the model's {len(names)} trainable parameters, "
+            f"such as {', '.join(names[:: max(1, len(names) // 3)][:3])}: use part of a name"
         )

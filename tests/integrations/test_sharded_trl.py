@@ -1,0 +1,142 @@
+"""TRL's own GRPOTrainer on two processes that share the parameters among them: the constants of a
+single process, and training that does not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"')
+
+from forks import free_port  # noqa: E402
+
+from grpo_ustat.estimators.noise import (  # noqa: E402
+    CONSTANTS_AND_GRADIENT,
+    GroupTerms,
+    noise_estimate,
+)
+from grpo_ustat.integrations.trl.sharding import INSTEAD  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+STEPS = {"max_steps": 2, "gradient_accumulation_steps": 2}
+TABLE = {"table": True, "max_steps": 3, "gradient_accumulation_steps": 2}
+CONSTANTS = {
+    "sketched": TABLE | {"measuring": {"sketch": 1009}},  # signs are a function of the names
+    "norms": TABLE | {"max_steps": 1, "measuring": {"parameters": "norm"}},
+    "adapters": TABLE | {"max_steps": 1, "lora": 4},
+}
+CASES = {
+    "plain": STEPS | {"measure": False},
+    "measured": STEPS,
+    "fails": STEPS | {"fails_on": 1},
+    "no memory": STEPS | {"no_memory_on": 1},
+} | CONSTANTS
+no_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
+)
+SHARDED = [
+    pytest.param("zero2", marks=no_deepspeed),
+    pytest.param("zero3", marks=no_deepspeed),
+    "fsdp2",
+    "fsdp1",
+]
+
+
+def trained(folder, way, cases, ranks=2):
+    """What was printed in each case; by file, since FSDP2 on gloo may abort when all is done."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
+               f"--master_port={free_port()}", str(ROOT / "tests/helpers/trl_sharded.py"),
+               str(folder), way, json.dumps(cases)]  # fmt: skip
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    for name in cases:
+        assert (folder / f"{name}-{ranks - 1}.json").exists(), f"{name}: {done.stderr[-3000:]}"
+    parts = dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
+    return {
+        name: [line for line in text.splitlines() if line.startswith(("grpo_ustat", "Scores"))]
+        for name, text in parts.items()
+    }
+
+
+def constants(folder, case, rank):
+    """C1, C2, C3 and ||grad J||^2 of each step."""
+    steps = np.load(folder / f"{case}-{rank}.npz")["terms"]
+    found = [noise_estimate([GroupTerms(*step)], 8).intervals for step in steps]
+    return np.array([[one[name].estimate for name in CONSTANTS_AND_GRADIENT] for one in found])
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The constants of one process by case."""
+    folder = tmp_path_factory.mktemp("single")
+    more = {"gradient_accumulation_steps": 4}
+    trained(folder, "single", {case: one | more for case, one in CONSTANTS.items()}, ranks=1)
+    return {case: constants(folder, case, 0) for case in CONSTANTS}
+
+
+@pytest.fixture(scope="module", params=SHARDED)
+def run(request, tmp_path_factory):
+    """All cases of a way: its name, where they are, and what was printed."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, trained(folder, request.param, CASES)
+
+
+@pytest.mark.nightly(minutes=0.7)
+def test_parameters_are_sharded(run):
+    """Where there is no GPU accelerate makes DDP of FSDP without a word."""
+    way, folder, said = run
+    for name in CASES:
+        made = json.loads((folder / f"{name}-1.json").read_text())
+        modules = set(made["modules"])
+        assert "DistributedDataParallel" not in modules
+        assert made["partitioned"] == (made["of"] if way == "zero3" else 0)
+        assert made["parameters"] == ["DTensor" if way == "fsdp2" else "Parameter"]
+        assert ("DeepSpeedEngine" in modules) == way.startswith("zero")
+        assert ("FullyShardedDataParallel" in modules) == (way == "fsdp1")
+    under = {"zero3": " under ZeRO-3", "fsdp1": " under FSDP1", "fsdp2": " under FSDP2"}
+    words = f"Scores in float32, the weights' own precision{under.get(way, '')}."
+    assert said["measured"][-1] == words
+
+
+@pytest.mark.nightly(minutes=0.1)
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_constants_are_those_of_one_process(run, single, case):
+    """At the first step; later the weights differ by rounding."""
+    _, folder, _ = run
+    found, expected = constants(folder, case, 0), single[case]
+    np.testing.assert_array_equal(found, constants(folder, case, 1))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert np.isfinite(expected).all() and len(expected) == CONSTANTS[case]["max_steps"]
+
+
+@pytest.mark.nightly(minutes=0.1)
+@pytest.mark.parametrize("case", ["measured", "fails", "no memory"])
+def test_training_ends_in_the_same_weights(run, case):
+    way, folder, said = run
+    weights, expected = (torch.load(folder / f"{name}.pt") for name in (case, "plain"))
+    assert weights.keys() == expected.keys() and len(weights) >= 50
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    fault = {
+        "fails": "RuntimeError: no rule for this layer",
+        "no memory": f"out of memory for the whole weights of the model: {INSTEAD}",
+    }.get(case)
+    if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
+        assert [line.split(":")[0] for line in said[case][:2]] == [
+            "grpo_ustat step 0", "grpo_ustat step 1"
+        ]  # fmt: skip
+    else:
+        assert said[case] == [
+            f"grpo_ustat: measures no more at step 0: {fault}",
+            f"grpo_ustat: nothing was measured: {fault}.",
+        ]

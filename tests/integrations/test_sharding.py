@@ -1,0 +1,237 @@
+"""Whole weights of models that FSDP shards: those of one process, and afterwards all is as before.
+
+Two forked ranks that gloo joins; tests/integrations/test_sharded_trl.py has them in TRL's trainer,
+and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import trl_room  # noqa: F401  # TRL need not be installed
+from accelerate import PartialState
+from forks import in_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from trl_run import MODEL
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.integrations.trl import sharding
+from grpo_ustat.integrations.trl.callback import unchanged
+from grpo_ustat.integrations.trl.sharding import (
+    check_sharding,
+    precision_of,
+    sharding_of,
+    whole_weights,
+)
+from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.policy.scores.backward import check_scores, completion_scores
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 9, 8, 7, 3]])
+ROWS = IDS, torch.ones_like(IDS), torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def trainer_of(model=None, fsdp=None, **plugin):
+    """A trainer with what is asked of TRL's."""
+    state = SimpleNamespace(deepspeed_plugin=None)
+    if fsdp:
+        plugin = {"cpu_offload": False, "mixed_precision_policy": None} | plugin
+        state.fsdp_plugin = SimpleNamespace(fsdp_version=fsdp, **plugin)
+    accelerator = SimpleNamespace(state=state, unwrap_model=lambda model: model)
+    return SimpleNamespace(accelerator=accelerator, model=model, model_wrapped=model)
+
+
+def scores_of(model):
+    """Squared norms and the pooled gradient by name."""
+    scores = completion_scores(model, *ROWS, weights_KB=torch.tensor([[1.0, -0.5]]))
+    gradients = {name: value.numpy() for name, value in scores.gradients_K[0].items()}
+    return scores.sq_norm_B.numpy(), gradients
+
+
+def sharded(version, checkpointing, policy=None):
+    """The embedded policy in FSDP's units, a layer each, as accelerate wraps them."""
+    model = load_policy(str(MODEL)).model.train()
+    if version == 1:
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Qwen2DecoderLayer}), use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )  # fmt: skip
+    if checkpointing:
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer)
+        )
+    if version == 2:
+        units = [m for m in model.modules() if isinstance(m, Qwen2DecoderLayer)]
+        for unit in [*units, model]:
+            fully_shard(unit, mp_policy=policy or MixedPrecisionPolicy())
+    return model
+
+
+def state_of(model):
+    """What scoring must leave as it was."""
+    hooks = [
+        (list(m._forward_pre_hooks.values()), list(m._forward_hooks.values()))
+        for m in model.modules()
+    ]
+    parts = [
+        (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()
+    ]
+    kinds = [(name, type(p), p.requires_grad, p.grad) for name, p in model.named_parameters()]
+    return list(map(type, model.modules())), hooks, kinds, parts
+
+
+def step(model):
+    """The loss of a training step with its gradient, and the norm of the latter's parts."""
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    parts = [p.grad for p in model.parameters() if p.grad is not None]
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in parts]
+    return loss.item(), float(torch.stack([p.norm() for p in parts]).norm())
+
+
+@pytest.mark.slow(minutes=0.3)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_scores_are_those_of_one_process(version, checkpointing):
+    norms, gradients = scores_of(load_policy(str(MODEL)).model)
+
+    def work(rank):
+        PartialState(cpu=True)
+        untouched = step(sharded(version, checkpointing))
+        model = sharded(version, checkpointing)
+        before = state_of(model)
+        with whole_weights(trainer_of(model, version)) as whole, unchanged(whole):
+            assert not any(isinstance(p, DTensor) for p in whole.parameters())
+            if rank == 0:  # no rank waits for another
+                check_scores(whole, *ROWS)
+            found, precision = scores_of(whole), precision_of(whole)
+        after = state_of(model)
+        assert before[:3] == after[:3]
+        assert all(map(torch.equal, before[3], after[3]))
+        assert step(model) == untouched
+        return found, precision
+
+    for found in in_ranks(2, work):
+        assert not isinstance(found, str), found
+        (some_norms, some_gradients), precision = found
+        assert precision == "float32"
+        np.testing.assert_array_equal(some_norms, norms)
+        assert list(some_gradients) == list(gradients)
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(some_gradients[name], gradient, err_msg=name)
+
+
+@contextmanager
+def broken():
+    raise ValueError("no\nway")
+    yield
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_a_fault_of_one_rank_is_raised_on_all():
+    """Of its memory, before any rank gathers; of the gathering; but not what it does within."""
+
+    def work(rank):
+        PartialState(cpu=True)
+        trainer = trainer_of(sharded(2, False, NARROW), 2, mixed_precision_policy=NARROW)
+        model, sizes, _ = sharding.GATHERED["FSDP2"](trainer)
+        before, said = state_of(model), []
+        for more, way in (([10**15] if rank == 1 else [], None), ([], broken), ([], None)):
+            if rank == 0 and way:
+                way = nullcontext
+            _, _, whole = sharding.GATHERED["FSDP2"](trainer)
+            found = model, sizes + more, way() if way else whole
+            try:
+                with (
+                    mock.patch.dict(sharding.GATHERED, FSDP2=lambda _, found=found: found),
+                    whole_weights(trainer) as whole,
+                ):
+                    said.append(precision_of(whole))
+                    if rank == 1:
+                        raise RuntimeError("of this rank alone")
+            except (ConfigError, RuntimeError) as error:
+                said.append(str(error))
+        assert all(map(torch.equal, before[3], state_of(model)[3]))
+        return said
+
+    memory, gathering = (
+        f"{fault}: measure checkpoints with grpo-ustat mse model=CHECKPOINT"
+        for fault in ("out of memory for the whole weights of the model", "ValueError: no way")
+    )
+    expected = [memory, gathering, "bfloat16"]
+    assert in_ranks(2, work) == [expected, [*expected, "of this rank alone"]]
+
+
+def test_what_shards_by_name():
+    assert sharding_of(trainer_of()) == ""
+    assert [sharding_of(trainer_of(fsdp=version)) for version in (1, 2)] == ["FSDP1", "FSDP2"]
+    assert [sharding_of(zero(stage)) for stage in (2, 3)] == ["", "ZeRO-3"]
+
+
+def zero(stage, **fields):
+    trainer = trainer_of()
+    trainer.accelerator.state.deepspeed_plugin = SimpleNamespace(
+        zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage} | fields}
+    )
+    return trainer
+
+
+def in_parts(size):
+    trainer = trainer_of(fsdp=2)
+    trainer.accelerator.parallelism_config = SimpleNamespace(tp_size=size, tp_enabled=size > 1)
+    return trainer
+
+
+REFUSED = {
+    "use fsdp_offload_params=False": trainer_of(fsdp=1, cpu_offload=CPUOffload(True)),
+    "fsdp_offload_params=True": trainer_of(fsdp=2, cpu_offload=CPUOffloadPolicy()),
+    "offload_param.device=nvme": zero(3, offload_param={"device": "nvme"}),
+    "tp_size=2 splits": in_parts(2),
+}
+TAKEN = {
+    "fsdp1": trainer_of(fsdp=1, cpu_offload=CPUOffload(False)),
+    "fsdp2": trainer_of(fsdp=2, cpu_offload=OffloadPolicy()),
+    "zero3": zero(3, offload_param={"device": "none"}),
+    "optimizer": zero(3, offload_optimizer={"device": "cpu"}),
+    "no offload": zero(3, offload_param=None),
+    "fields": in_parts(1),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_weights_elsewhere_are_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        check_sharding(REFUSED[message])
+
+
+@pytest.mark.parametrize("trainer", TAKEN.values(), ids=TAKEN)
+def test_weights_on_the_device_are_taken(trainer):
+    check_sharding(trainer)
+
+
+def test_precision_in_words():
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    layer.register_buffer("scale", torch.ones(1))
+    assert precision_of(layer) == "float32"
+    assert precision_of(nn.Sequential(other, layer)) == "bfloat16 and float32"
+    layer.register_buffer("scale", torch.ones(1).bfloat16())  # as FSDP1's mixed precision has it
+    assert precision_of(layer) == "float32 (buffers in bfloat16)"
