@@ -85,7 +85,7 @@ class Table:
         self.rows = {}
 
     def __call__(self, prompt_ids, *_):
-        """In the place of `_generate_single_turn`: groups of eight are whole on every rank."""
+        """Stands in for `_generate_single_turn`: groups of eight are whole on every rank."""
         return [self.of(tuple(row))[i % 8] for i, row in enumerate(prompt_ids)], None
 
     def of(self, prompt):

@@ -133,7 +133,7 @@ def _zero3(trainer: Any) -> Gathering:
 
 
 def _fsdp2(trainer: Any) -> Gathering:
-    """In the precision in which the units compute."""
+    """Weights in the precision in which the units compute."""
     from torch.distributed.fsdp import FSDPModule
 
     model = trainer.model
@@ -161,7 +161,7 @@ def _fsdp2(trainer: Any) -> Gathering:
 
 
 def _fsdp1(trainer: Any) -> Gathering:
-    """In the precision in which the optimizer keeps them."""
+    """Weights in the precision in which the optimizer keeps them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.model
