@@ -14,6 +14,7 @@ from grpo_ustat.integrations.trl.generation import (
     Completion,
     completions_of,
     logged_rewards,
+    sampler_difference,
     whole_groups,
 )
 
@@ -66,6 +67,21 @@ def test_rewards_are_added_by_their_weights():
 def test_one_reward_that_records_changes_no_sum():
     logged = {"right": [1.0, 0.0], "record": [math.nan, math.nan]}
     np.testing.assert_array_equal(logged_rewards(logged, torch.ones(2), 2)[0], [1.0, 0.0])
+
+
+def test_the_sampler_is_compared_on_tokens_of_the_policy():
+    """Padding, tokens of tools and tokens that vLLM could not score are left out."""
+    output = output_of(PROMPTS, COMPLETIONS)
+    assert sampler_difference(output) == (0.0, 0)
+    own = torch.zeros(4, 4)
+    sampled = torch.tensor(
+        [[0.1, -0.2, 0.3, 9.0], [0.0, 0.1, 9.0, 9.0], [0.0] * 4, [math.nan, 9.0, 9.0, 9.0]]
+    )
+    output |= {"sampling_per_token_logps": sampled, "old_per_token_logps": own}
+    assert sampler_difference(output) == (pytest.approx(0.7, abs=1e-6), 9)
+    output["tool_mask"] = torch.ones(4, 4)
+    output["tool_mask"][0, 1] = 0
+    assert sampler_difference(output) == (pytest.approx(0.5, abs=1e-6), 8)
 
 
 @pytest.mark.parametrize("share", [1, 2, 3, 6])

@@ -23,6 +23,7 @@ from grpo_ustat.integrations.trl.generation import (
     Group,
     completions_of,
     logged_rewards,
+    sampler_difference,
     whole_groups,
 )
 from grpo_ustat.integrations.trl.sharding import precision_of, sharding_of, whole_weights
@@ -62,7 +63,8 @@ class GradientNoiseCallback(TrainerCallback):
     Into TRL's own metrics go `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` (in
     rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
     `seconds`; all but the last are of running means over the second half of the windows, at least
-    four of them. `grpo_ustat/step/...` are the constants of one window alone.
+    four of them. `grpo_ustat/step/...` are the constants of one window alone, `sampler_gap` is the
+    mean difference of vLLM's and the model's log-probabilities of a token of the batch, in nats.
 
     Args:
         trainer: a `trl.GRPOTrainer`, before `train()`; its method
@@ -161,6 +163,9 @@ class GradientNoiseCallback(TrainerCallback):
         trainer, accelerator = self.trainer, self.trainer.accelerator
         pad_token = trainer.processing_class.pad_token_id
         rows = _from_all_ranks(lambda: completions_of(output, pad_token))
+        gaps, tokens = np.sum(_from_all_ranks(lambda: [sampler_difference(output)]), axis=0)
+        if tokens:
+            trainer._metrics["train"][f"{PREFIX}/sampler_gap"].append(gaps / tokens)
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
         rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)

@@ -138,6 +138,26 @@ def logged_rewards(
     return np.where(none_R, np.nan, sums_R), values_RF
 
 
+def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
+    """The sum of |log-probability of the sampler - that of the model| over the policy's tokens, and
+    their number; 0 tokens where TRL compares no sampler, which it does of vLLM.
+
+    Args:
+        output: of `_generate_and_score_completions`. A token that vLLM could not score is NaN, and
+            left out.
+    """
+    sampled_BT, own_BT = (
+        output.get(name) for name in ("sampling_per_token_logps", "old_per_token_logps")
+    )
+    if sampled_BT is None or own_BT is None:
+        return 0.0, 0
+    counts_BT = output["completion_mask"].bool() & ~sampled_BT.isnan()
+    if output.get("tool_mask") is not None:
+        counts_BT &= output["tool_mask"].bool()
+    difference = (sampled_BT - own_BT).abs()[counts_BT].double().sum()
+    return float(difference), int(counts_BT.sum())
+
+
 def whole_groups(
     completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
