@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,13 @@ from grpo_ustat.estimators.scaling import (
     widening,
 )
 from grpo_ustat.logs.formats import PACKED_SUFFIXES, format_of
+from grpo_ustat.logs.pairing import (
+    checkpoints_of,
+    logged_policy_step,
+    nearest_checkpoint,
+    other_policy_sentence,
+)
+from grpo_ustat.logs.readers import absolute
 from grpo_ustat.logs.rewards import (
     LOG_SUFFIXES,
     expected_zero_variance,
@@ -365,7 +371,7 @@ def _from_log(path: Path, request: Request) -> Advice:
             )
         words = [f"model={request.model}", f"pool={path}", *request.objective, *request.overrides]
         advice = _study_now(words, request)
-        if stale := _wrong_checkpoint(path, request.model):
+        if stale := other_policy_sentence(path, request.model):
             advice.details.insert(0, stale)
         return advice
     rewards = read_rewards(path, request.reward)
@@ -392,8 +398,13 @@ def _from_log(path: Path, request: Request) -> Advice:
     size = [f"num_generations={group_size}"] * (group_size is not None)
     names = set(rewards.columns)
     cut = [] if "ended" in names or names >= set(TOKEN_COLUMNS) else ["study.cut_at=LENGTH"]
+    wrote = logged_policy_step(path) if path.suffix == ".parquet" else None
+    checkpoints = checkpoints_of(absolute(path).parents[1]) if wrote is not None else {}
+    model = "CHECKPOINT"
+    if wrote is not None and checkpoints:
+        model = str(checkpoints[nearest_checkpoint(wrote, checkpoints)])
     following = (
-        command_line("advise", str(path), *size, "model=CHECKPOINT", *request.objective, *cut)
+        command_line("advise", str(path), *size, f"model={model}", *request.objective, *cut)
         + "  # the model that wrote these completions"
         + (" of at most LENGTH tokens" if cut else "")
     )
@@ -401,18 +412,6 @@ def _from_log(path: Path, request: Request) -> Advice:
         following = "log completions too, as TRL does with log_completions=True, and name that file"
     numbers = {"num_generations": group_size, "rollouts": request.rollouts or theirs}
     return Advice(UNKNOWN, sentence, details, following, numbers)
-
-
-def _wrong_checkpoint(path: Path, model: str) -> str | None:
-    """TRL writes completions_K after K - 1 updates; a line where another checkpoint is named."""
-    step, checkpoint = re.search(r"(\d+)$", path.stem), re.search(r"checkpoint-(\d+)/?$", model)
-    if step is None or checkpoint is None or int(checkpoint[1]) == int(step[1]) - 1:
-        return None
-    return (
-        f"WARNING: TRL's log {path.name} was written by checkpoint-{int(step[1]) - 1}, the model "
-        f"named is checkpoint-{checkpoint[1]}: the numbers are those of its scores on completions "
-        "of another policy."
-    )
 
 
 def _study_now(overrides: Sequence[str], request: Request) -> Advice:

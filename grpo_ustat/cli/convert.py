@@ -12,7 +12,8 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS, detect
-from grpo_ustat.logs.rows import Options
+from grpo_ustat.logs.rows import LEAST_PROMPTS, Options
+from grpo_ustat.pages.next_step import new_rollouts
 from grpo_ustat.terminal.console import tell
 
 
@@ -44,12 +45,16 @@ def main() -> None:
         tell(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     tell(*conversion.lines())
-    if one.note:
+    pairing = conversion.pairing
+    if one.note and (pairing is None or not conversion.exact):
         tell(f"  note: {one.note}")
+    model = f"model={'CHECKPOINT' if pairing is None else pairing.checkpoint}"
     cut = [] if conversion.exact else ["study.cut_at=LENGTH"]
-    following = command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut)
+    following = command_line("mse", f"pool={arguments.target}", model, *cut)
     if not conversion.is_for_mse:
         following = command_line("advise", str(arguments.target))
+    elif conversion.groups < LEAST_PROMPTS:
+        following = new_rollouts([model])
     tell(f"next: {following}")
 
 

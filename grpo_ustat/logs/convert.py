@@ -12,9 +12,11 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs import sieve
 from grpo_ustat.logs.formats import Format, files_of, packed_files, split_by_name
+from grpo_ustat.logs.pairing import POLICY_STEP, Pairing, checkpoints_of, nearest_checkpoint
 from grpo_ustat.logs.readers import EVALUATION, NOT_AS_WRITTEN
 from grpo_ustat.logs.rows import (
     LEAST_COMPLETIONS,
+    LEAST_PROMPTS,
     STEP_ROLLOUTS,
     DamagedFile,
     Options,
@@ -52,6 +54,7 @@ class Conversion:
         notes: what else is to be said of the rows that were kept.
         step_rollouts: how many rollouts a training step of the framework had; None: not logged.
         largest: completions of the prompt that has most.
+        pairing: the file that was kept, and the checkpoint nearest to it; None: none is beside it.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Conversion:
     notes: tuple[str, ...] = ()
     step_rollouts: int | None = None
     largest: int = 0
+    pairing: Pairing | None = None
 
     @property
     def is_for_mse(self) -> bool:
@@ -80,6 +84,8 @@ class Conversion:
         ]
         for reason, count in self.reasons.most_common():
             lines.append(f"  {count} left out: {reason} (first: {self.example[reason]})")
+        if self.pairing is not None:
+            lines.append(f"  {self.pairing.line()}")
         lines += [f"  {note}" for note in self.notes]
         if self.step_rollouts is not None:
             lines.append(f"  a training step of theirs has {self.step_rollouts} rollouts")
@@ -88,6 +94,8 @@ class Conversion:
                 f"  no prompt has {LEAST_COMPLETIONS} completions, which mse needs: rewards alone "
                 "can be judged"
             )
+        elif self.groups < LEAST_PROMPTS:
+            lines.append("  one prompt, as TRL's default batch on one GPU has, tells no best G")
         return lines
 
 
@@ -132,10 +140,11 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
     step_rollouts = sieve.rollouts_of_step(rows)
+    checkpoints = checkpoints_of(Path(rows[-1].run)) if rows and rows[-1].run else {}
     for row in rows:
         row.left_out = row.untrained or row.fault
     if rows := sieve.remaining_rows(rows):
-        rows = sieve.of_one_policy(rows, options.version)
+        rows = sieve.of_one_policy(rows, options.version, checkpoints)
         rows = _equally_logged(rows, notes)
     groups = sieve.in_groups(rows)
     usable = [row for group in groups for row in group]
@@ -150,10 +159,15 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     noted = Counter(row.note for row in usable if row.note)
     notes += [f"{count} taken: {note}" for note, count in noted.items()]
     exact = all(row.is_exact for row in usable)
-    _write(target, groups, exact, step_rollouts)
+    step, pairing = usable[0].policy_step, None
+    if step is not None and checkpoints:
+        near = nearest_checkpoint(step, checkpoints)
+        pairing = Pairing(usable[0].path.stem, step, checkpoints[near], near)
+    known = {STEP_ROLLOUTS: step_rollouts, POLICY_STEP: step}
+    _write(target, groups, exact, {key: str(x) for key, x in known.items() if x is not None})
     return Conversion(
         one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
-        reasons, example, tuple(notes), step_rollouts, max(map(len, groups)),
+        reasons, example, tuple(notes), step_rollouts, max(map(len, groups)), pairing,
     )  # fmt: skip
 
 
@@ -273,10 +287,10 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
 
 
 def _write(
-    target: Path, groups: list[list[Rollout]], exact: bool, step_rollouts: int | None
+    target: Path, groups: list[list[Rollout]], exact: bool, metadata: dict[str, str]
 ) -> None:
-    """The rows as Parquet; columns that no row has are left out. How many rollouts a step has is
-    in the metadata, for `advise`.
+    """The rows as Parquet; columns that no row has are left out. How many rollouts a step has, and
+    how many updates the policy that wrote them, is in the metadata, for `advise` and `mse`.
     """
     import pyarrow
     from pyarrow import parquet
@@ -293,7 +307,7 @@ def _write(
     if any(one is None for one in columns.get("ended", ())):
         del columns["ended"]  # then the end token says it
     table = pyarrow.table(columns)
-    if step_rollouts is not None:
-        table = table.replace_schema_metadata({STEP_ROLLOUTS: str(step_rollouts)})
+    if metadata:
+        table = table.replace_schema_metadata(metadata)
     with atomic_write(target) as staged:
         parquet.write_table(table, staged)

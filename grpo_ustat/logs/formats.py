@@ -48,7 +48,7 @@ FORMATS = {
         Format(
             "trl", readers.read_trl, "**/completions*.parquet",
             frozenset({"prompt", "completion", "step"}), r"/completions_\d{5,}\.parquet",
-            note="file K was written by checkpoint K - 1, or that of its policy_step",
+            note="file K is of checkpoint K - 1 where a batch has one update; record logs which",
         ),
         Format(
             "nemo_rl", readers.read_nemo_rl, "**/train_data_step*.jsonl",
@@ -64,6 +64,11 @@ FORMATS = {
             "open_instruct", readers.read_open_instruct, "**/*_rollouts_*.jsonl",
             frozenset({"prompt_tokens", "response_tokens", "prompt_idx"}),
             r"_rollouts_\d{6,}\.jsonl",
+        ),
+        Format(
+            "verl_record", readers.read_verl_record, "**/*.parquet",
+            frozenset({"uid", "prompt_ids", "completion_ids", "response_mask", "score"}),
+            r"/\d+\.parquet",
         ),
         Format(
             "verl", readers.read_verl, "**/*.jsonl", frozenset({"input", "output", "score"}),

@@ -29,12 +29,13 @@ from grpo_ustat.terminal.streams import single_line
 EVALUATION = "of an evaluation"
 NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
+TEMPLATE_REST = re.compile(r"(assistant|\nmodel)\s*(<think>\s*)?$|<think>\s*$")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
     "policy_version": str | None, "reward": float, "prompt_ids": list | None,
     "completion_ids": list | None, "loss_mask": list | None, "logprobs": list | None,
-    "prompt": str | list | None, "completion": str | list | None,
+    "policy_step": int | None, "prompt": str | list | None, "completion": str | list | None,
 }  # fmt: skip
 
 
@@ -119,6 +120,7 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
             path, place, json.dumps(row["prompt"], sort_keys=True), run=str(run), step=str(step),
             prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
             policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
+            policy_step=int(step) - 1 if written_by is None and step else written_by,
             prompt=row["prompt"], completion=row["completion"],
             **reward_of(
                 {name: row[name] for name in names + nulls}, options, usual, skips_null=True
@@ -330,13 +332,24 @@ def read_skyrl(path: Path, options: Options) -> Iterator[Rollout]:
 
 def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     """verl's {global_steps}.jsonl of `trainer.rollout_data_dir`: texts without special tokens, so
-    never token-exact. Files of `trainer.validation_data_dir` are the same, but for their folder.
+    never token-exact, and no longer the prompt where a chat template wrote it. Files of
+    `trainer.validation_data_dir` are the same, but for their folder.
+
+    Raises:
+        ConfigError: a prompt ends as a chat template does.
     """
     is_evaluation = _is_below_evaluations(path, options.source)
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         """The rollout of a row."""
         step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
+        if rest := TEMPLATE_REST.search(row["input"]):
+            raise ConfigError(
+                f"{path} {place}: its prompt ends in {rest[0].strip()}, as chat templates do, and "
+                "verl left their special tokens out, so it is not what the model read: let verl "
+                "log tokens too, with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations."
+                "verl_record, and convert these (docs/verl.md)"
+            )
         one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
         return [Rollout(
             path, place, one_of_many[1] if one_of_many else uid or row["input"],
@@ -347,6 +360,32 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
         )]  # fmt: skip
 
     return rows_of(path, lines_of(path), build)
+
+
+def read_verl_record(path: Path, options: Options) -> Iterator[Rollout]:
+    """{global_steps}.parquet that `grpo_ustat.integrations.verl_record` writes beside verl's dumps:
+    a row a completion, with the sampler's log-probabilities where verl has them, and the first and
+    the last `global_step` of the weights that wrote it.
+    """
+    from pyarrow import parquet
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
+        first, last = row["min_global_steps"], row["max_global_steps"]
+        found = reward_of(row, options, {"score": 1.0})
+        if first != last:
+            found["fault"] = f"written by policies {first} to {last}"
+        return [Rollout(
+            path, place, row["uid"], run=str(absolute(path).parent), step=str(row["step"]),
+            sample=row["sample"], prompt_ids=row["prompt_ids"],
+            completion_ids=row["completion_ids"], loss_mask=row["response_mask"],
+            logprobs=row["rollout_log_probs"], policy_step=last,
+            policy_version=f"step {row['step']}" if last is None else f"global_step_{last}",
+            **found,
+        )]  # fmt: skip
+
+    rows = parquet.read_table(path).to_pylist()
+    return rows_of(path, ((f"row {place}", row) for place, row in enumerate(rows)), build)
 
 
 def _is_below_evaluations(path: Path, source: Path | None) -> bool:

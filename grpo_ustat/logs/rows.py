@@ -31,6 +31,7 @@ KNOWN_COLUMNS = (  # columns that hold no rewards: TRL's, then ours
 )  # fmt: skip
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids")  # what makes rows token-exact
 STEP_ROLLOUTS = "grpo_ustat.step_rollouts"  # in the metadata that `convert` writes
+LEAST_PROMPTS = 2  # of one, nothing tells how far gradients of different prompts differ
 LEAST_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
 
 
@@ -63,6 +64,7 @@ class Rollout:
         ended: whether the policy wrote its end token, False where it was cut; None: not logged.
         length: in tokens, end token included, where only texts were logged; None: not logged.
         policy_version: of the weights that wrote it; None: not logged.
+        policy_step: updates of these weights since training began; None: nothing says it.
         prompt, completion: texts, or lists of messages; None: not logged. A table's completions
             are texts, and so are the prompts of one with token ids.
     """
@@ -87,6 +89,7 @@ class Rollout:
     ended: bool | None = None
     length: int | None = None
     policy_version: str | None = None
+    policy_step: int | None = None
     prompt: Any = None
     completion: Any = None
 

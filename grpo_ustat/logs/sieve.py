@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import median_high
 
@@ -127,9 +127,12 @@ def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
     return max(1, round(rows_of_step / size)) * size
 
 
-def of_one_policy(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
+def of_one_policy(
+    rows: Sequence[Rollout], version: str | None, checkpoints: Collection[int] = ()
+) -> list[Rollout]:
     """Rows of `version`, else of the last policy that has at least half as many rows in groups of
-    several as the one with most: a step that has just begun is no batch yet.
+    several as the one with most: a step that has just begun is no batch yet. Where the run has
+    checkpoints, it is the last of those whose updates are nearest to one.
 
     Raises:
         ConfigError: no row is of `version`.
@@ -148,11 +151,20 @@ def of_one_policy(rows: Sequence[Rollout], version: str | None) -> list[Rollout]
             )
         )
     most = max(sizes.values(), default=0)
-    chosen = version or max((one for one in sizes if 2 * sizes[one] >= most), key=_age)
+    steps = {row.policy_version: row.policy_step for row in rows}
+
+    def away(policy: str | None) -> int:
+        """Updates between a policy and the checkpoint that is nearest."""
+        step = steps[policy]
+        return min((abs(step - one) for one in checkpoints), default=0) if step is not None else 0
+
+    whole = [one for one in sizes if 2 * sizes[one] >= most]
+    chosen = version or max(whole, key=lambda one: (-away(one), _age(one)))
+    nearest = " as the nearest to a checkpoint" * (version is None and bool(checkpoints))
     for row in rows:
         if row.policy_version != chosen:
             row.left_out = (
-                f"of another policy than {chosen}, which is kept (--version takes another)"
+                f"of another policy than {chosen}, which is kept{nearest} (--version takes another)"
             )
     return remaining_rows(rows)
 

@@ -17,6 +17,7 @@ from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.logs.pairing import other_policy_sentence
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows, write_curves
@@ -227,6 +228,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         curves += monte_carlo_rows(curves_by_rule, statistics, len(prompts))
     rows = logged_rollouts(config) if config.imports_pool else []
     remarks = repeated_sentence(rows)
+    if rows and (other := other_policy_sentence(rows[0].path, config.model.model_name_or_path)):
+        remarks += f" {other}"
     if rows and not rows[0].is_exact:
         remarks += (
             " WARNING: only texts were logged, which were tokenised again: where the policy had "

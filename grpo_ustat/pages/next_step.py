@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, group_size_costs, is_decided, prompts_needed
 
 LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
+STUDY_SIZES = ("dataset.study_size", "study.questions")  # of the rows, and of these
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")  # fields of a study that the next one has not
 
 
@@ -44,10 +45,8 @@ def next_step(
     )
     if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
         if best is None:
-            return (
-                "import more prompts of this same policy, or let mse sample them: "
-                + command_line("mse", "model=CHECKPOINT", "dataset=jsonl", "dataset.path=PROMPTS")
-            )
+            model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
+            return new_rollouts(model, config["study"]["cut_at"], _questions_for_best(result))
         return f"train with num_generations={best} where these rollouts were logged"
     shared = policy_overrides(config)
     if result["assumption2"].get("corr") is None:
@@ -61,16 +60,43 @@ def next_step(
         replaced, dropped = "zero_variance_groups=replace", "zero_variance_groups=drop"
         loss = [word.replace(replaced, dropped) for word in objective_overrides(config)]
         return command_line("train", *shared, *loss, *sizes)
-    questions, (low, high) = result["questions"], prompts_needed(result)
-    more = int(min(high, max(low, LARGEST_FOLLOW_UP * questions)))
+    questions = _questions_for_best(result)
     budget = config["budget"] | {"pool_completions": result["pool_completions"]}
-    sizes = [f"study.questions={questions + more}", *study_overrides({**config, "budget": budget})]
-    if questions + more > (config["dataset"].get("study_size") or math.inf):
+    sizes = [f"study.questions={questions}", *study_overrides({**config, "budget": budget})]
+    if questions > (config["dataset"].get("study_size") or math.inf):
         shared = [one for one in shared if not one.startswith("dataset.study_size=")]
-        sizes.insert(0, f"dataset.study_size={questions + more}")
+        sizes.insert(0, f"dataset.study_size={questions}")
     if pool := config.get("pool") or (folder and str(folder / "pool")):
         sizes.append(f"pool={pool}")
     return command_line("mse", *shared, *sizes)
+
+
+def new_rollouts(
+    model: Iterable[str], length: int | None = None, questions: int | None = None
+) -> str:
+    """The command that draws new rollouts of a checkpoint with the data and the reward of the run
+    that it is of, for a log that is too small. Capitals are what no log says.
+
+    Args:
+        model: overrides that choose the checkpoint and its temperature.
+        length: in tokens, at which its completions were cut.
+        questions: how many; None: as `mse` takes them.
+    """
+    sizes = [] if questions is None else [f"{x}={questions}" for x in STUDY_SIZES]
+    command = command_line(
+        "mse", *model, "dataset=jsonl", "dataset.path=DATA", "dataset.reward=REWARD.py:FUNCTION",
+        "prompt=as_is", f"max_completion_length={length or 'LENGTH'}", *sizes,
+    )  # fmt: skip
+    return (
+        f"{command}  # new rollouts with the run's own DATA, rows of question and answer, and "
+        "REWARD.py, FUNCTION(prompt, completion): see docs/models-and-data.md"
+    )
+
+
+def _questions_for_best(result: Mapping[str, Any]) -> int:
+    """With how many questions a study is to be made again, for the best G to be known."""
+    questions, (low, high) = result["questions"], prompts_needed(result)
+    return questions + int(min(high, max(low, LARGEST_FOLLOW_UP * questions)))
 
 
 def _best_of_loss(result: Mapping[str, Any], config: Mapping[str, Any], best: int) -> int:

@@ -183,7 +183,7 @@ def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, words):
     advice = advice_of(parse_request(line))
     assert advice.verdict == "lower"
     assert set(line[2:]) <= set(words)
-    assert "was written by checkpoint-2, the model named is checkpoint-3" in advice.details[0]
+    assert "written 1 update before the policy that scores them" in advice.details[0]
 
 
 @pytest.mark.parametrize(

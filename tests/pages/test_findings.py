@@ -200,8 +200,11 @@ def test_rollouts_of_another_framework_are_not_trained_on_here():
         "train with num_generations=4 where these rollouts were logged"
     )
     assert next_step(UNDECIDED, config) == (
-        "import more prompts of this same policy, or let mse sample them: grpo-ustat mse "
-        "model=CHECKPOINT dataset=jsonl dataset.path=PROMPTS"
+        "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA "
+        "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
+        "dataset.study_size=400 study.questions=400  # new rollouts with the run's own DATA, rows "
+        "of question and answer, and REWARD.py, FUNCTION(prompt, completion): see "
+        "docs/models-and-data.md"
     )
 
 

@@ -1,0 +1,132 @@
+"""The tokens of verl's rollouts, as a Parquet file beside each dump of its own: see docs/verl.md.
+
+Imported by verl itself, under `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record`.
+With `trainer.rollout_data_dir` verl writes `K.jsonl` of step K, texts without special tokens;
+`K.parquet` then has the same rows token by token, and `grpo-ustat convert` reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from grpo_ustat.integrations.rows import PADDING
+from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.terminal.streams import single_line
+
+SCHEMA = pyarrow.schema([
+    ("step", pyarrow.int64()), ("uid", pyarrow.string()), ("sample", pyarrow.string()),
+    ("prompt_ids", pyarrow.list_(pyarrow.int64())),
+    ("completion_ids", pyarrow.list_(pyarrow.int64())),
+    ("response_mask", pyarrow.list_(pyarrow.int64())), ("score", pyarrow.float64()),
+    ("rollout_log_probs", pyarrow.list_(pyarrow.float64())),
+    ("old_log_probs", pyarrow.list_(pyarrow.float64())),
+    ("min_global_steps", pyarrow.int64()), ("max_global_steps", pyarrow.int64()),
+])  # fmt: skip
+PER_TOKEN = ("rollout_log_probs", "old_log_probs")  # of the sampler, of the trainer before its step
+VERSIONS = ("min_global_steps", "max_global_steps")  # of the weights: global_step_N, first and last
+FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_scores", *PER_TOKEN)
+
+
+def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a batch of verl's trainer, a `KVBatchMeta`, whose tensors are in its TransferQueue.
+
+    `response_mask` is that of the agent loop, which verl keeps as `loss_mask`: a rejection of
+    off-policy tokens changes the other.
+    """
+    queue = import_module("transfer_queue")
+    data = queue.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS)
+    )
+    columns = {name: data[name] for name in FIELDS if name in data.keys()}  # noqa: SIM118
+    tensors = {name: column.unbind() for name, column in columns.items() if name != "uid"}
+    uids = columns["uid"].tolist()
+    for i, (sample, tag, uid) in enumerate(zip(batch.keys, batch.tags, uids, strict=True)):
+        if tag.get("is_padding"):
+            continue
+        row = {name: column[i].tolist() for name, column in tensors.items()}
+        yield {
+            "uid": uid, "sample": sample, "prompt_ids": row["prompts"],
+            "completion_ids": row["responses"], "score": sum(row["rm_scores"]),
+            "response_mask": row.get("loss_mask", row["response_mask"]),
+            **{name: row.get(name) for name in PER_TOKEN},
+            **{name: tag.get(name) for name in VERSIONS},
+        }  # fmt: skip
+
+
+def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a batch of verl's older trainer, a `DataProto`: prompts padded on the left, responses
+    on the right.
+    """
+    tensors, others = batch.batch, batch.non_tensor_batch
+    width = tensors["prompts"].shape[1]
+    for i, uid in enumerate(others["uid"]):
+        is_prompt, is_response = tensors["attention_mask"][i].bool().tensor_split([width])
+        yield {
+            "uid": str(uid),
+            "prompt_ids": tensors["prompts"][i][is_prompt].tolist(),
+            "completion_ids": tensors["responses"][i][is_response].tolist(),
+            "response_mask": tensors["response_mask"][i][is_response].tolist(),
+            "score": float(tensors["token_level_scores"][i].sum()),
+            **{
+                name: tensors[name][i][is_response].tolist()
+                for name in PER_TOKEN if name in tensors.keys()  # noqa: SIM118
+            },
+            **{name: others[name][i] for name in VERSIONS if name in others},
+        }  # fmt: skip
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Path:
+    """The rows of a step as FOLDER/STEP.parquet, without those with which verl fills up a batch."""
+    path = Path(folder) / f"{step}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = [{"step": step, **row} for row in rows if PADDING.fullmatch(str(row["uid"])) is None]
+    with atomic_write(path) as staged:
+        parquet.write_table(pyarrow.Table.from_pylist(own, SCHEMA), staged)
+    return path
+
+
+def recorded(
+    method: Callable[..., None], rows: Callable[[Any], Iterator[dict[str, Any]]]
+) -> Callable[..., None]:
+    """A trainer's `_log_rollout_data` that also writes tokens. An error while it does ends no
+    training: it is printed, and verl's own dump is written as ever.
+    """
+
+    @functools.wraps(method)
+    def log_rollout_data(self: Any, *arguments: Any, **named: Any) -> None:
+        given = inspect.signature(method).bind(self, *arguments, **named).arguments
+        try:
+            path = write_rows(
+                list(rows(given["batch"])), self.global_steps, given["rollout_data_dir"]
+            )
+            print(f"grpo_ustat: tokens of step {self.global_steps} are in {path}")
+        except Exception as error:
+            reason = single_line(f"{type(error).__name__}: {error}", 200)
+            print(f"grpo_ustat: tokens of step {self.global_steps} were not written: {reason}")
+        method(self, *arguments, **named)
+
+    return log_rollout_data
+
+
+_TRAINERS = (
+    ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", rows_of_queue),
+    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", rows_of_batch),
+)
+_found = []
+for _module, _name, _rows in _TRAINERS:
+    try:
+        _trainer = getattr(import_module(_module), _name)
+    except ImportError:  # the first needs transfer_queue
+        continue
+    _trainer._log_rollout_data = recorded(_trainer._log_rollout_data, _rows)
+    _found.append(_name)
+if not _found:
+    raise ImportError("grpo_ustat.integrations.verl_record needs verl 0.9.1 or newer")
