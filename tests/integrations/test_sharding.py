@@ -195,9 +195,9 @@ def zero(stage, **fields):
     return trainer
 
 
-def in_parts(size):
+def in_parts(**sizes):
     trainer = trainer_of(fsdp=2)
-    trainer.accelerator.parallelism_config = SimpleNamespace(tp_size=size, tp_enabled=size > 1)
+    trainer.accelerator.parallelism_config = SimpleNamespace(**sizes)
     return trainer
 
 
@@ -205,7 +205,8 @@ REFUSED = {
     "use fsdp_offload_params=False": trainer_of(fsdp=1, cpu_offload=CPUOffload(True)),
     "fsdp_offload_params=True": trainer_of(fsdp=2, cpu_offload=CPUOffloadPolicy()),
     "offload_param.device=nvme": zero(3, offload_param={"device": "nvme"}),
-    "tp_size=2 splits": in_parts(2),
+    "tp_size=2 splits": in_parts(tp_size=2),
+    "use sp_size=1": in_parts(tp_size=1, sp_size=4),
 }
 TAKEN = {
     "fsdp1": trainer_of(fsdp=1, cpu_offload=CPUOffload(False)),
@@ -213,7 +214,7 @@ TAKEN = {
     "zero3": zero(3, offload_param={"device": "none"}),
     "optimizer": zero(3, offload_optimizer={"device": "cpu"}),
     "no offload": zero(3, offload_param=None),
-    "fields": in_parts(1),
+    "not in parts": in_parts(tp_size=1, cp_size=None),
 }
 
 

@@ -73,7 +73,7 @@ class GradientNoiseCallback(TrainerCallback):
         completions_at_once: of a pass of the model; None: a group. Halved where memory runs out.
         sketch: numbers that are kept of a completion's score, for products between prompts.
         parameters: a regular expression; what is measured is the gradient of the parameters in
-            whose names it occurs, such as "norm", in less time and memory. None: of all.
+            whose names it occurs, such as "norm", in less time. None: of all.
         strict: whether a trainer that cannot be measured is an error; otherwise a line says why,
             and the run goes on without measuring.
 

@@ -39,8 +39,7 @@ def check_sharding(trainer: Any) -> None:
     """Refuse what keeps parameters elsewhere, or splits them in another way.
 
     Raises:
-        ConfigError: parameters are offloaded, or each is split among processes by tensor
-            parallelism.
+        ConfigError: parameters are offloaded, or layers or texts are split among processes.
     """
     state, sharding = trainer.accelerator.state, sharding_of(trainer)
     if sharding.startswith("FSDP") and _offloads(state.fsdp_plugin.cpu_offload):
@@ -57,11 +56,12 @@ def check_sharding(trainer: Any) -> None:
                 f"tried: use offload_param.device=none, or {INSTEAD}"
             )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallelism is not None and parallelism.tp_enabled:
-        raise ConfigError(
-            f"tp_size={parallelism.tp_size} splits every layer among processes, and scores need "
-            f"whole ones: use tp_size=1, or {INSTEAD}"
-        )
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (count := getattr(parallelism, name, 1) or 1) > 1:
+            raise ConfigError(
+                f"{name}={count} splits layers or texts among processes, and scores need whole "
+                f"ones: use {name}=1, or {INSTEAD}"
+            )
 
 
 def _offloads(policy: Any) -> bool:
