@@ -4,6 +4,7 @@ The names below are loaded when they are first used, so that `import grpo_ustat`
 
 - `completion_scores`: exact scores of completions of a loaded model.
 - `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
+- `noise_scale_from_norms`: how many rollouts are worth their price, from norms of gradients.
 - `Baseline`: what a baseline of one's own is.
 - `load_run`: a run folder, finished or not.
 - `read_curves`: the curves of a study as a table.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
+    from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
     from grpo_ustat.estimators.scaling import scaling_from_arrays
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
@@ -26,6 +28,7 @@ __all__ = [
     "Baseline",
     "completion_scores",
     "load_run",
+    "noise_scale_from_norms",
     "read_curves",
     "scaling_from_arrays",
 ]
@@ -35,6 +38,7 @@ _HOMES = {  # the module of a name, and the extra that it needs
     "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),
     "completion_scores": ("grpo_ustat.policy.scores", "torch"),
     "load_run": ("grpo_ustat.runs.library", "cli"),
+    "noise_scale_from_norms": ("grpo_ustat.estimators.gradient_norms", ""),
     "read_curves": ("grpo_ustat.runs.library", "cli"),
     "scaling_from_arrays": ("grpo_ustat.estimators.scaling", ""),
 }

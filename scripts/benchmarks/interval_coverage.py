@@ -9,6 +9,7 @@ the plane and r the score norm, lognormal, Student or Pareto; the reward is 1 wi
     python scripts/benchmarks/interval_coverage.py --assumption2  # false refutations where it holds
     python scripts/benchmarks/interval_coverage.py --gradient  # ||grad J||^2, 2 to 200 dimensions
     python scripts/benchmarks/interval_coverage.py --accuracy --studies 2000
+    python scripts/benchmarks/interval_coverage.py --norms  # noise scale without scores
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
 from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
-from grpo_ustat.estimators.moments import refutes_assumption2
+from grpo_ustat.estimators.moments import pool_gradient_weights, refutes_assumption2
+from grpo_ustat.estimators.noise import group_terms, noise_estimate
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.records import ScorePool
 
@@ -247,6 +250,57 @@ def accuracy(count: int) -> None:
                 print(f"| {row} | {(high - low).mean():.3f} |", flush=True)
 
 
+def norms(count: int) -> None:
+    """Coverage and relative half-width of the noise scale after so many steps of 32 groups of 8,
+    from scores and from squared norms of gradients of b groups: of every part of the step beside
+    the whole, and of one more gradient a step, of other rollouts.
+
+    Scores are normal in 30 dimensions, rewards linear in them plus noise, the questions' slopes
+    normal with variance 1/4 a dimension.
+    """
+    print(
+        "| n_c(8) | steps | from | coverage | median half-width / n_c | upper end |"
+        + "\n"
+        + "|---" * 6
+        + "|"
+    )
+    rng, dimensions, prompts, size = np.random.default_rng(0), 30, 32, 8
+    for grad_sq in (1.6, 0.36):
+        length = (dimensions + 1) * (grad_sq + dimensions / 4) + dimensions  # C2, and C3
+        truth = (size * dimensions / 4 + length + length / (size - 1)) / grad_sq
+        for steps in (10, 40, 160):
+            found: dict[str, list] = {}
+            for _ in range(count):
+                # as many steps again, for gradients of other rollouts
+                shape = (2 * steps, prompts, size)
+                slope = rng.standard_normal((2 * steps, prompts, 1, dimensions)) / 2
+                slope += math.sqrt(grad_sq / dimensions)
+                scores = rng.standard_normal((*shape, dimensions))
+                rewards = (scores * slope).sum(axis=-1) + rng.standard_normal(shape)
+                ghat = np.einsum("spg,spgd->spd", pool_gradient_weights(rewards), scores)
+                terms = [
+                    group_terms(z, np.square(s).sum(axis=-1), x @ x.T)
+                    for z, s, x in zip(rewards[:steps], scores, ghat, strict=False)
+                ]
+                scale = noise_estimate(terms, size).intervals["noise_scale"]
+                found.setdefault("scores", []).append(scale)
+                whole = np.square(ghat[:steps].mean(axis=1)).sum(axis=-1)
+                for b in (1, 4, 8, 16):
+                    means = ghat.reshape(2 * steps, -1, b, dimensions).mean(axis=2)
+                    squares = np.square(means).sum(axis=-1)
+                    for kind, small in (
+                        ("parts", squares[:steps]), ("others", squares[steps:, 0])
+                    ):  # fmt: skip
+                        scale = noise_scale_from_norms({b: small, prompts: whole}, size)
+                        found.setdefault(f"b = {b}, {kind}", []).append(scale["noise_scale"])
+            for kind, scales in found.items():
+                low, high = np.array(scales)[:, 1:].T
+                cells = [((low <= truth) & (truth <= high)).mean()]
+                cells += [np.median(high - low) / 2 / truth, np.isfinite(high).mean()]
+                row = f"{truth:.0f} | {steps} | {kind}"
+                print(f"| {row} | {' | '.join(f'{x:.2f}' for x in cells)} |", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -261,7 +315,11 @@ def main() -> None:
     parser.add_argument("--assumption2", action="store_true")
     parser.add_argument("--gradient", action="store_true")
     parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--norms", action="store_true")
     options = parser.parse_args()
+    if options.norms:
+        norms(options.studies)
+        return
     if options.accuracy:
         accuracy(options.studies)
         return

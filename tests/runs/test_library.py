@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 import grpo_ustat as gu
 from grpo_ustat.estimators.baselines import Baseline
+from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
 from grpo_ustat.estimators.scaling import scaling_from_arrays
 from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.runs.library import load_run, read_curves
@@ -19,6 +20,7 @@ from grpo_ustat.runs.library import load_run, read_curves
 
 def test_the_names_are_those_of_the_rooms():
     assert (gu.Baseline, gu.scaling_from_arrays) == (Baseline, scaling_from_arrays)
+    assert gu.noise_scale_from_norms is noise_scale_from_norms
     assert (gu.completion_scores, gu.load_run) == (completion_scores, load_run)
     assert gu.read_curves is read_curves and set(gu.__all__) <= set(dir(gu))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

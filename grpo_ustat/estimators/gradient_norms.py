@@ -1,0 +1,88 @@
+r"""The noise scale from squared norms of gradients alone, of any loss and engine.
+
+With b groups of g completions, drawn independently, the leave-one-out gradient has
+
+    E||ghat_b||^2 = ||grad J||^2 + V/b        V = C1 + C2/g + C3/(g (g-1))
+
+(Proposition 3), so squared norms at two b or more tell ||grad J||^2 and V apart; McCandlish et al.
+(2018, appendix A.1) take those of a whole batch and of its parts. The noise scale in rollouts is
+
+    n_c(g) = g V / ||grad J||^2
+
+as `noise.noise_scale` has it from scores. No completion's score is needed, but it is of the g in
+use: G*, and the noise at another g, need them. Of another loss that is a mean over groups the two
+terms are those of its own mean gradient and its own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    Interval,
+    jackknife_interval,
+    ratio_interval,
+)
+from grpo_ustat.estimators.noise import LEAST_UNITS
+from grpo_ustat.records import Array
+
+
+def noise_scale_from_norms(
+    sq_norms: Mapping[int, Array], group_size: int, level: float = CONFIDENCE
+) -> dict[str, Interval]:
+    """||grad J||^2, the squared error of one group's gradient, and the noise scale.
+
+    A straight line in 1/b through the mean squared norms at each b: of two b the line through both,
+    of more that of least squares, a norm weighed by b^2 since it varies by 1/b where noise
+    prevails. Both coefficients are unbiased whatever the weights. Of several steps' policies they
+    are means, and the noise scale is the ratio of such means.
+
+    Intervals leave out one step at a time, its norms at every b together, which is right whether
+    these are of the same rollouts (a whole batch and its micro-batches) or of others. That of the
+    noise scale is Fieller's, see `ratio_interval`: no upper end where ||grad J||^2 may be 0.
+
+    Args:
+        sq_norms: by b, the groups that a gradient is a mean over: its squared norm before clipping
+            at each of S >= 4 steps, [S], or of K parts of each step with b groups each, [S, K].
+        group_size: g, completions of a group.
+        level: coverage.
+
+    Returns:
+        `grad_sq`, `group_mse` (V) and `noise_scale` (in rollouts), which has no estimate where
+        `grad_sq` is not positive.
+
+    Raises:
+        ValueError: fewer than two b, fewer than 4 steps, or more of them at one b than another.
+
+    >>> norms = {1: np.array([10.0, 14, 12, 12]), 4: np.array([6.0, 6, 5, 7])}
+    >>> found = noise_scale_from_norms(norms, group_size=8)
+    >>> [round(found[name].estimate, 3) for name in ("grad_sq", "group_mse", "noise_scale")]
+    [4.0, 8.0, 16.0]
+    """
+    if len(sq_norms) < 2:
+        raise ValueError(f"norms at groups {[*sq_norms]}: use those at two numbers of groups")
+    steps = {b: len(norms) for b, norms in sq_norms.items()}
+    count = min(steps.values())
+    if count < LEAST_UNITS or count != max(steps.values()):
+        raise ValueError(f"steps by groups {steps}: use as many at each, {LEAST_UNITS} or more")
+    norms_BSK = [np.reshape(norms, (count, -1)).astype(float) for norms in sq_norms.values()]
+    groups_B = np.array([*sq_norms], dtype=float)
+    design_B2 = np.stack([np.ones_like(groups_B), 1 / groups_B], axis=1)
+    weight_B = groups_B**2 * [norms_SK.shape[1] for norms_SK in norms_BSK]
+    normal_22 = (weight_B * design_B2.T) @ design_B2
+    fit_2B = np.linalg.solve(normal_22, weight_B * design_B2.T)
+    grad_sq_S, mse_S = fit_2B @ np.stack([norms_SK.mean(axis=1) for norms_SK in norms_BSK])
+    grad_sq, mse = float(grad_sq_S.mean()), float(mse_S.mean())
+    grad_sq_1S, mse_1S = (
+        (each_S.sum() - each_S)[None] / (count - 1) for each_S in (grad_sq_S, mse_S)
+    )
+    return {
+        "grad_sq": jackknife_interval(grad_sq, grad_sq_1S, level),
+        "group_mse": jackknife_interval(mse, mse_1S, level),
+        "noise_scale": ratio_interval(
+            group_size * mse, grad_sq, group_size * mse_1S, grad_sq_1S, level
+        ),
+    }
