@@ -228,7 +228,7 @@ class OutputLayer:
         below = {body(self.model), self.model.get_decoder()} - {self.model}  # either is called
         with ExitStack() as patched:
             for module in below:
-                patched.enter_context(_forward(module, lambda *_, **__: output))
+                patched.enter_context(replaced_forward(module, lambda *_, **__: output))
             ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64, device=hidden_BTD.device)
             return self.model(input_ids=ids, use_cache=False).logits
 
@@ -264,7 +264,7 @@ class OutputLayer:
                 leaves.append(logits.requires_grad_())
             return logits
 
-        with _forward(head, forward):
+        with replaced_forward(head, forward):
             yield
 
 
@@ -282,7 +282,7 @@ def body(model: PreTrainedModel) -> nn.Module:
 
 
 @contextmanager
-def _forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
     """Within, a module computes `forward` instead of its own forward pass."""
     before = vars(module).get("forward")
     module.forward = forward

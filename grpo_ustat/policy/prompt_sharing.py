@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions
 from grpo_ustat.policy.output_layer import Head, Window, body, causal
+from grpo_ustat.policy.quantized import unpacked
 from grpo_ustat.records import Rollouts
 
 
@@ -192,7 +193,8 @@ def _trial(
     policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
 ) -> torch.Tensor:
     """Log-probabilities of two completions of two prompts, [2, 3], so many rows at once."""
-    tokens = np.arange(2, 8, dtype=np.int64).reshape(2, 1, 3) % policy.model.config.vocab_size
+    vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
+    tokens = np.arange(2, 8, dtype=np.int64).reshape(2, 1, 3) % vocabulary
     rollouts = Rollouts(
         prompts=[],
         prompt_tokens=prompts,
@@ -202,7 +204,7 @@ def _trial(
         texts_PG=[[""], [""]],
     )
     logprobs = []
-    with torch.no_grad():
+    with torch.no_grad(), unpacked(policy.model):
         for start in range(0, 2, at_once):
             index = np.arange(start, start + at_once)
             reader = way(policy, rollouts, index)

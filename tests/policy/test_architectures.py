@@ -220,6 +220,20 @@ def test_scores_of_lora_adapters_equal_autograd(name, tied, options):
     assert_everything_equals_autograd(model, letters(), temperature=0.7)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_gradient_checkpointing_is_of_training_alone(adapters, reentrant):
+    """As trainers switch it on: with adapters the embedding's output is made to need a gradient."""
+    model = with_lora("llama", True, LORA["all-linear"][2]) if adapters else build("llama", True)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if adapters:
+        model.enable_input_require_grads()
+    model.eval()
+    assert_everything_equals_autograd(model, letters(), temperature=0.7)
+    assert_same_as_whole(model, letters(), by_layer=True)
+
+
 def bfloat16_llama():
     return build("llama", tied=True, dtype=torch.bfloat16)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
-
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.sharding import check_sharding
 
@@ -15,29 +12,14 @@ USED_ATTRIBUTES = (
     "_generate_and_score_completions", "_logs", "_metrics", "reward_weights", "reward_func_names",
     "num_generations", "temperature",
 )  # fmt: skip
-NEUTRAL_SAMPLING = {"top_p": (None, 1, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0, 0.0),
-            "repetition_penalty": (None, 1, 1.0)}  # fmt: skip
-
-
-def active_dropout(model: nn.Module) -> tuple[str, float] | None:
-    """The first dropout of a model that is above 0, with its name: a module's, or a number that a
-    module hands to its attention.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            return path or "dropout", module.p
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float) and value > 0:
-                return f"{path}.{name}".strip("."), value
-    return None
 
 
 def check_trainer(trainer: Any) -> None:
     """Refuse a trainer whose gradient cannot be measured.
 
     Raises:
-        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are offloaded; what is
-            sampled is not what is scored; rewards have no one sum; groups or batches are too small.
+        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are offloaded; rewards
+            have no one sum; tools hide which tokens of a completion are the policy's.
     """
     if "GRPOTrainer" not in [kind.__name__ for kind in type(trainer).__mro__]:
         raise ConfigError(
@@ -48,23 +30,6 @@ def check_trainer(trainer: Any) -> None:
             f"this TRL's GRPOTrainer has no {missing[0]}: use TRL 1.16, for which it was written"
         )
     check_sharding(trainer)
-    if getattr(trainer, "_is_vlm", False):
-        raise ConfigError("vision-language models are not measured: images have no score rules")
-    kwargs = getattr(trainer.args, "generation_kwargs", None) or {}
-    for name, neutral in NEUTRAL_SAMPLING.items():
-        value = kwargs.get(name, getattr(trainer, name, None))
-        if value not in neutral:
-            raise ConfigError(
-                f"{name}={value} changes what is sampled but not what is scored, so the formulas "
-                f"do not hold: use {name}={neutral[-1]}"
-            )
-    if not getattr(trainer, "use_vllm", False) and (dropout := active_dropout(trainer.model)):
-        name, rate = dropout
-        raise ConfigError(
-            f"{name} is {rate}, and TRL samples with dropout on: the policy that writes is not the "
-            "one that is scored. Load the model with attention_dropout=0, use lora_dropout=0, or "
-            "disable_dropout=True"
-        )
     if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != (
         "sum_then_normalize"
     ):

@@ -135,6 +135,13 @@ class Accumulator:
             flat = dense_NUD[:, low:high].flatten(1)
             self.add_flat(name, shape, flat, int(ids_U[low]) * width)
 
+    def add_zero(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Add a parameter whose gradients are 0."""
+        self.names.add(name)
+        if self.pooled is None:
+            for k in range(len(self.gradients_K)):
+                self._gradient(k, name, shape, torch.promote_types(dtype, torch.float32))
+
     def cross(
         self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
     ) -> None:

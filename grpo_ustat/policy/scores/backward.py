@@ -12,7 +12,7 @@ one more pass in time.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,10 +25,18 @@ from transformers import PreTrainedModel
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.logprobs import positions, widen
 from grpo_ustat.policy.output_layer import OutputLayer, Window, body, causal
+from grpo_ustat.policy.quantized import unpacked
 from grpo_ustat.policy.scores import layers
-from grpo_ustat.policy.scores.accumulate import PRODUCT_BYTES, Accumulator
+from grpo_ustat.policy.scores.accumulate import Accumulator
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
+from grpo_ustat.policy.scores.images import (
+    outside_language,
+    row_inputs,
+    same_positions,
+    without_graph,
+)
 from grpo_ustat.policy.scores.metric import Metric
+from grpo_ustat.policy.scores.one_by_one import logprob, one_by_one
 from grpo_ustat.policy.scores.output_layer import add_output_layer
 from grpo_ustat.policy.scores.sketch import Sketch
 
@@ -68,6 +76,7 @@ def completion_scores(
     by_layer: bool = False,
     passes: Sequence[int] | None = None,
     contiguous: bool = False,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
 
@@ -91,6 +100,9 @@ def completion_scores(
             the same but for rounding.
         contiguous: read a pass whose rows are padded at the end alone without a mask, so that the
             fast kernels of causal attention apply; for models that `can_read_contiguous`.
+        images: of the one prompt that all rows have: further inputs of the model, see
+            `images.row_inputs`. Trainable parameters that images pass through (of a vision tower
+            or projector) are differentiated plainly, one completion at a time.
 
     Raises:
         ConfigError: the model is in training mode, or has no parameter to train.
@@ -100,13 +112,16 @@ def completion_scores(
     names = {id(parameter): name for name, parameter in trainable(model)}
     batch, device = len(input_ids_BT), input_ids_BT.device
     totals = Accumulator(batch, device, weights_KB, gram, features, pooled, metric)
-    with _activations_only(model):
-        backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
-        passes = [batch] if passes is None else passes
-        backward_pass.run(completion_mask_BT, temperature, by_layer, passes, contiguous)
-    rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
-    rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
-    one_by_one(model, rest, rows, temperature, totals)
+    with unpacked(model), same_positions(model):
+        with _activations_only(model):
+            backward_pass = _Backward(
+                model, names, input_ids_BT, attention_mask_BT, totals, images or {}
+            )
+            passes = [batch] if passes is None else passes
+            backward_pass.run(completion_mask_BT, temperature, by_layer, passes, contiguous)
+        rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
+        rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
+        one_by_one(model, rest, rows, temperature, totals, images)
     missing = set(covered_parameters(model)) - totals.names
     assert not missing, f"parameters without a gradient: {sorted(missing)}"
     return CompletionScores(
@@ -221,8 +236,17 @@ class _Backward:
         added: names of the parameters whose gradients are in the totals.
     """
 
-    def __init__(self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals):
-        self.model = causal(model)
+    def __init__(
+        self,
+        model,
+        names: dict[int, str],
+        input_ids_BT,
+        attention_mask_BT,
+        totals,
+        images: Mapping[str, torch.Tensor],
+    ):
+        self.model, self.images = causal(model), images
+        self.outside = outside_language(self.model)
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         self.added: set[str] = set()
@@ -250,10 +274,13 @@ class _Backward:
         """Run the forward and the backward pass; the scores are then in the totals."""
         base = body(self.model)
         parameters = inspect.signature(base.forward).parameters
+        positions_of_images = self.images and hasattr(base, "get_rope_index")
+        outside = {module for top in self.outside for module in top.modules()}
         handles = [
             module.register_forward_hook(self._watch(name), with_kwargs=True)
             for name, module in base.named_modules()
             if layers.kind(module) is not None or isinstance(module, nn.Embedding)
+            if module not in outside
         ]
         by_layer = by_layer and LayerByLayer(self.model).fits
         try:
@@ -265,16 +292,18 @@ class _Backward:
                     LayerByLayer(self.model) if by_layer else None,
                 )  # fmt: skip
                 self.passes.append(pass_)
-                places = {}
+                places = row_inputs(self.images, pass_.attention, self.model.dtype)
                 begun_BT = nn.functional.pad(pass_.attention, (1, 0), value=1)
                 if not (contiguous and (begun_BT.diff(dim=1) <= 0).all()):
                     places["attention_mask"] = pass_.attention
-                    if "position_ids" in parameters:
+                    if "position_ids" in parameters and not positions_of_images:
                         places["position_ids"] = positions(pass_.attention)
-                with pass_.layers.forward() if pass_.layers else nullcontext():
+                by_layers = pass_.layers.forward() if pass_.layers else nullcontext()
+                with by_layers, without_graph(self.outside) as called:
                     output = base(input_ids=pass_.ids, use_cache=False, **places)
                 self.output, pass_.hidden = type(output), output.last_hidden_state
                 del output
+                self._add_nothing([top for top in self.outside if top not in called])
             if self.shared in self.left_out:
                 self._score_shared_alone()
             self._output_layer(completion_mask_BT, temperature)
@@ -291,6 +320,15 @@ class _Backward:
                         self._arrive(pass_, module, args, leaf.grad)
             for name in list(self.arrived):
                 self._reduce(name)
+
+    def _add_nothing(self, modules: list[nn.Module]) -> None:
+        """Add the parameters of modules that were not called: their gradients are 0."""
+        for module in modules:
+            for parameter in module.parameters():
+                name = self.names.get(id(parameter))
+                if name is not None and name not in self.added:
+                    self.totals.add_zero(name, self.shapes[name], parameter.dtype)
+                    self.added.add(name)
 
     def _watch(self, path: str):
         def watch(module, args, kwargs, output):
@@ -399,68 +437,24 @@ class _Backward:
         self.added.update(name for name in own if name != self.shared)
 
 
-def one_by_one(model, rest, rows: tuple, temperature: float, totals: Accumulator) -> None:
-    """Add the parameters that no rule covers, differentiating one completion at a time.
-
-    Args:
-        model: the causal language model.
-        rest: names and parameters.
-        rows: input ids, attention mask and completion mask, [B, T] each.
-        temperature: divides the logits.
-        totals: to add to.
-    """
-    batch = len(rows[0])
-    for group in _groups(rest, batch):
-        slots = [widen(p.new_empty((batch, stop - start))) for _, p, start, stop in group]
-        for i in range(batch):
-            ids, attention, completion = (x[i] for x in rows)
-            real = attention.bool()
-            total = _logprob(model, ids[real], completion[real], temperature)
-            grads = torch.autograd.grad(
-                total, [p for _, p, _, _ in group], allow_unused=True, materialize_grads=True
-            )
-            for slot, grad, (_, _, start, stop) in zip(slots, grads, group, strict=True):
-                slot[i] = grad.flatten()[start:stop]
-        for slot, (name, p, start, _) in zip(slots, group, strict=True):
-            totals.add_flat(name, p.shape, slot, start)
-
-
-def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
-    """Lists of pieces (name, parameter, start, stop) of parameters; the gradients of all
-    completions at the pieces of one list fit into memory together.
-    """
-    room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
-    for name, p in rest:
-        for start in range(0, p.numel(), room):
-            stop = min(start + room, p.numel())
-            if used + stop - start > room:
-                yield group
-                group, used = [], 0
-            group.append((name, p, start, stop))
-            used += stop - start
-    if group:
-        yield group
-
-
-def _logprob(model, ids_T, completion_T, temperature: float) -> torch.Tensor:
-    """Log-probability of one unpadded completion."""
-    logits = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
-    logprobs = (widen(logits) / temperature).log_softmax(dim=-1)
-    chosen = logprobs.gather(1, ids_T[1:, None])[:, 0]
-    return (chosen * completion_T[1:]).sum()
-
-
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
 
 
 def check_scores(
-    model, input_ids_BT, attention_mask_BT, completion_mask_BT, *, contiguous: bool = False
+    model,
+    input_ids_BT,
+    attention_mask_BT,
+    completion_mask_BT,
+    *,
+    contiguous: bool = False,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Compare a pooled gradient of these completions with plain differentiation, by parameter.
 
     A layer that used its inputs in a way its rule does not know would differ. Unequal weights make
-    rows that were mixed up show.
+    rows that were mixed up show. With `images` the rows are of one prompt, see
+    `completion_scores`.
 
     Raises:
         ConfigError: naming the parameter that differs most and both norms.
@@ -470,12 +464,12 @@ def check_scores(
     parameters = trainable(model)
     norms, errors = [], []
     for group in _compared_together(parameters):
-        with _only_trainable(parameters, group):
+        with _only_trainable(parameters, group), unpacked(model), same_positions(model):
             gradients = completion_scores(
-                model, *rows, weights_KB=weights[None], contiguous=contiguous
+                model, *rows, weights_KB=weights[None], contiguous=contiguous, images=images
             ).gradients_K[0]
             logprobs = (
-                weight * _logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0)
+                weight * logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0, images)
                 for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
             )
             plain = torch.autograd.grad(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.rollouts import score_rollouts
@@ -55,6 +56,7 @@ def group_scores(
     temperature: float,
     sketch: Sketch,
     at_once: int,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> GroupScores:
     """Scores of the completions of prompt `p`.
 
@@ -64,12 +66,19 @@ def group_scores(
         temperature: divides the logits.
         sketch: of every score.
         at_once: completions of a pass of the model.
+        images: of the prompt, see `completion_scores`.
     """
     size = rollouts.mask_PGT.shape[1]
     features, grams = [], []
     for part in np.split(np.arange(size), range(at_once, size, at_once)):
         scores = score_rollouts(
-            policy, rollouts, p * size + part, temperature, gram=True, features=sketch
+            policy,
+            rollouts,
+            p * size + part,
+            temperature,
+            gram=True,
+            features=sketch,
+            images=images,
         )
         assert scores.features_BR is not None and scores.gram_BB is not None
         features.append(scores.features_BR.cpu().numpy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +36,7 @@ def score_rollouts(
     features: Sketch | None = None,
     pooled: Sketch | None = None,
     metric: Metric | None = None,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> CompletionScores:
     """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
     layer by layer where the whole graph would take over half of the free memory.
@@ -48,9 +50,11 @@ def score_rollouts(
         temperature: divides the logits.
         token_weights_BT: of the tokens' log-probabilities in a score; None: 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
+        images: of the one prompt whose completions these are, see `completion_scores`.
     """
-    first, place_B = distinct(rollouts, index, token_weights_BT)
     size = rollouts.mask_PGT.shape[1]
+    assert not images or len(set(index // size)) == 1, "images are those of one prompt"
+    first, place_B = distinct(rollouts, index, token_weights_BT)
     prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
     length_U = rollouts.lengths_PG.ravel()[index[first]]
     order = np.argsort(prompt_U + length_U, kind="stable")
@@ -88,6 +92,7 @@ def score_rollouts(
         by_layer=whole > GRAPH_MEMORY_SHARE * free_bytes(policy.model.device),
         passes=passes,
         contiguous=can_read_contiguous(policy),
+        images=images,
     )
     gram_BB, features_BR = scores.gram_BB, scores.features_BR
     place = torch.from_numpy(place_B).to(policy.model.device)

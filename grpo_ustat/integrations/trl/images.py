@@ -1,0 +1,68 @@
+"""The images of a row of a generation batch, as TRL hands them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from grpo_ustat.config.schema import ConfigError
+
+BY_IMAGE = ("image_grid_thw", "image_sizes", "image_position_ids")  # along the first axis
+BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
+
+
+def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
+    """What the model reads of one row beside its tokens, on the CPU, as `completion_scores` takes
+    it; nothing where the batch has no images.
+
+    All rows of a group have the same, so one row of each is enough. A batch's images follow one
+    another, `num_images` to a row: TRL's `_get_per_token_logps_and_entropies` cuts them likewise.
+
+    Args:
+        output: of `_generate_and_score_completions`.
+        row: its place on this rank.
+
+    Raises:
+        ConfigError: a tool put images into a completion.
+    """
+    if "pixel_values" not in output:
+        return {}
+    counts = output["num_images"]
+    first, last = sum(counts[:row]), sum(counts[: row + 1])
+    if first == last:
+        return {}
+    width, real = output["prompt_ids"].shape[1], output["prompt_mask"][row].bool()
+    images: dict[str, torch.Tensor] = {}
+    for name in BY_TOKEN:
+        if name in output:
+            types_T = output[name][row]
+            if types_T[width:].any():
+                raise ConfigError(
+                    "a tool put images into a completion, so its group has no one set of images: "
+                    "such runs are not measured; let tools return text"
+                )
+            images[name] = types_T[:width][real]
+    for name in BY_IMAGE:
+        if name in output:
+            images[name] = output[name][first:last]
+    pixels, by_row = output["pixel_values"], slice(row, row + 1)
+    if "image_grid_thw" in output:  # patches follow one another
+        sizes = output["image_grid_thw"].prod(dim=-1)
+        start = int(sizes[:first].sum())
+        place = slice(start, start + int(sizes[first:last].sum()))
+    elif "num_tiles" in output:  # tiles of images do
+        start = sum(output["num_tiles"][:row])
+        place = slice(start, start + output["num_tiles"][row])
+    elif pixels.dim() == 5 or len(pixels) != sum(counts):  # a row's images, padded
+        place = by_row
+    else:
+        place = slice(first, last)
+    images["pixel_values"] = pixels[place]
+    tiles = "spatial_shapes" in output
+    if tiles:
+        images["spatial_shapes"] = output["spatial_shapes"][place]
+    if "pixel_attention_mask" in output:
+        images["pixel_attention_mask"] = output["pixel_attention_mask"][place if tiles else by_row]
+    return {name: value.cpu() for name, value in images.items()}

@@ -1,0 +1,141 @@
+"""Whether the policy that is scored is the one that sampled: by the trainer's arguments, and by
+the mean score.
+
+A policy's own completions have mean score 0. TRL's loss, like the scores, is of the softmax of all
+logits at `temperature`; where other arguments change what is sampled, or dropout is on, both are of
+another policy than the one that wrote. What is measured is then still the noise of the gradient
+that TRL applies, but that is not the gradient of the reward of what is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.records import Array
+
+LEAST_GROUPS = 4  # of which an interval leaves one out
+CUT = "leaves tokens out when TRL samples"
+MOVED = "moves probabilities when TRL samples"
+NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, values that do nothing
+    "top_k": (CUT, (None, 0, -1)),
+    "top_p": (CUT, (None, 1)),
+    "min_p": (CUT, (None, 0)),
+    "typical_p": (CUT, (None, 1)),
+    "epsilon_cutoff": (CUT, (None, 0)),
+    "eta_cutoff": (CUT, (None, 0)),
+    "top_h": (CUT, (None,)),
+    "no_repeat_ngram_size": (CUT, (None, 0)),
+    "bad_words_ids": (CUT, (None,)),
+    "bad_words": (CUT, (None, [])),
+    "suppress_tokens": (CUT, (None, [])),
+    "begin_suppress_tokens": (CUT, (None, [])),
+    "allowed_token_ids": (CUT, (None,)),
+    "structured_outputs": (CUT, (None,)),
+    "min_length": (CUT, (None, 0)),
+    "min_new_tokens": (CUT, (None, 0)),
+    "min_tokens": (CUT, (None, 0)),
+    "repetition_penalty": (MOVED, (None, 1)),
+    "encoder_repetition_penalty": (MOVED, (None, 1)),
+    "presence_penalty": (MOVED, (None, 0)),
+    "frequency_penalty": (MOVED, (None, 0)),
+    "exponential_decay_length_penalty": (MOVED, (None,)),
+    "sequence_bias": (MOVED, (None,)),
+    "logit_bias": (MOVED, (None, {})),
+    "guidance_scale": (MOVED, (None, 1)),
+    "do_sample": (CUT, (None, True)),
+    "num_beams": (CUT, (None, 1)),
+}  # fmt: skip
+
+
+def active_dropout(model: nn.Module) -> tuple[str, float] | None:
+    """The first dropout of a model that is above 0, with its name: a module's, or a number that a
+    module hands to its attention.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return path or "dropout", module.p
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                return f"{path}.{name}".strip("."), value
+    return None
+
+
+def sampling_warnings(trainer: Any) -> list[str]:
+    """A sentence for each argument by which a `GRPOTrainer` samples from another distribution than
+    the one that is scored, and one for dropout.
+    """
+    own = {name: getattr(trainer, name, None) for name in NEUTRAL}
+    own["structured_outputs"] = getattr(trainer.args, "vllm_structured_outputs_regex", None)
+    kwargs = own | (getattr(trainer.args, "generation_kwargs", None) or {})
+    neutral = NEUTRAL | {"temperature": (MOVED, (None, trainer.temperature))}
+    sentences = []
+    for name, (effect, values) in neutral.items():
+        if kwargs.get(name) not in values:
+            sentences.append(
+                f"{name}={kwargs[name]} {effect}, and neither TRL's loss nor the scores know it: "
+                "C1, C2, C3 are those of the gradient that TRL applies, which is not that of the "
+                f"reward of what is sampled; leave it out, or use {name}={values[-1]}."
+            )
+    if dropout := active_dropout(trainer.model):
+        name, rate = dropout
+        when = "updates" if getattr(trainer, "use_vllm", False) else "samples and updates"
+        sentences.append(
+            f"{name} is {rate}: TRL {when} with dropout on, and scores are of the model without: "
+            "the gradient that TRL applies has noise of masks that C1, C2, C3 do not contain; "
+            "load the model with attention_dropout=0, use lora_dropout=0, or disable_dropout=True."
+        )
+    return sentences
+
+
+def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
+    """The share of E||s||^2 by which the mean score of a prompt is not 0.
+
+        T / q,   T = mean over groups of sum_{i != j} <s_i, s_j> / (G (G-1)),   q = mean ||s_i||^2
+
+    T estimates E||E[s | x]||^2 without bias. It is 0 for completions of the policy that is scored;
+    an interval above 0 shows that another wrote them. One that covers 0 clears nothing: where the
+    policy is peaked, what cuts off or moves the others' probabilities hardly moves the mean.
+
+    Of 16 or more groups of 8 from a policy itself at most 2.5 % of intervals were above 0
+    (`tests/integrations/test_sampling.py`).
+
+    Args:
+        grams_PGG: <s_i, s_j> of all groups of a batch, or of several; also of those whose rewards
+            are equal, as the others alone are not the policy's own completions.
+
+    Returns:
+        With an interval that leaves out one group at a time; of fewer than 4 groups, or of scores
+        that are all 0, without.
+    """
+    diagonals_P = np.array([gram.trace() for gram in grams_PGG])
+    sums_P = np.array([gram.sum() for gram in grams_PGG])
+    sizes_P = np.array([len(gram) for gram in grams_PGG])
+    above_P = (sums_P - diagonals_P) / (sizes_P * (sizes_P - 1))
+    below_P = diagonals_P / sizes_P
+    if not below_P.sum() > 0:
+        return Interval(np.nan, -np.inf, np.inf)
+    share = float(above_P.sum() / below_P.sum())
+    rest_P = below_P.sum() - below_P
+    if len(sizes_P) < LEAST_GROUPS or not (rest_P > 0).all():
+        return Interval(share, -np.inf, np.inf)
+    return jackknife_interval(share, ((above_P.sum() - above_P) / rest_P)[None])
+
+
+def mean_score_warning(share: Interval) -> list[str]:
+    """A sentence where `mean_score_share` shows that the scored policy did not write the
+    completions.
+    """
+    if not share.low > 0:
+        return []
+    value, low, high = (100 * x for x in share)
+    return [
+        f"The mean score is not 0, by {value:.1f} % [{low:.1f}, {high:.1f}] of E||s||^2: the "
+        "policy that is scored did not write these completions, and C2 and C3 are off by about "
+        "that share; look for dropout, a sampling argument, or other weights in the sampler."
+    ]

@@ -1,0 +1,40 @@
+"""Quantised base weights under adapters: they are never trained, and never repacked here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from grpo_ustat.config.schema import ConfigError
+
+PACKS = "support_avx512bf16_for_cpu"  # whether a bitsandbytes layer would
+
+
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """Within, bitsandbytes' 4-bit layers keep their weights as they are.
+
+    On a CPU with AVX512-BF16 a forward pass in evaluation mode and without gradients would pack
+    them for inference; packed weights pass no gradient on, and stay packed in training.
+
+    Raises:
+        ConfigError: some are packed already.
+    """
+    layers = [m for m in model.modules() if getattr(m, PACKS, False)]
+    for layer in layers:
+        state = getattr(layer.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ConfigError(
+                "bitsandbytes has packed 4-bit weights for inference on this CPU, so no gradient "
+                "flows through them: load the model anew, and run it in evaluation mode only on "
+                "a GPU"
+            )
+    for layer in layers:
+        vars(layer)[PACKS] = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer)[PACKS] = True

@@ -1,0 +1,95 @@
+"""Images of a prompt: what a model reads beside tokens, and the modules that read it.
+
+All completions of a prompt have the same images. Towers and projectors are read without a graph:
+scores of the language part do not need one, and trainable parameters of theirs are left to
+`one_by_one`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from grpo_ustat.policy.output_layer import body, causal, replaced_forward
+
+TOKEN_TYPES = "token_type_ids"  # and `mm_token_type_ids`: a number for each token
+
+
+def row_inputs(
+    images: Mapping[str, torch.Tensor], attention_mask_BT: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What a model is called with beside the token ids of B rows of one prompt.
+
+    Args:
+        images: what the processor returned for the prompt alone: `pixel_values`, `image_grid_thw`,
+            `image_sizes` and whatever else the model takes, repeated along the first axis;
+            `*token_type_ids` has one entry for each token of the prompt, and completions are text.
+        attention_mask_BT: 1 on real tokens of prompts and completions.
+        dtype: of the model.
+    """
+    inputs, (batch, length) = {}, attention_mask_BT.shape
+    for name, value in images.items():
+        value = value.to(attention_mask_BT.device)
+        if name.endswith(TOKEN_TYPES):
+            types_L = value.flatten()
+            first_B1 = attention_mask_BT.argmax(dim=1, keepdim=True)
+            places_BL = first_B1 + torch.arange(len(types_L), device=value.device)
+            types_BT = types_L.new_zeros((batch, length))
+            inputs[name] = types_BT.scatter_(1, places_BL, types_L.expand(batch, -1))
+        else:
+            value = value.to(dtype) if value.is_floating_point() else value
+            inputs[name] = torch.cat([value] * batch)
+    return inputs
+
+
+def outside_language(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules below the output layer that do not belong to the language part, each with all
+    that is in it: vision towers and projectors.
+    """
+    base = body(causal(model))
+    decoder, embedding = causal(model).get_decoder(), causal(model).get_input_embeddings()
+    found: list[nn.Module] = []
+    ways = [base] if decoder is not base and decoder in set(base.modules()) else []
+    while ways:
+        for child in ways.pop().children():
+            if child is decoder:
+                continue
+            inside = set(child.modules())
+            (ways if decoder in inside or embedding in inside else found).append(child)
+    return [module for module in found if module is not embedding]
+
+
+@contextmanager
+def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
+    """Within, these modules are computed without a graph; gives those that were called."""
+    called: set[nn.Module] = set()
+
+    def plain(module: nn.Module, forward: Any):
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            called.add(module)
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+
+        return compute
+
+    with ExitStack() as patched:
+        for module in modules:
+            patched.enter_context(replaced_forward(module, plain(module, module.forward)))
+        yield called
+
+
+@contextmanager
+def same_positions(model: PreTrainedModel) -> Iterator[None]:
+    """Restore what some models remember of the positions of the last images they read."""
+    base: Any = body(causal(model))
+    before = getattr(base, "rope_deltas", None)
+    try:
+        yield
+    finally:
+        if hasattr(base, "rope_deltas"):
+            base.rope_deltas = before

@@ -1,0 +1,86 @@
+"""Plain differentiation of one completion at a time: slow, and right for every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from grpo_ustat.policy.logprobs import widen
+from grpo_ustat.policy.scores.accumulate import PRODUCT_BYTES, Accumulator
+from grpo_ustat.policy.scores.images import row_inputs
+
+
+def one_by_one(
+    model,
+    rest: list[tuple[str, nn.Parameter]],
+    rows: tuple,
+    temperature: float,
+    totals: Accumulator,
+    images: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Add the parameters that no rule covers, differentiating one completion at a time.
+
+    Args:
+        model: the causal language model.
+        rest: names and parameters.
+        rows: input ids, attention mask and completion mask, [B, T] each.
+        temperature: divides the logits.
+        totals: to add to.
+        images: that all rows have, see `row_inputs`.
+    """
+    batch = len(rows[0])
+    for group in _groups(rest, batch):
+        slots = [widen(p.new_empty((batch, stop - start))) for _, p, start, stop in group]
+        for i in range(batch):
+            ids, attention, completion = (x[i] for x in rows)
+            real = attention.bool()
+            total = logprob(model, ids[real], completion[real], temperature, images)
+            grads = torch.autograd.grad(
+                total, [p for _, p, _, _ in group], allow_unused=True, materialize_grads=True
+            )
+            for slot, grad, (_, _, start, stop) in zip(slots, grads, group, strict=True):
+                slot[i] = grad.flatten()[start:stop]
+        for slot, (name, p, start, _) in zip(slots, group, strict=True):
+            totals.add_flat(name, p.shape, slot, start)
+
+
+def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
+    """Lists of pieces (name, parameter, start, stop) of parameters; the gradients of all
+    completions at the pieces of one list fit into memory together.
+    """
+    room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
+    for name, p in rest:
+        for start in range(0, p.numel(), room):
+            stop = min(start + room, p.numel())
+            if used + stop - start > room:
+                yield group
+                group, used = [], 0
+            group.append((name, p, start, stop))
+            used += stop - start
+    if group:
+        yield group
+
+
+def logprob(
+    model,
+    ids_T: torch.Tensor,
+    completion_T: torch.Tensor,
+    temperature: float,
+    images: Mapping[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Log-probability of one unpadded completion, with its graph.
+
+    Args:
+        model: the causal language model.
+        ids_T: token ids, the prompt's and the completion's.
+        completion_T: weights of the tokens' log-probabilities.
+        temperature: divides the logits.
+        images: of the prompt, see `row_inputs`.
+    """
+    inputs = row_inputs(images or {}, torch.ones_like(ids_T)[None], model.dtype)
+    logits = model(input_ids=ids_T[None], use_cache=False, **inputs).logits[0, :-1]
+    logprobs = (widen(logits) / temperature).log_softmax(dim=-1)
+    chosen = logprobs.gather(1, ids_T[1:, None])[:, 0]
+    return (chosen * completion_T[1:]).sum()
