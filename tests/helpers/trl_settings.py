@@ -1,0 +1,335 @@
+"""Settings of TRL's notebooks, launch lines and pages, and of open-r1's recipes, each trained with
+an embedded policy and the callback; as a script under torchrun too.
+
+    torchrun --nproc_per_node 2 tests/helpers/trl_settings.py FOLDER grpo_vlm.py
+
+writes `NAME-RANK.json`, what came of it.
+
+What a setting keeps of its file: rows of a batch, the group size, how often a batch is reused, the
+loss, sampling, adapters, precision, quantisation, sharding. What it does not: the model and its
+data; vLLM, in whose place transformers generates; Liger and 8-bit optimizers, whose kernels need a
+GPU; lengths of completions, which are cut; and the number of processes, of which there are two
+with so many rows each that all together have those of the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import trl_run
+import trl_sharded
+
+from grpo_ustat.integrations.trl import windows
+
+LENGTH = 24  # of completions, in tokens
+TOOL_LENGTH = 160  # with a call of a tool, which is text
+WINDOW_GROUPS = 4  # instead of 16, of runs of few prompts a batch
+RANKS = 2  # whatever the file says
+EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+COMMAND_LINE = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}  # of --use_peft alone
+MODELS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What matters of a file.
+
+    Attributes:
+        arguments: of GRPOConfig.
+        lora: arguments of LoraConfig; None: all weights are trained.
+        four_bit: whether the base model is quantised, by bitsandbytes.
+        dtype: of the weights, before DeepSpeed.
+        way: "single", "zero2" or "zero3".
+        processes: of the file.
+        tools: "": none; "tool"; "environment"; "boards": every reset hands out another task.
+        refused: words of the line by which it is refused; "": it is measured.
+        images: whether the file's model reads images.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    four_bit: bool = False
+    dtype: str = "float32"
+    way: str = "single"
+    processes: int = 1
+    tools: str = ""
+    refused: str = ""
+    images: bool = False
+
+    def words(self) -> str:
+        """In short, for a table."""
+        parts = [f"{name}={value}" for name, value in self.arguments.items()]
+        if self.lora is not None:
+            parts.append(f"LoRA r={self.lora['r']} dropout={self.lora.get('lora_dropout', 0)}")
+        parts += ["4-bit"] * self.four_bit + [self.dtype] * (self.dtype != "float32")
+        parts += [f"{self.way} x {self.processes}"] * (self.way != "single")
+        return ", ".join(parts + [self.tools] * bool(self.tools)) or "defaults"
+
+
+def batch(rows, accumulation=1, size=8, **others):
+    """Arguments by their short names."""
+    return dict(
+        per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation,
+        num_generations=size, **others,
+    )  # fmt: skip
+
+
+VISION_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+GSPO = batch(
+    8, 2, steps_per_generation=8, importance_sampling_level="sequence", epsilon=3e-4,
+    epsilon_high=4e-4, beta=0.0, loss_type="grpo", learning_rate=1e-5,
+)  # fmt: skip
+OPEN_R1 = batch(16, 4, 16, learning_rate=1e-6, temperature=0.7)
+QLORA = {"r": 32, "lora_alpha": 32, "target_modules": EVERY_LINEAR}
+
+SETTINGS = {
+    # trl/examples/notebooks
+    "grpo_agent.ipynb": Setting(tools="tool"),
+    "grpo_rnj_1_instruct.ipynb": Setting(batch(8, learning_rate=2e-5), QLORA, four_bit=True),
+    "grpo_trl_lora_qlora.ipynb": Setting(batch(8, learning_rate=2e-5), QLORA, four_bit=True),
+    "openenv_sudoku_grpo.ipynb": Setting(
+        batch(1, 64, 2, learning_rate=5e-6, temperature=0.8, top_k=10), tools="boards",
+        refused="are one group but have several prompts",
+    ),
+    "openenv_sudoku_grpo.ipynb, one board": Setting(
+        batch(1, 64, 2, learning_rate=5e-6, temperature=0.8, top_k=10), tools="environment"
+    ),
+    "openenv_wordle_grpo.ipynb": Setting(
+        batch(1, 64, 2, learning_rate=1e-6), tools="environment"
+    ),
+    "grpo_qwen3_vl.ipynb": Setting(batch(2, size=2), images=True),
+    "grpo_ministral3_vl.ipynb": Setting(batch(2, size=2), images=True),
+    # trl/docs/source/lora_without_regret.md
+    "lora_without_regret.md, Python": Setting(
+        batch(1, 4, 8, generation_batch_size=8, learning_rate=5e-5),
+        {"r": 1, "lora_alpha": 32, "target_modules": "all-linear"},
+    ),
+    "lora_without_regret.md, command": Setting(
+        batch(1, 8, 16, generation_batch_size=16, learning_rate=1e-6, beta=0.0),
+        {"r": 1, "lora_alpha": 32, "target_modules": "all-linear"},
+    ),
+    # trl/docs/source/paper_index.md
+    "paper_index.md, 2-GRPO": Setting({"num_generations": 2, "loss_type": "grpo"}),
+    "paper_index.md, Dr. GRPO": Setting(batch(1, 8, 8, loss_type="dr_grpo", beta=0.0)),
+    "paper_index.md, Lite PPO": Setting(
+        batch(4, 32, 8, steps_per_generation=8, scale_rewards="batch", loss_type="dapo",
+              beta=0.0, top_p=0.99, top_k=100, temperature=0.99)
+    ),  # fmt: skip
+    "paper_index.md, CISPO": Setting(
+        batch(16, 2, 16, loss_type="cispo", epsilon_high=5.0, scale_rewards="batch",
+              cast_lm_head_to_fp32=True)
+    ),  # fmt: skip
+    "paper_index.md, LUSPO": Setting(
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3,
+         "epsilon_high": 2.5e-3}
+    ),  # fmt: skip
+    "paper_index.md, GDPO": Setting(
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        refused="multi_objective_aggregation='normalize_then_sum'",
+    ),
+    # trl/examples/scripts and docs/source/grpo_trainer.md, launched with DeepSpeed
+    "grpo_trainer.md, 70B": Setting(batch(4), way="zero3", processes=32),
+    "grpo_continuous_batching.py": Setting(
+        {"num_generations": 32}, COMMAND_LINE, way="zero3", processes=8
+    ),
+    "gspo.py": Setting(
+        GSPO, COMMAND_LINE | {"target_modules": ["q_proj", "v_proj"]}, dtype="bfloat16",
+        way="zero3", processes=8,
+    ),
+    "grpo_vlm.py, Qwen2.5-VL": Setting(images=True, way="zero3", processes=8),
+    "grpo_vlm.py, SmolVLM2": Setting(batch(1, 2, 2), images=True, way="zero3", processes=8),
+    "grpo_trainer.md, VLM": Setting(images=True, way="zero3", processes=8),
+    "gspo_vlm.py": Setting(GSPO, images=True, way="zero3", processes=8),
+    "harbor/data_agent.py": Setting(batch(8, learning_rate=1e-6), way="zero2", processes=2),
+    "seta.py, colocate": Setting(batch(1, 1, 2, learning_rate=5e-7), way="zero2", processes=4),
+    "seta.py, server": Setting(batch(1, 1, 2, learning_rate=5e-7), way="zero2", processes=2),
+    # open-r1/README.md with its recipes
+    "open-r1, R1-Distill-Qwen-1.5B demo": Setting(OPEN_R1, way="zero3", processes=8),
+    "open-r1, Qwen2.5-1.5B code": Setting(
+        batch(16, 4, 14, beta=0.01, learning_rate=5e-6), way="zero2", processes=7
+    ),
+    "open-r1, Qwen2.5-Coder-7B codeforces": Setting(
+        batch(4, 32, 16, loss_type="dr_grpo", scale_rewards=False, temperature=0.7,
+              mask_truncated_completions=True, learning_rate=1e-6),
+        way="zero3", processes=8,
+    ),
+}  # fmt: skip
+
+
+def text_of(completion):
+    """Of a completion or a conversation what the policy wrote."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(turn.get("content") or "" for turn in completion if turn["role"] != "tool")
+
+
+def on_text(reward):
+    """A reward function that reads conversations too."""
+
+    @functools.wraps(reward)
+    def rewarded(completions, **columns):
+        return reward([text_of(one) for one in completions], **columns)
+
+    return rewarded
+
+
+def look_up(key: str) -> str:
+    """Look something up.
+
+    Args:
+        key: what.
+    """
+    return f"nothing at {key}"
+
+
+class Task:
+    """An environment whose every reset hands out the same task."""
+
+    def reset(self, **_) -> str:
+        return "Solve it."
+
+    def look_up(self, key: str) -> str:
+        """Look something up.
+
+        Args:
+            key: what.
+        """
+        return look_up(key)
+
+
+class Boards(Task):
+    """An environment whose every reset hands out another task, as a Sudoku server does."""
+
+    def reset(self, **_) -> str:
+        return f"Solve {random.random()}."
+
+
+def call_tools(trainer):
+    """Let every other first turn be a call of the tool, which the embedded policy never writes."""
+    tokenizer, generate = trainer.processing_class, trainer._generate_single_turn
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>'
+    ids = [*tokenizer(call).input_ids, tokenizer.eos_token_id]
+
+    def turn(prompt_ids, *args, **kwargs):
+        completions, logprobs = generate(prompt_ids, *args, **kwargs)
+        if "num_generations" not in kwargs:  # the first
+            completions = [list(ids) if i % 2 else one for i, one in enumerate(completions)]
+        return completions, logprobs
+
+    trainer._generate_single_turn = turn
+
+
+def train(setting: Setting, folder: Path) -> dict[str, Any]:
+    """What came of as many updates as the first window needs: `accepted`, `line` and more."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from trl import GRPOConfig, GRPOTrainer, chat_template_utils
+
+    from grpo_ustat.integrations.trl import GradientNoiseCallback
+
+    arguments = dict(setting.arguments)
+    rows = arguments.get("per_device_train_batch_size", 8) * setting.processes
+    if setting.way != "single":
+        rows //= RANKS
+        arguments |= trl_sharded.deepspeed(int(setting.way[-1]))
+    arguments["per_device_train_batch_size"] = rows
+    args = GRPOConfig(
+        **{"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True,
+           "save_strategy": "no", "seed": 0, "logging_steps": 1,
+           "max_completion_length": TOOL_LENGTH if setting.tools else LENGTH} | arguments
+    )  # fmt: skip
+    ranks = 1 if setting.way == "single" else RANKS
+    groups = max(1, rows * ranks * args.steps_per_generation // args.num_generations)
+    reused = args.steps_per_generation / args.gradient_accumulation_steps
+    args.max_steps = int((windows.window_batches(groups) - 1) * reused) + 1
+    tokenizer = AutoTokenizer.from_pretrained(trl_run.MODEL)
+    data = trl_run.questions(2000)
+    if setting.tools:
+        tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+        data = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in data]
+    model = str(trl_run.MODEL)  # TRL loads it, under ZeRO-3 in parts
+    args.model_init_kwargs = {"dtype": MODELS[setting.dtype]}
+    if setting.four_bit:
+        args.model_init_kwargs = None
+        model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=MODELS[setting.dtype], device_map="cpu",
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=torch.float16,
+            ),
+        )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model, args=args, processing_class=tokenizer,
+        reward_funcs=[on_text(trl_run.right), on_text(trl_run.ones)],
+        train_dataset=Dataset.from_list(data),
+        peft_config=None if setting.lora is None else LoraConfig(**setting.lora),
+        tools=[look_up] if setting.tools == "tool" else None,
+        environment_factory={"environment": Task, "boards": Boards}.get(setting.tools),
+    )  # fmt: skip
+    if setting.tools:
+        trainer.model.config.max_position_embeddings = 4096  # TRL ends tools' turns there
+        call_tools(trainer)
+    callback = GradientNoiseCallback(trainer, every=1)
+    lines: list[str] = []
+    show = callback._print
+    callback._print = lambda *printed: (lines.extend(printed), show(*printed))
+    if callback.fault:
+        lines.append(callback.fault)
+    trainer.add_callback(callback)
+    trainer.train()
+    shown = [line for line in lines if "step" in line or callback.fault and line]
+    history = trainer.state.log_history
+    return {
+        "accepted": bool(callback.windows) and not callback.fault,
+        "line": shown[0] if shown else "",
+        "lines": lines,
+        "steps": trainer.state.global_step,
+        "expected_steps": args.max_steps,
+        "loss_is_finite": all(
+            torch.tensor(row["loss"]).isfinite() for row in history if "loss" in row
+        ),
+        "tool_calls": max((row.get("tools/call_frequency", 0) for row in history), default=0),
+        "groups": len(callback.windows[0].terms.g_sq_P) if callback.windows else 0,
+        "sharded": trl_sharded.made_of(trainer)["partitioned"],
+        "setting": asdict(setting),
+    }
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """What came of a setting, with windows that are as short as tests need.
+
+    In evaluation on a CPU with AVX512-BF16 bitsandbytes repacks weights of 4 bits in place, and
+    does not train with them from then on; on a GPU, where such runs are, it does not.
+    """
+    repacked = mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    with (
+        mock.patch.object(windows, "WINDOW_GROUPS", WINDOW_GROUPS),
+        repacked if SETTINGS[name].four_bit else nullcontext(),
+    ):
+        return train(SETTINGS[name], folder)
+
+
+def main():
+    """One setting, on this rank."""
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    os.environ |= trl_sharded.WAYS[SETTINGS[name].way]
+    from transformers import training_args
+
+    training_args.is_torch_bf16_gpu_available = lambda *_, **__: True  # of DeepSpeed on a CPU
+    done = run(name, folder)
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(done, default=str))
+
+
+if __name__ == "__main__":
+    main()
