@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from torch import nn
+
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.sharding import check_sharding
 
