@@ -2,6 +2,8 @@
 
 The names below are loaded when they are first used, so that `import grpo_ustat` takes no time:
 
+- `audit`: whether the gradient that a trainer applies is the one that its loss declares;
+  `UpdateRows`: of which rows, `Loss`: what it declares.
 - `completion_scores`: exact scores of completions of a loaded model.
 - `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
 - `Baseline`: what a baseline of one's own is.
@@ -17,13 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
+    from grpo_ustat.estimators.row_weights import Loss
     from grpo_ustat.estimators.scaling import scaling_from_arrays
+    from grpo_ustat.policy.audit import UpdateRows, audit
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
 
 __version__ = "0.1.0"
 __all__ = [
     "Baseline",
+    "Loss",
+    "UpdateRows",
+    "audit",
     "completion_scores",
     "load_run",
     "read_curves",
@@ -33,6 +40,9 @@ __all__ = [
 _HOMES = {  # the module of a name, and the extra that it needs
     "Baseline": ("grpo_ustat.estimators.baselines", ""),
     "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),
+    "Loss": ("grpo_ustat.estimators.row_weights", ""),
+    "UpdateRows": ("grpo_ustat.policy.audit", "torch"),
+    "audit": ("grpo_ustat.policy.audit", "torch"),
     "completion_scores": ("grpo_ustat.policy.scores", "torch"),
     "load_run": ("grpo_ustat.runs.library", "cli"),
     "read_curves": ("grpo_ustat.runs.library", "cli"),
