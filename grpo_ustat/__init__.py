@@ -2,13 +2,15 @@
 
 The names below are loaded when they are first used, so that `import grpo_ustat` takes no time:
 
+- `GradientNoiseCallback`: the gradient's error in TRL's GRPOTrainer, while it trains.
+- `audit`: whether the gradient that a trainer applies is the one that its loss declares;
+  `UpdateRows`: of which rows, `Loss`: what it declares.
 - `completion_scores`: exact scores of completions of a loaded model.
 - `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
 - `noise_scale_from_norms`: how many rollouts are worth their price, from norms of gradients.
 - `Baseline`: what a baseline of one's own is.
 - `load_run`: a run folder, finished or not.
 - `read_curves`: the curves of a study as a table.
-- `GradientNoiseCallback`: the gradient's error in TRL's GRPOTrainer.
 """
 
 from __future__ import annotations
@@ -19,13 +21,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
     from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
+    from grpo_ustat.estimators.row_weights import Loss
     from grpo_ustat.estimators.scaling import scaling_from_arrays
+    from grpo_ustat.integrations.trl import GradientNoiseCallback
+    from grpo_ustat.policy.audit import UpdateRows, audit
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
 
 __version__ = "0.1.0"
 __all__ = [
     "Baseline",
+    "GradientNoiseCallback",
+    "Loss",
+    "UpdateRows",
+    "audit",
     "completion_scores",
     "load_run",
     "noise_scale_from_norms",
@@ -36,6 +45,9 @@ __all__ = [
 _HOMES = {  # the module of a name, and the extra that it needs
     "Baseline": ("grpo_ustat.estimators.baselines", ""),
     "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),
+    "Loss": ("grpo_ustat.estimators.row_weights", ""),
+    "UpdateRows": ("grpo_ustat.policy.audit", "torch"),
+    "audit": ("grpo_ustat.policy.audit", "torch"),
     "completion_scores": ("grpo_ustat.policy.scores", "torch"),
     "load_run": ("grpo_ustat.runs.library", "cli"),
     "noise_scale_from_norms": ("grpo_ustat.estimators.gradient_norms", ""),

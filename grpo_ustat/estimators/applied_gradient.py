@@ -1,0 +1,372 @@
+r"""Whether the gradient that a trainer applies is the one that its loss declares, and if not why.
+
+p is what the optimizer is handed, negated (the ascent direction, before clipping), and d the
+declared gradient, `sum_i W_i s_i` with the weights of `row_weights` and the scores s_i:
+
+    ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
+
+p = d has ratio 1 and cosine 1. Another factor leaves the cosine at 1; other weights of the rows
+change both, and their gradients can be compared with p as well. Rounding errs in each row by a
+share of its W_i s_i, of which d is what does not cancel. So two gradients are the same where
+
+    ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
+
+Products of sketches are unbiased (`policy.scores.sketch`), with an error in proportion to
+||p - c d||: where p is c d but for rounding, they are exact but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_ustat.estimators.baselines import advantages
+from grpo_ustat.estimators.row_weights import Loss, token_weights
+from grpo_ustat.records import Array, BaselineContext, Integers
+
+NO_CAUSE = "no known cause"
+NOT_OF_ROWS = (
+    "no weights of these rows give it: dropout, another term of the loss (a penalty, a bonus for "
+    "entropy), or other tokens, masks or parameters than declared"
+)
+VANISHES = 0.5  # tolerance from which on a gradient is 0 but for rounding
+
+
+# epsilon, measured by scripts/benchmarks/audit_tolerances.py
+FULL = 1e-3  # all of float32
+REDUCED = 0.1  # something computed in bfloat16, float16 or TF32
+
+
+class Agreement(NamedTuple):
+    """Ratio and cosine of an applied gradient p and another one d; NaN where d is 0, and the cosine
+    where p is.
+    """
+
+    ratio: float
+    cosine: float
+
+    @property
+    def difference(self) -> float:
+        """||p - d|| / ||d||."""
+        if math.isnan(self.cosine):
+            return 1.0 if self.ratio == 0 else math.nan
+        # of two parts, so that a small one is not a difference of large numbers
+        return math.hypot(self.ratio - 1, self.ratio * self.tangent)
+
+    @property
+    def tangent(self) -> float:
+        """||p - c d|| / ||c d|| with the factor c that fits best."""
+        if not self.cosine:
+            return math.inf
+        return math.sqrt(max(0.0, 1 - self.cosine**2)) / abs(self.cosine)
+
+
+def agreement(applied_declared: float, declared_sq: float, applied_sq: float) -> Agreement:
+    """Ratio and cosine from <p, d>, ||d||^2 and ||p||^2.
+
+    >>> agreement(2.0, 4.0, 1.0)
+    Agreement(ratio=0.5, cosine=1.0)
+    """
+    if not (declared_sq > 0 and applied_sq > 0):
+        return Agreement(0.0 if declared_sq > 0 else math.nan, math.nan)
+    cosine = applied_declared / math.sqrt(declared_sq) / math.sqrt(applied_sq)
+    return Agreement(applied_declared / declared_sq, max(-1.0, min(1.0, cosine)))
+
+
+class Fault(NamedTuple):
+    """A known fault that multiplies the whole gradient.
+
+    Attributes:
+        ratio: applied over declared.
+        says: what the fault is, as the end of a sentence.
+    """
+
+    ratio: float
+    says: str
+
+
+def divided(by: int, what: str) -> list[Fault]:
+    """Faults of a number by which a gradient is divided once too often, or not at all; none of 1.
+
+    >>> [fault.ratio for fault in divided(4, "gradient_accumulation_steps")]
+    [0.25, 4.0]
+    """
+    if by == 1:
+        return []
+    return [
+        Fault(1 / by, f"divided once more by {what} = {by}"),
+        Fault(float(by), f"not divided by {what} = {by}"),
+    ]
+
+
+@dataclass(frozen=True)
+class GradientAudit:
+    """An applied gradient beside the declared one.
+
+    Attributes:
+        ratio, cosine: see `Agreement`.
+        difference: ||p - d|| / ||d||.
+        tolerance: the difference that rounding explains, see `rounding`.
+        cause: what would explain a larger one, in words; empty where it agrees.
+    """
+
+    ratio: float
+    cosine: float
+    difference: float
+    tolerance: float
+    cause: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains all of the difference."""
+        return not self.cause
+
+    def sentence(self) -> str:
+        """What was found, in one line.
+
+        >>> GradientAudit(0.2, 1.0, 0.8, 1e-3, "every weight is capped at 0.2").sentence()
+        'applied = 0.200 x declared, cosine 1.000: every weight is capped at 0.2'
+        """
+        if self.agrees and not self.tolerance < VANISHES:
+            return "The declared gradient is 0 but for rounding: there is nothing to compare"
+        if self.agrees and math.isnan(self.cosine):
+            return "The applied gradient is the declared one: both are 0"
+        if self.agrees:
+            numbers = f"ratio {self.ratio:.3f}, cosine {self.cosine:.3f}"
+            return f"The applied gradient is the declared one ({numbers})"
+        if math.isnan(self.cosine):
+            return self.cause
+        ratio = f"{self.ratio:.3f}" if 0.01 <= abs(self.ratio) < 100 else f"{self.ratio:.3g}"
+        return f"applied = {ratio} x declared, cosine {self.cosine:.3f}: {self.cause}"
+
+
+def rounding(epsilon: float, declared_sq: float, rows_sq: float) -> float:
+    """The difference ||p - d|| / ||d|| that rounding explains; infinite where scores cancel to 0.
+
+    Args:
+        epsilon: of the precision, `FULL` or `REDUCED`.
+        declared_sq: ||d||^2.
+        rows_sq: sum_i W_i^2 ||s_i||^2, what ||d||^2 would be of orthogonal scores.
+    """
+    if declared_sq > 0:
+        return epsilon * math.sqrt(1 + rows_sq / declared_sq)
+    return math.inf if rows_sq > 0 else epsilon
+
+
+def judged(
+    applied_R: Array,
+    declared_R: Array,
+    others: Mapping[str, Array],
+    tolerance: float,
+    faults: Sequence[Fault] = (),
+    hints: Sequence[str] = (),
+) -> GradientAudit:
+    """The audit of two gradients or of their sketches.
+
+    Args:
+        applied_R, declared_R: p and d.
+        others: gradients of other weights of the rows, by what they are; the likelier first.
+        tolerance: the difference that rounding explains.
+        faults: that multiply the whole gradient, before those that are always possible.
+        hints: what would lower the cosine here, and is no matter of the rows' weights.
+    """
+    found = compared(applied_R, declared_R)
+    if (settled := without_cause(found, tolerance, bool(applied_R.any()))) is not None:
+        return settled
+    cause = cause_of(applied_R, declared_R, others, tolerance, faults) or " or ".join(hints)
+    return GradientAudit(*found, found.difference, tolerance, cause or NO_CAUSE)
+
+
+def compared(applied_R: Array, other_R: Array) -> Agreement:
+    """Ratio and cosine of two gradients or sketches."""
+    products = (applied_R @ other_R, other_R @ other_R, applied_R @ applied_R)
+    return agreement(*map(float, products))
+
+
+def without_cause(found: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
+    """The audit where p is d or one of both is 0 or no number; None where a cause is to be found.
+
+    Where the scores of a declared gradient cancel, rounding decides what is left, and nothing is
+    compared.
+
+    Args:
+        found: their ratio and cosine.
+        tolerance: the difference that rounding explains.
+        applied: whether p has an entry that is not 0.
+    """
+    difference = found.difference
+    none = math.isnan(found.ratio) and not applied
+    if difference <= tolerance or tolerance >= VANISHES or none:
+        return GradientAudit(*found, difference, tolerance)
+    if not math.isnan(found.cosine):
+        return None
+    cause = "The declared gradient is 0 or not finite, or the applied one is not finite"
+    if found.ratio == 0:
+        cause = "The applied gradient is 0, the declared one is not"
+    return GradientAudit(*found, difference, tolerance, cause)
+
+
+def cause_of(
+    applied_R: Array,
+    declared_R: Array,
+    others: Mapping[str, Array],
+    tolerance: float,
+    faults: Sequence[Fault],
+) -> str:
+    """What factor or which other weights explain the applied gradient; empty: none.
+
+    Arguments as of `judged`.
+    """
+    found = compared(applied_R, declared_R)
+    factor = factor_text(found.ratio, tolerance, faults)
+    if found.tangent <= tolerance and factor:
+        return factor
+    candidates = [(says, compared(applied_R, other_R)) for says, other_R in others.items()]
+    candidates = [(says, one) for says, one in candidates if one.tangent <= tolerance]
+    for says, one in candidates:
+        if one.difference <= tolerance:
+            return f"it is the gradient of {says}"
+    if found.tangent <= tolerance:
+        return "the direction is right, the factor has no known cause"
+    for says, one in candidates:
+        if text := factor_text(one.ratio, tolerance, faults):
+            return f"it is {one.ratio:.3g} x the gradient of {says}: {text}"
+    for says, one in candidates:
+        return f"it is {one.ratio:.3g} x the gradient of {says}"
+    return ""
+
+
+def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
+    """The known faults with this factor, in words; empty: none has it.
+
+    >>> factor_text(0.25, FULL, divided(4, "processes"))
+    'divided once more by processes = 4'
+    >>> factor_text(-3.0, FULL, ())
+    'the sign is reversed; 3 times too large, as where something is not divided by 3 parts'
+    """
+
+    def is_near(expected: float) -> bool:
+        return abs(ratio / expected - 1) <= tolerance
+
+    if ratio < 0:
+        rest = "" if is_near(-1) else factor_text(-ratio, tolerance, faults)
+        return f"the sign is reversed{rest and '; '}{rest}"
+    if not 0 < ratio < math.inf:
+        return ""
+    if exact := [fault.says for fault in faults if is_near(fault.ratio)]:
+        return " or ".join(exact)
+    parts = round(max(ratio, 1 / ratio))
+    if parts == 1 or 2 * parts * tolerance > 1:  # another number of parts would do as well
+        return ""
+    if is_near(1 / parts):
+        return f"1/{parts}, as where something is divided once more by {parts} parts"
+    if is_near(parts):
+        return f"{parts} times too large, as where something is not divided by {parts} parts"
+    return ""
+
+
+def advantages_by_rule(loss: Loss, rewards_PG: Array, context: BaselineContext) -> dict[str, Array]:
+    """Advantages of the rows of a batch by the rule of the loss, which comes first, and by the
+    rules that it may be mistaken for, [P, G] each.
+    """
+    rules: dict[str, Mapping[str, float]] = {loss.rule: loss.options}
+    rules |= {rule: options for rule, options in OTHER_RULES.items() if rule != loss.rule}
+    return {rule: advantages(rule, rewards_PG, context, options) for rule, options in rules.items()}
+
+
+def other_losses(
+    loss: Loss, advantage_N: Mapping[str, Array], weight_N: Array, lengths_N: Integers
+) -> dict[str, Array]:
+    """Weights of the rows of an update under losses that the declared one may be mistaken for.
+
+    Another token normaliser or other advantages, and then both.
+
+    Args:
+        loss: the declared one.
+        advantage_N: advantages of the rows by rule, see `advantages_by_rule`.
+        weight_N: the declared weights of their tokens.
+        lengths_N: tokens that count, 0 of a row that is left out.
+    """
+    same = ALIASES.get(loss.loss_type, loss.loss_type)
+    kinds = {loss.loss_type: weight_N}
+    for kind in OTHER_KINDS:
+        if kind != same:
+            kinds[kind] = token_weights(kind, lengths_N, loss.max_completion_length)
+    found: list[tuple[list[str], Array]] = []
+    for rule, advantage in advantage_N.items():
+        for kind, weight in kinds.items():
+            changes = [f"loss_type={kind}"] if kind != loss.loss_type else []
+            changes += [f"advantages {rule}"] if rule != loss.rule else []
+            found.append((changes, advantage * weight))
+    found.sort(key=lambda one: len(one[0]))
+    return {" with ".join(changes): weights for changes, weights in found if changes}
+
+
+OTHER_KINDS = ("sum", "dr_grpo", "grpo", "dapo")
+ALIASES = {"luspo": "sum", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}  # equal weights
+OTHER_RULES: dict[str, Mapping[str, float]] = {
+    "group_mean": {},
+    "group_std": {"epsilon": 1e-4},
+    "batch_std": {"epsilon": 1e-4},
+    "leave_one_out": {},
+    "none": {},
+}
+
+
+def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: float) -> str:
+    """Which rows an applied gradient leaves out, adds or weighs otherwise, in words, or that it is
+    no sum of these scores; empty where the sketches are too short to tell.
+
+    Least squares find the weights c with p = sum_i c_i s_i; equal rows count together.
+
+    Args:
+        applied_R: the sketch of p.
+        scores_BR: sketches of the scores.
+        weights_B: W.
+        tolerance: the difference that rounding explains.
+
+    >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
+    '1 of 3 rows is missing (2)'
+    """
+    _, first_U, place_B = np.unique(scores_BR, axis=0, return_index=True, return_inverse=True)
+    if 4 * len(first_U) > len(applied_R):
+        return ""
+    declared_U = np.bincount(place_B.ravel(), weights_B)
+    weight_U, *_rest = np.linalg.lstsq(scores_BR[first_U].T, applied_R, rcond=1e-5)
+    if not compared(applied_R, weight_U @ scores_BR[first_U]).tangent <= tolerance:
+        return NOT_OF_ROWS
+    counts_U = declared_U != 0
+    factor_C = weight_U[counts_U] / declared_U[counts_U]
+    present_C = np.abs(factor_C) > 0.1 * np.quantile(np.abs(factor_C), 0.9)
+    usual = float(np.median(factor_C[present_C]))
+    if np.abs(factor_C[present_C] / usual - 1).max() > 0.1:
+        low, high = np.quantile(factor_C, (0.1, 0.9))
+        return (
+            "it is a sum of the same scores with other weights, mostly "
+            f"{low:.2f} to {high:.2f} of the declared ones"
+        )
+    missing = np.sort(first_U[counts_U][~present_C])
+    typical = abs(usual) * float(np.abs(declared_U[counts_U]).mean())
+    added = np.sort(first_U[~counts_U & (np.abs(weight_U) > 0.1 * typical)])
+    parts: list[str] = []
+    if len(missing):
+        verb = "is" if len(missing) == 1 else "are"
+        parts.append(f"{len(missing)} of {len(weights_B)} rows {verb} missing ({_places(missing)})")
+    if len(added):
+        parts.append(f"{len(added)} rows of weight 0 count ({_places(added)})")
+    return " and ".join(parts)
+
+
+def _places(rows: Integers) -> str:
+    """Numbers of rows, runs of them as one.
+
+    >>> _places(np.array([1, 2, 3, 7]))
+    '1 to 3, 7'
+    """
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    texts = [f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return ", ".join(texts[:4]) + (" ..." if len(texts) > 4 else "")

@@ -1,0 +1,160 @@
+"""The gradient that is about to be clipped and applied, as a sketch, however it is sharded.
+
+Every rank adds what it alone holds: the sum over ranks is the sketch of the whole gradient, and no
+rank needs to hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from grpo_ustat.policy.scores.sketch import Sketch
+
+ENTRIES_AT_ONCE = 2**24  # that are sketched at a time, in float64
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # in names
+
+Shard = tuple[str, int, torch.Tensor]
+"""The name of a parameter, the place of the first entry, and entries of its gradient, flat."""
+
+
+def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
+    """Add this rank's share of minus the gradient, the direction of ascent; all ranks together.
+
+    Args:
+        out_1R: to add to.
+        trainer: between the last backward pass of an update and clipping.
+        sketch: by the names of the trained parameters without wrappers.
+
+    Raises:
+        LookupError: the sketch knows no parameter of that name, or the gradient is not accessible.
+    """
+    scale = 1 / gradient_scale(trainer)
+    for name, start, flat in shards(trainer):
+        if name not in sketch.signs.sizes:
+            raise LookupError(f"{name} is trained and was not scored")
+        for first in range(0, len(flat), ENTRIES_AT_ONCE):
+            part = flat[first : first + ENTRIES_AT_ONCE].detach().to(out_1R.device, torch.float64)
+            sketch.add(out_1R, name, start + first, -scale * part[None])
+
+
+def shards(trainer: Any) -> Iterator[Shard]:
+    """What this rank adds of every parameter that is trained.
+
+    Raises:
+        LookupError: FSDP1 keeps the gradients of a unit in one, without `use_orig_params`.
+    """
+    accelerator = trainer.accelerator
+    rank, world = accelerator.process_index, accelerator.num_processes
+    if is_deepspeed(trainer):
+        yield from _deepspeed(accelerator.unwrap_model(trainer.model_wrapped), rank, world)
+    elif _is_fsdp1(trainer.model):
+        yield from _fsdp1(trainer.model, rank, world)
+    else:
+        yield from _whole_or_dtensor(accelerator.unwrap_model(trainer.model), rank, world)
+
+
+def gradient_scale(trainer: Any) -> float:
+    """The factor of float16's loss that is still in the gradient."""
+    accelerator = trainer.accelerator
+    if is_deepspeed(trainer):
+        optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
+        return float(getattr(optimizer, "loss_scale", None) or 1)
+    scaler = getattr(accelerator, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+
+def is_deepspeed(trainer: Any) -> bool:
+    """Whether a DeepSpeed engine applies the gradient."""
+    return getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without the wrappers around modules.
+
+    >>> plain_name("_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.q.weight")
+    'model.layers.0.q.weight'
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _whole_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
+    """One process or DDP, whose gradients are the same on all ranks, and FSDP2."""
+    from torch.distributed.tensor import DTensor
+
+    for place, (name, parameter) in enumerate(_trained(model)):
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            yield from _dtensor(name, gradient, place % world == rank)
+        elif gradient is not None and place % world == rank:
+            yield name, 0, gradient.flatten()
+
+
+def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
+    """A part along the first axis, once where replicas hold the same; a tensor that is cut
+    otherwise is gathered, and one rank adds it.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = gradient.device_mesh, gradient.placements
+    if not all(isinstance(one, Replicate) or one == Shard(0) for one in placements):
+        whole = gradient.full_tensor()
+        if gathers:
+            yield name, 0, whole.flatten()
+        return
+    place = mesh.get_coordinate()
+    first = all(
+        not isinstance(one, Replicate) or place[axis] == 0 for axis, one in enumerate(placements)
+    )
+    local = gradient.to_local()
+    if first and local.numel():
+        _, offset = compute_local_shape_and_global_offset(gradient.shape, mesh, placements)
+        row = gradient.numel() // gradient.shape[0] if gradient.dim() else 1
+        yield name, (offset[0] if offset else 0) * row, local.flatten()
+
+
+def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
+    """ZeRO-3: this rank's part of every parameter. Other stages: each gathered, one at a time."""
+    from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
+        safe_get_full_grad,
+        safe_get_local_grad,
+    )
+
+    for place, (name, parameter) in enumerate(_trained(model)):
+        sharded: Any = getattr(parameter, "ds_tensor", None)
+        if sharded is None:
+            gradient = safe_get_full_grad(parameter)  # on all ranks
+            if gradient is not None and place % world == rank:
+                yield name, 0, gradient.flatten()
+            continue
+        part = safe_get_local_grad(parameter)
+        whole = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+        start = rank * sharded.ds_numel
+        if part is not None and start < whole:  # behind it is padding
+            yield name, start, part.flatten()[: whole - start]
+
+
+def _is_fsdp1(model: torch.nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    if not all(m._use_orig_params for m in FSDP.fsdp_modules(model)):
+        raise LookupError("FSDP1 without use_orig_params keeps no gradients of parameters")
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        for place, (name, parameter) in enumerate(_trained(model)):
+            if parameter.grad is not None and place % world == rank:
+                yield name, 0, parameter.grad.flatten()

@@ -1,0 +1,379 @@
+"""The gradient that TRL hands to the optimizer, before clipping, beside the declared one."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from grpo_ustat.estimators.applied_gradient import (
+    NOT_OF_ROWS,
+    Fault,
+    GradientAudit,
+    advantages_by_rule,
+    divided,
+    judged,
+    other_losses,
+    rounding,
+)
+from grpo_ustat.estimators.row_weights import BY_TOKENS_OF_ALL, Loss, token_weights
+from grpo_ustat.integrations.trl.applied import add_applied, is_deepspeed
+from grpo_ustat.integrations.trl.generation import Group, completions_of
+from grpo_ustat.integrations.trl.support import active_dropout
+from grpo_ustat.policy.audit import epsilon_of
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import Array, BaselineContext
+from grpo_ustat.terminal.streams import single_line
+
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt and of its completion."""
+OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
+
+
+class UpdateResult(NamedTuple):
+    """One update.
+
+    Attributes:
+        step: updates before it.
+        ratio, cosine: of the applied and the declared gradient; NaN where they were not compared.
+        agrees: whether rounding explains the difference; None where they were not compared.
+        sentence: what was found, or why nothing was.
+    """
+
+    step: int
+    ratio: float
+    cosine: float
+    agrees: bool | None
+    sentence: str
+
+
+class Row(NamedTuple):
+    """A row that an update consumed.
+
+    Attributes:
+        key: a digest of its tokens.
+        tokens: that count in the loss, 0 of a row that is masked whole.
+        of_generation: tokens of its generation batch, as TRL counts them.
+    """
+
+    key: bytes
+    tokens: int
+    of_generation: float
+
+
+class Consumed(NamedTuple):
+    """What an update consumed on one rank.
+
+    Attributes:
+        rows: by micro-batch.
+        scored: digests of the completions whose scores this rank has.
+    """
+
+    rows: list[list[Row]]
+    scored: set[bytes]
+
+
+class NotComparedError(Exception):
+    """The update's gradient has nothing to be compared with, on all ranks."""
+
+
+class UpdateAudit:
+    """Compares the gradient of an update with `sum_r W_r s_r`, from sketches of both.
+
+    W are the weights of the declared loss, of rewards and not of TRL's own advantages; s_r are the
+    scores that `expect` is handed. Which rows an update consumes is read from the micro-batches
+    that reach `compute_loss`, so shuffling, `steps_per_generation` and short last windows count as
+    they are. The gradient is read where it is whole and not yet clipped: before the accelerator
+    clips it, and before a DeepSpeed engine steps, which clips within.
+
+    Nothing of the training changes. Ranks meet only at updates that follow an `expect`, so all of
+    them call it or none.
+
+    Args:
+        trainer: a `trl.GRPOTrainer`, before `train()`; its `compute_loss`, its accelerator's
+            `clip_grad_norm_` and a DeepSpeed engine's `step` are wrapped.
+        sketch: of the scores, by the names of the model's parameters without wrappers.
+        loss: the declared one.
+
+    Attributes:
+        results: of all updates that were expected, in order, the same on all ranks.
+    """
+
+    def __init__(self, trainer: Any, sketch: Sketch, loss: Loss):
+        self.trainer, self.sketch, self.loss = trainer, sketch, loss
+        self.results: list[UpdateResult] = []
+        self._step = -1
+        self._inputs: list[Mapping[str, Any]] = []
+        self._scores: dict[bytes, np.ndarray] = {}
+        self._advantages: dict[bytes, list[dict[str, float]]] = defaultdict(list)
+        self._expected_at, self._fault = -1, ""
+        self._engine: Any = None
+        self._compute_loss = trainer.compute_loss
+        trainer.compute_loss = self._recording
+        if not is_deepspeed(trainer):
+            self._clip = trainer.accelerator.clip_grad_norm_
+            trainer.accelerator.clip_grad_norm_ = self._clipping
+
+    def expect(
+        self,
+        scores: Mapping[Key, np.ndarray],
+        groups: Sequence[Group],
+        context: BaselineContext | None = None,
+    ) -> None:
+        """Announce a generation batch that was measured: the next update is compared.
+
+        Args:
+            scores: sketches of the scores of completions, those that this rank has; none are
+                needed of groups whose rewards are all equal.
+            groups: all groups of the generation batch, on every rank.
+            context: what the rule of the loss reads beside rewards and lengths; None: nothing.
+        """
+        if self._expected_at != self.trainer.state.global_step:
+            self._forget()
+        self._expected_at = self.trainer.state.global_step
+        self._scores |= {digest(*key): sketch_R for key, sketch_R in scores.items()}
+        if not groups:
+            return
+        rewards_PG = np.stack([group.rewards_G for group in groups])
+        lengths_PG = np.array([[len(c.completion_ids) for c in g.completions] for g in groups])
+        context = replace(context or BaselineContext(), lengths_PG=lengths_PG)
+        try:
+            by_rule = advantages_by_rule(self.loss, rewards_PG, context)
+        except Exception as error:  # as in `_update`
+            self._fault = f"{type(error).__name__}: {error}"
+            return
+        for p, group in enumerate(groups):
+            for i, one in enumerate(group.completions):
+                own = {rule: float(values[p, i]) for rule, values in by_rule.items()}
+                self._advantages[digest(one.prompt_ids, one.completion_ids)].append(own)
+
+    def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss of a micro-batch, whose rows are kept until the update."""
+        if self.trainer.model.training:
+            if self._step != self.trainer.state.global_step:
+                self._step, self._inputs = self.trainer.state.global_step, []
+            self._inputs.append(inputs)
+            engine = getattr(self.trainer.accelerator, "deepspeed_engine_wrapped", None)
+            if engine is not None and self._engine is not engine.engine:
+                self._engine, self._engine_step = engine.engine, engine.engine.step
+                engine.engine.step = self._stepping
+        return self._compute_loss(model, inputs, *args, **kwargs)
+
+    def _clipping(self, *args: Any, **kwargs: Any) -> Any:
+        self._update()
+        return self._clip(*args, **kwargs)
+
+    def _stepping(self, *args: Any, **kwargs: Any) -> Any:
+        if self._engine.is_gradient_accumulation_boundary():
+            self._update()
+        return self._engine_step(*args, **kwargs)
+
+    def _update(self) -> None:
+        """Compare the gradients of an update that was expected, and forget its rows."""
+        if self._inputs and self._expected_at == self._step:
+            try:
+                audit = self._compare()
+                found = (audit.ratio, audit.cosine, audit.agrees, audit.sentence())
+            except Exception as error:  # of any kind, the same on all ranks: training goes on
+                known = isinstance(error, NotComparedError)
+                text = single_line(error if known else f"{type(error).__name__}: {error}")
+                found = (math.nan, math.nan, None, f"The gradient was not compared: {text}")
+            self.results.append(UpdateResult(self._step, *found))
+        self._inputs = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Expect nothing."""
+        self._expected_at, self._fault = -1, ""
+        self._scores.clear()
+        self._advantages.clear()
+
+    def _compare(self) -> GradientAudit:
+        """The audit of the update at hand.
+
+        Raises:
+            NotComparedError: on all ranks, where one of them cannot compare.
+        """
+        accelerator = self.trainer.accelerator
+        own: Any
+        try:
+            own = self._fault or self._consumed()
+        except Exception as error:  # other ranks wait
+            own = f"{type(error).__name__}: {error}"
+        every = _of_all_ranks(own)
+        rows = [micro_batch for one in every for micro_batch in one.rows]
+        row_N = [row for micro_batch in rows for row in micro_batch]
+        weights = self._weights(rows, row_N)
+        scorer_N = [
+            next((rank for rank, one in enumerate(every) if row.key in one.scored), -1)
+            for row in row_N
+        ]
+        unscored_N = np.array([rank < 0 for rank in scorer_N])
+        declared_N = weights.pop(self.loss.name)
+        if missing := int((unscored_N & (declared_N != 0)).sum()):
+            raise NotComparedError(f"{missing} of its {len(row_N)} completions have no scores")
+        weights = {
+            says: weights_N for says, weights_N in weights.items()
+            if not (unscored_N & (weights_N != 0)).any()
+        }  # fmt: skip
+        share_SR = torch.zeros(
+            (2 + len(weights), self.sketch.dimension), dtype=torch.float64,
+            device=accelerator.device,
+        )  # fmt: skip
+        rows_sq_1 = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
+        fault = None
+        try:
+            add_applied(share_SR[:1], self.trainer, self.sketch)
+            own_N = np.array([rank == accelerator.process_index for rank in scorer_N])
+            scores_NR = [
+                self._scores[row.key] for row, own in zip(row_N, own_N, strict=True) if own
+            ]
+            if scores_NR:
+                weights_WO = np.stack([declared_N, *weights.values()])[:, own_N]
+                scores_OR = np.stack(scores_NR).astype(np.float64)
+                share_SR[1:] = torch.from_numpy(weights_WO @ scores_OR)
+                rows_sq_1 += float(weights_WO[0] ** 2 @ np.square(scores_OR).sum(axis=1))
+        except Exception as error:  # as above
+            fault = f"{type(error).__name__}: {error}"
+        _of_all_ranks(fault)
+        if accelerator.num_processes > 1:
+            share_SR = accelerator.reduce(share_SR, reduction="sum")
+            rows_sq_1 = accelerator.reduce(rows_sq_1, reduction="sum")
+        applied_R, declared_R, *others = share_SR.cpu().numpy()
+        epsilon = epsilon_of(
+            torch.bfloat16 if accelerator.mixed_precision != "no" else None,
+            *(p.dtype for p in self.trainer.model.parameters() if p.requires_grad),
+        )
+        tolerance = rounding(epsilon, float(declared_R @ declared_R), float(rows_sq_1))
+        return judged(
+            applied_R, declared_R, dict(zip(weights, others, strict=True)), tolerance,
+            self._faults(), self._hints(),
+        )  # fmt: skip
+
+    def _consumed(self) -> Consumed:
+        """What the update consumed on this rank."""
+        pad_token = self.trainer.processing_class.pad_token_id
+        rows = []
+        for inputs in self._inputs:
+            mask_BT = inputs["completion_mask"]
+            if inputs.get("tool_mask") is not None:
+                mask_BT = mask_BT * inputs["tool_mask"]
+            items = inputs.get("num_items_in_batch")
+            rows.append(
+                [
+                    Row(digest(one.prompt_ids, one.completion_ids), int(tokens), float(items or 0))
+                    for one, tokens in zip(
+                        completions_of(inputs, pad_token), mask_BT.sum(dim=1).tolist(), strict=True
+                    )
+                ]
+            )
+        return Consumed(rows, set(self._scores))
+
+    def _weights(self, rows: list[list[Row]], row_N: list[Row]) -> dict[str, Array]:
+        """Weights of the rows, the declared ones by the name of the loss and others by what they
+        are.
+
+        Raises:
+            NotComparedError: a row is of no measured group, or micro-batches are of several sizes.
+        """
+        places = {key: list(found) for key, found in self._advantages.items()}
+        if unknown := sum(not places.get(row.key) for row in row_N):
+            raise NotComparedError(
+                f"{unknown} of its {len(row_N)} completions are of no group that was measured"
+            )
+        by_row = [places[row.key].pop(0) if len(places[row.key]) > 1 else places[row.key][0]
+                  for row in row_N]  # fmt: skip
+        advantage_N = {rule: np.array([one[rule] for one in by_row]) for rule in by_row[0]}
+        size, loss = len(rows[0]), self.loss
+        if any(len(micro_batch) != size for micro_batch in rows):
+            raise NotComparedError("its micro-batches are of several sizes")
+        length_N = np.array([row.tokens for row in row_N])
+        weight_N = token_weights(
+            loss.loss_type, length_N, loss.max_completion_length,
+            size if loss.loss_type == "bnpo" else None,
+        )  # fmt: skip
+        weights = {loss.name: advantage_N[loss.rule] * weight_N}
+        args = self.trainer.args
+        if loss.loss_type in BY_TOKENS_OF_ALL:
+            share = len(rows) / self.trainer.accelerator.num_processes / args.steps_per_generation
+            own_N = np.array([1 / max(row.of_generation, 1) / share for row in row_N])
+            says = (
+                f"{OWN_NORMALISER}, here of {args.steps_per_generation} micro-batches "
+                "(steps_per_generation), and not by those of the update's "
+                f"{len(rows) // self.trainer.accelerator.num_processes}"
+            )
+            weights[says] = advantage_N[loss.rule] * own_N * (length_N > 0)
+        return weights | other_losses(loss, advantage_N, weight_N, length_N)
+
+    def _faults(self) -> list[Fault]:
+        """Those that multiply the whole gradient and are known of trainers."""
+        trainer, faults = self.trainer, []
+        args, window = trainer.args, len(self._inputs)
+        high = getattr(trainer, "epsilon_high", math.inf)
+        if self.loss.loss_type == "cispo" and high < 1:
+            given = getattr(args, "epsilon_high", None)
+            how = "without epsilon_high" if given is None else f"with epsilon_high={given:g}"
+            faults.append(Fault(high, f"loss_type='cispo' {how} caps every weight at {high:g}"))
+        steps = args.gradient_accumulation_steps
+        liger = "Liger's loss is " if _uses_liger(args) else ""
+        faults += [
+            Fault(fault.ratio, liger + fault.says)
+            for fault in divided(window, "gradient_accumulation_steps")
+        ]
+        if window != steps:
+            says = (
+                f"the window of {window} micro-batches is divided by those of a whole one, {steps}"
+            )
+            faults.append(Fault(window / steps, says))
+        return faults + divided(trainer.accelerator.num_processes, "processes")
+
+    def _hints(self) -> list[str]:
+        """What makes the applied gradient another one here and is no weight of a row."""
+        trainer, hints = self.trainer, []
+        args = trainer.args
+        if dropout := active_dropout(trainer.model):
+            hints.append(f"dropout, {dropout[0]} of {dropout[1]:g}, which scores are without")
+        if getattr(trainer, "beta", 0) and self._step:
+            hints.append(
+                f"the penalty, beta={trainer.beta:g}, which is not in the declared gradient"
+            )
+        if getattr(args, "entropy_coef", 0):
+            hints.append(f"the bonus for entropy, entropy_coef={args.entropy_coef:g}")
+        if (share := getattr(trainer, "top_entropy_quantile", 1.0)) < 1:
+            hints.append(f"top_entropy_quantile={share:g}, which leaves tokens out")
+        correction = "vllm_importance_sampling_correction"
+        if getattr(trainer, "use_vllm", False) and getattr(trainer, correction, False):
+            hints.append(f"weights against vLLM's probabilities, {correction}")
+        if getattr(trainer, "aux_loss_enabled", False):
+            hints.append("the auxiliary loss of the router")
+        return [f"likely {hint}" for hint in hints] or [NOT_OF_ROWS]
+
+
+def digest(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bytes:
+    """What stands for a completion of a prompt, 16 bytes."""
+    parts = [np.array([len(prompt_ids)]), np.array(prompt_ids), np.array(completion_ids)]
+    tokens = np.concatenate([part.astype(np.int64) for part in parts])
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """What every rank has.
+
+    Raises:
+        NotComparedError: on all ranks, where one of them has a text, which says what failed.
+    """
+    every = gather_object([own])
+    if faults := [one for one in every if isinstance(one, str)]:
+        raise NotComparedError(faults[0])
+    return every
+
+
+def _uses_liger(args: Any) -> bool:
+    return any(getattr(args, name, False) for name in ("use_liger_kernel", "use_liger_loss"))

@@ -1,0 +1,248 @@
+"""Is the gradient that is applied the declared one? For any trainer, from its `p.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.applied_gradient import (
+    FULL,
+    NO_CAUSE,
+    REDUCED,
+    GradientAudit,
+    advantages_by_rule,
+    agreement,
+    cause_of,
+    divided,
+    other_losses,
+    rounding,
+    rows_text,
+    without_cause,
+)
+from grpo_ustat.estimators.row_weights import Loss, row_weights, token_weights
+from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, score_bytes
+from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import Array, BaselineContext, Integers, Mask
+
+SKETCH = 16381  # numbers of a gradient that are kept to look for a cause
+
+
+@dataclass(frozen=True)
+class UpdateRows:
+    """The rows of an update and what multiplies the score of each in the declared gradient.
+
+    Attributes:
+        input_ids_BT: token ids, prompts and completions.
+        attention_mask_BT: 1 on real tokens.
+        completion_mask_BT: 1 on the tokens whose log-probabilities count.
+        weights_B: W, the declared gradient is `sum_i W_i s_i`, the direction of ascent.
+        others: weights of other losses, by name, that explain a difference.
+    """
+
+    input_ids_BT: torch.Tensor
+    attention_mask_BT: torch.Tensor
+    completion_mask_BT: torch.Tensor
+    weights_B: Array
+    others: Mapping[str, Array] = field(default_factory=dict[str, Array])
+
+    @classmethod
+    def of_loss(
+        cls,
+        loss: Loss,
+        rewards_PG: Array,
+        input_ids_BT: torch.Tensor,
+        attention_mask_BT: torch.Tensor,
+        completion_mask_BT: torch.Tensor,
+        ended_PG: Mask | None = None,
+    ) -> UpdateRows:
+        """The rows with the weights of a loss at the first update of a batch, by `row_weights`.
+
+        Args:
+            loss: which.
+            rewards_PG: rewards; row p G + i is completion i of prompt p.
+            input_ids_BT, attention_mask_BT, completion_mask_BT: of the B = P G rows.
+            ended_PG: whether each completion ended; None: all did.
+
+        Raises:
+            ConfigError: there are not P G rows.
+        """
+        rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
+        if rewards_PG.ndim != 2 or rewards_PG.size != len(input_ids_BT):
+            raise ConfigError(
+                f"rewards of shape {rewards_PG.shape} for {len(input_ids_BT)} rows: give [P, G], "
+                "one for each row"
+            )
+        lengths_PG = completion_mask_BT.sum(dim=1).cpu().numpy().reshape(rewards_PG.shape)
+        counted_N = loss.counted_lengths(lengths_PG, ended_PG).ravel()
+        weight_N = token_weights(
+            loss.loss_type, counted_N, loss.max_completion_length, loss.micro_batch_size
+        )
+        context = BaselineContext(lengths_PG=lengths_PG)
+        advantage_N = {
+            rule: advantage_PG.ravel()
+            for rule, advantage_PG in advantages_by_rule(loss, rewards_PG, context).items()
+        }
+        return cls(
+            input_ids_BT, attention_mask_BT, completion_mask_BT,
+            row_weights(loss, rewards_PG, context, ended_PG).sum(axis=0).ravel(),
+            other_losses(loss, advantage_N, weight_N, counted_N),
+        )  # fmt: skip
+
+    def part(self, index: Integers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids and masks of some of the rows."""
+        place = torch.as_tensor(index, device=self.input_ids_BT.device)
+        tensors = (self.input_ids_BT, self.attention_mask_BT, self.completion_mask_BT)
+        return tensors[0][place], tensors[1][place], tensors[2][place]
+
+
+def audit(
+    model: PreTrainedModel,
+    applied_gradients: Mapping[str, torch.Tensor | None],
+    rows: UpdateRows,
+    *,
+    temperature: float = 1.0,
+    compute_dtype: torch.dtype | None = None,
+    divisors: Mapping[str, int] | None = None,
+    completions_at_once: int = 8,
+) -> GradientAudit:
+    """Compare the gradient of an update, before clipping, with the declared one.
+
+    The first update of a batch, where every importance ratio is 1. The model is scored in
+    evaluation mode, without dropout; modes and gradients are as before.
+
+    Args:
+        model: a causal language model, with the weights that the gradient was formed at.
+        applied_gradients: `{name: p.grad for name, p in model.named_parameters()}` of the loss that
+            is minimised: minus the direction of ascent. None is a gradient of 0. Whole gradients,
+            summed or averaged over processes as the optimizer gets them.
+        rows: of the whole update, on all processes and in all its micro-batches.
+        temperature: divides the logits, as in the loss.
+        compute_dtype: the lowest precision that the loss was computed in, such as autocast's; None:
+            that of parameters and gradients.
+        divisors: numbers by which a trainer may divide once too often or not at all, such as
+            `{"gradient_accumulation_steps": 4}`; a difference by such a factor is then named.
+        completions_at_once: of a pass of the model.
+
+    Raises:
+        ConfigError: names or shapes are not those of the model's trainable parameters.
+    """
+    faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _check(own, applied_gradients)
+    epsilon = epsilon_of(
+        compute_dtype, *(p.dtype for p in own.values()),
+        *(g.dtype for g in applied_gradients.values() if g is not None),
+    )  # fmt: skip
+    with evaluating(model):
+        declared: dict[str, torch.Tensor] = {}
+        rows_sq = 0.0
+        for part in _parts(np.flatnonzero(rows.weights_B), completions_at_once):
+            weights = torch.from_numpy(rows.weights_B[None, part])
+            scores = completion_scores(
+                model, *rows.part(part), weights_KB=weights, temperature=temperature,
+                by_layer=_by_layer(model, rows, part),
+            )  # fmt: skip
+            rows_sq += float(weights[0].square() @ scores.sq_norm_B.cpu())
+            for name, value in scores.gradients_K[0].items():
+                declared[name] = declared[name] + value if name in declared else value
+        both, declared_sq, applied_sq = _products(own, applied_gradients, declared)
+        found = agreement(both, declared_sq, applied_sq)
+        tolerance = rounding(epsilon, declared_sq, rows_sq)
+        if (settled := without_cause(found, tolerance, applied_sq != 0)) is not None:
+            return settled
+        del declared
+        sketch = Sketch(parameter_sizes(model), SKETCH)
+        scores_BR = np.concatenate(
+            [
+                completion_scores(
+                    model, *rows.part(part), temperature=temperature, features=sketch,
+                    by_layer=_by_layer(model, rows, part),
+                ).features_BR.cpu().numpy()  # pyright: ignore[reportOptionalMemberAccess]
+                for part in _parts(np.arange(len(rows.weights_B)), completions_at_once)
+            ]
+        )  # fmt: skip
+    given = {name: -g for name, g in applied_gradients.items() if g is not None and name in own}
+    applied_R = sketch.of(given).double().cpu().numpy()
+    others = {name: weights_B @ scores_BR for name, weights_B in rows.others.items()}
+    cause = cause_of(applied_R, rows.weights_B @ scores_BR, others, tolerance, faults) or rows_text(
+        applied_R, scores_BR, rows.weights_B, tolerance
+    )
+    return GradientAudit(*found, found.difference, tolerance, cause or NO_CAUSE)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in evaluation mode and outside of autocast; modes are restored."""
+    modes = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    try:
+        model.eval()
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def epsilon_of(*dtypes: torch.dtype | None) -> float:
+    """What rounding explains where something was computed in these types, None is not known."""
+    narrow = any(dtype is not None and dtype.itemsize < 4 for dtype in dtypes)
+    tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+    return REDUCED if narrow or tf32 else FULL
+
+
+def _check(own: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse gradients that are not of these parameters.
+
+    Raises:
+        ConfigError: naming the first that does not fit.
+    """
+    if missing := sorted(own.keys() - applied.keys()):
+        raise ConfigError(
+            f"{len(missing)} of {len(own)} trainable parameters are not among the "
+            f"{len(applied)} applied gradients, the first is {missing[0]}: give "
+            "{name: p.grad for name, p in model.named_parameters()} of the same model"
+        )
+    for name, parameter in own.items():
+        gradient = applied[name]
+        if gradient is not None and gradient.shape != parameter.shape:
+            raise ConfigError(
+                f"the applied gradient of {name} has shape {tuple(gradient.shape)} and the "
+                f"parameter {tuple(parameter.shape)}: give whole gradients, not shards"
+            )
+
+
+def _products(
+    own: Mapping[str, nn.Parameter],
+    applied: Mapping[str, torch.Tensor | None],
+    declared: Mapping[str, torch.Tensor],
+) -> tuple[float, float, float]:
+    """<p, d>, ||d||^2 and ||p||^2 over all parameters, summed in float64."""
+    both = declared_sq = applied_sq = 0.0
+    for name in own:
+        d = declared[name].double().flatten() if name in declared else None
+        declared_sq += 0.0 if d is None else float(d @ d)
+        if (gradient := applied[name]) is not None:
+            p = gradient.detach().double().flatten()
+            applied_sq += float(p @ p)
+            both -= 0.0 if d is None else float(p.to(d.device) @ d)
+    return both, declared_sq, applied_sq
+
+
+def _parts(index: Integers, at_once: int) -> list[Integers]:
+    """The places in pieces of at most `at_once`; none where there are none."""
+    return np.split(index, range(at_once, len(index), at_once)) if len(index) else []
+
+
+def _by_layer(model: PreTrainedModel, rows: UpdateRows, part: Integers) -> bool:
+    """Whether the whole graph of these rows would take too much of the free memory."""
+    whole = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
+    return whole > GRAPH_MEMORY_SHARE * free_bytes(model.device)

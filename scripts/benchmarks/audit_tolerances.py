@@ -1,0 +1,172 @@
+"""How far an applied gradient is from the declared one by rounding alone, and what is then found.
+
+    python scripts/benchmarks/audit_tolerances.py [--batches 600] [--policies tiny_base tiny]
+
+Each batch is of 1 to 4 prompts x 8 completions of an embedded policy, with random 0/1 rewards, one
+of TRL's losses and scalings, and a plain PyTorch loop that accumulates its gradient over 1 to 8
+micro-batches in random order: in float32; under autocast to bfloat16, scored in float32; with
+weights, activations and gradients in bfloat16, and scored so.
+
+Printed for each precision: quantiles of |ratio - 1|, of 1 - cosine and of
+x = ||p - d|| / sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2), alarms at the epsilon of
+`estimators.applied_gradient`, which bounds x, and how often an audit says so where the applied
+gradient is also too long by a factor, or turned so far that its cosine is lowered.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo_ustat
+from grpo_ustat import Loss, UpdateRows, completion_scores
+from grpo_ustat.estimators.applied_gradient import FULL, REDUCED, compared, rounding
+from grpo_ustat.policy.scores.backward import parameter_sizes
+from grpo_ustat.policy.scores.sketch import Sketch
+
+ASSETS = Path(grpo_ustat.__file__).parent / "assets"
+PRECISIONS = ("float32", "autocast", "bfloat16")
+RULES = {"group_std": {"epsilon": 1e-4}, "batch_std": {"epsilon": 1e-4}, "group_mean": {}}
+KINDS = ("dapo", "grpo", "dr_grpo", "luspo")
+LONGEST, GROUP, PROMPTS = 40, 8, 24
+FACTORS = {FULL: (1.001, 1.002, 1.005), REDUCED: (1.05, 1.1, 1.2, 1.33, 2)}
+COSINES = {FULL: (1 - 1e-6, 1 - 1e-5, 1 - 1e-4), REDUCED: (0.99, 0.97, 0.95, 0.9, 0.8)}
+
+
+class Pool(NamedTuple):
+    """Completions of a policy and all numbers of their scores.
+
+    Attributes:
+        model: in a precision.
+        ids, attention, completion: of PROMPTS x GROUP rows.
+        scores: [rows, parameters].
+        sketch: of gradients, all of their numbers.
+    """
+
+    model: torch.nn.Module
+    ids: torch.Tensor
+    attention: torch.Tensor
+    completion: torch.Tensor
+    scores: np.ndarray
+    sketch: Sketch
+
+
+def pool(policy, precision, rng):
+    """Completions that the policy samples in float32, scored in the precision of its weights."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / policy, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / policy)
+    texts = [f"{rng.integers(1, 99)}+{rng.integers(1, 99)}=" for _ in range(PROMPTS)]
+    tokens = [tokenizer(text).input_ids for text in texts]
+    width = max(map(len, tokens))
+    head_PL = torch.tensor([[0] * (width - len(t)) + t for t in tokens])
+    mask_PL = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in tokens])
+    head_BL, mask_BL = (x.repeat_interleave(GROUP, dim=0) for x in (head_PL, mask_PL))
+    with torch.no_grad():
+        ids_BT = model.generate(
+            input_ids=head_BL, attention_mask=mask_BL, do_sample=True, top_k=0,
+            max_new_tokens=LONGEST, pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    ended_BT = ids_BT[:, width:] == tokenizer.eos_token_id
+    own_BT = ((ended_BT.cumsum(dim=1) - ended_BT.long()) == 0).long()
+    completion_BT = torch.cat([torch.zeros_like(mask_BL), own_BT], dim=1)
+    rows = ids_BT, torch.cat([mask_BL, own_BT], dim=1), completion_BT
+    if precision == "bfloat16":
+        model = model.bfloat16()
+    sketch = Sketch(parameter_sizes(model), 10**7)
+    scores = [
+        completion_scores(model, *(x[i : i + GROUP] for x in rows), features=sketch).features_BR
+        for i in range(0, PROMPTS * GROUP, GROUP)
+    ]
+    return Pool(model, *rows, torch.cat(scores).float().numpy(), sketch)
+
+
+def applied(model, rows, parts, autocast):
+    """`p.grad` of a plain loop over micro-batches: the gradient of minus sum_i W_i log pi(y_i)."""
+    model.zero_grad()
+    for part in parts:
+        ids, attention, completion = rows.part(part)
+        context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
+        with context:
+            logits = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits
+        logprobs = logits[:, :-1].float().log_softmax(dim=-1)
+        chosen = logprobs.gather(2, ids[:, 1:, None])[..., 0] * completion[:, 1:]
+        weights = torch.from_numpy(rows.weights_B[part]).float()
+        (-(chosen.sum(dim=1) * weights).sum()).backward()
+    return {name: -p.grad for name, p in model.named_parameters()}
+
+
+def measured(policy, precision, batches, seed):
+    """Ratio, cosine and sum_i W_i^2 ||s_i||^2 / ||d||^2 of each batch, [N, 3]."""
+    rng = np.random.default_rng([seed, PRECISIONS.index(precision)])
+    torch.manual_seed(seed)
+    drawn, found = pool(policy, precision, rng), []
+    while len(found) < batches:
+        prompts = rng.choice(PROMPTS, size=int(rng.integers(1, 5)), replace=False)
+        rewards = rng.random((len(prompts), GROUP)) < rng.choice([0.1, 0.5, 0.9])
+        if not (rewards != rewards[:, :1]).any():
+            continue
+        index = (prompts[:, None] * GROUP + np.arange(GROUP)).ravel()
+        rule = str(rng.choice(list(RULES)))
+        loss = Loss("drawn", rule, RULES[rule], str(rng.choice(KINDS)), LONGEST)
+        rows = UpdateRows.of_loss(
+            loss, rewards.astype(float), drawn.ids[index], drawn.attention[index],
+            drawn.completion[index],
+        )  # fmt: skip
+        parts = np.array_split(rng.permutation(len(index)), int(rng.choice([1, 2, 4, 8])))
+        gradient = applied(drawn.model, rows, parts, precision == "autocast")
+        applied_R = drawn.sketch.of(gradient).double().numpy()
+        scores_BR = drawn.scores[index].astype(np.float64)
+        declared_R = rows.weights_B @ scores_BR
+        rows_sq = rows.weights_B**2 @ np.square(scores_BR).sum(axis=1)
+        found.append((*compared(applied_R, declared_R), rows_sq / (declared_R @ declared_R)))
+    return np.array(found)
+
+
+def difference(ratio, cosine):
+    """||p - d|| / ||d||."""
+    return np.hypot(ratio - 1, ratio * np.sqrt(np.maximum(0, 1 - cosine**2)) / np.abs(cosine))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=600, help="of each policy and precision")
+    parser.add_argument("--policies", nargs="+", default=["tiny_base", "tiny", "tiny_direct"])
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for precision in args.precisions:
+        parts = [measured(policy, precision, args.batches, args.seed) for policy in args.policies]
+        epsilon, together = FULL if precision == "float32" else REDUCED, np.concatenate(parts)
+        names = [*args.policies, "together"]
+        for policy, (ratio, cosine, rows_sq) in zip(
+            names, [part.T for part in (*parts, together)], strict=True
+        ):
+            x = difference(ratio, cosine) / np.sqrt(1 + rows_sq)
+            ends = [
+                "/".join(f"{np.quantile(values, q):.1e}" for q in (0.5, 0.99, 1))
+                for values in (np.abs(ratio - 1), 1 - cosine, x)
+            ]
+            print(
+                f"{precision} {policy}, median/99 %/most: |ratio - 1| {ends[0]}, 1 - cosine "
+                f"{ends[1]}, x {ends[2]}; {(x > epsilon).sum()} alarms of {len(x)}",
+                flush=True,
+            )
+        ratio, cosine, rows_sq = together.T
+        tolerance = np.array([rounding(epsilon, 1, one) for one in rows_sq])
+        for factor in FACTORS[epsilon]:
+            said = difference(factor * ratio, cosine) > tolerance
+            print(f"  a factor of {factor:g} is said in {said.mean():.1%}", flush=True)
+        for low in COSINES[epsilon]:
+            said = difference(ratio, cosine * low) > tolerance
+            print(f"  a cosine lowered to {low:g} is said in {said.mean():.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
