@@ -26,7 +26,7 @@ from grpo_ustat.estimators.applied_gradient import (
 from grpo_ustat.estimators.row_weights import BY_TOKENS_OF_ALL, Loss, token_weights
 from grpo_ustat.integrations.trl.applied import add_applied, is_deepspeed
 from grpo_ustat.integrations.trl.generation import Group, completions_of
-from grpo_ustat.integrations.trl.support import active_dropout
+from grpo_ustat.integrations.trl.sampling import active_dropout
 from grpo_ustat.policy.audit import epsilon_of
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, BaselineContext
