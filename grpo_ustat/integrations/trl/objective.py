@@ -17,7 +17,7 @@ from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
 from grpo_ustat.estimators.worth import Worth, positive, worth
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
-from grpo_ustat.records import Array, Mask, ScorePool
+from grpo_ustat.records import Array, ScorePool
 
 EPSILON = 1e-4  # that TRL adds to a std
 EACH_REWARD = "normalize_then_sum"
@@ -245,9 +245,8 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
         weights_F: of the functions.
     """
     assert pool.rewards_PNF is not None
-    none_PNF: Mask = np.isnan(pool.rewards_PNF)
-    partly_PF: Mask = none_PNF.any(axis=1) & ~none_PNF.all(axis=1)
-    whole_P = ~partly_PF.any(axis=1)
+    none_PF = np.isnan(pool.rewards_PNF).sum(axis=1)
+    whole_P = np.isin(none_PF, (0, pool.rewards_PNF.shape[1])).all(axis=1)
     arrays = {
         name: value[whole_P]
         for name, value in vars(pool).items()
