@@ -60,7 +60,9 @@ class Batch:
 def additive_part(loss: Loss) -> Loss:
     """The loss without what couples its rows; groups that are replaced stay so."""
     rule, options = loss.rule, loss.options
-    if BASELINES[rule].couples_prompts:
+    if rule == "gdpo":
+        rule = "group_std"  # of the weighted sum
+    elif BASELINES[rule].couples_prompts:
         rule, options = "group_mean", {}
     loss_type = "sum" if loss.loss_type in COUPLED else loss.loss_type
     return replace(
@@ -193,7 +195,11 @@ def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG, lengths_BG = pool.rewards_PN[rows], pool.lengths_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
-    context = BaselineContext(lengths_PG=lengths_BG, history=np.zeros((2, 3)))
+    of_functions_BGF = None if pool.rewards_PNF is None else pool.rewards_PNF[rows]
+    context = BaselineContext(
+        lengths_PG=lengths_BG, history=np.zeros((2, 3)), rewards_PGF=of_functions_BGF,
+        reward_weights_F=pool.reward_weights_F,
+    )  # fmt: skip
     return np.concatenate(
         list(row_weights(loss, rewards_BG, context, ended_BG, batch.order_N)), axis=1
     )

@@ -38,6 +38,7 @@ from grpo_ustat.records import ScorePool
 LEAST_QUESTIONS = 4  # of which a delete-one interval can be made
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
 FROM_A_POOL = {"lengths_PG"}  # what a rule may read of a row besides its reward
+OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}  # and of a pool with several reward functions
 DRAWN_GROUPS = 64  # of each question, of a rule whose groups cannot be counted by levels
 
 
@@ -194,7 +195,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     if questions < LEAST_QUESTIONS:
         return Refusal("questions", LEAST_QUESTIONS, questions)
-    if rule.needs - FROM_A_POOL:
+    if rule.needs - FROM_A_POOL - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
         return Refusal("rule reads more")
     if rule.only_trains:
         return Refusal("rule remembers")

@@ -125,7 +125,7 @@ def main_lag(asked: argparse.Namespace) -> None:
         fresh, pools = lagged(population, lengths_PY, PROMPTS, 64, np.random.default_rng(9))
         rows = loss_worths(fresh, LAGGED, [4, 8], ROLLOUTS, 2000, 1, pools)
         truth = {(row.loss.name, row.group_size): row.worth for row in rows}
-        for prompts, completions in CELLS:
+        for prompts, completions in asked.cells:
             rng, hits = np.random.default_rng(10), defaultdict(list)
             for number in range(asked.studies):
                 fresh, pools = lagged(population, lengths_PY, prompts, completions, rng)
@@ -161,6 +161,12 @@ def lengths_of(population: Population):
     return np.clip(20 * np.exp(spread), 1, LONGEST).astype(np.int64)
 
 
+def cell(text: str) -> tuple[int, int]:
+    """Prompts and completions of each."""
+    prompts, completions = map(int, text.split("x"))
+    return prompts, completions
+
+
 def covers(interval: Interval, truth: float) -> bool:
     """Whether the truth is within, but for rounding."""
     return interval.low - 1e-9 <= truth <= interval.high + 1e-9
@@ -181,6 +187,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
     parser.add_argument("--populations", nargs="+", default=list(POPULATIONS))
     parser.add_argument("--lag", action="store_true", help="completions of another policy")
+    parser.add_argument("--cells", nargs="+", type=cell, default=CELLS, help="such as 64x8")
     asked = parser.parse_args()
     if asked.lag:
         main_lag(asked)
@@ -196,7 +203,7 @@ def main() -> None:
         truth = {(row.loss.name, row.group_size): row.worth for row in rows}
         best = {row.loss.name: row.group_size for row in rows if row.best}
         recipes = against_best(recipe_worths(large, LONGEST, SIZES, ROLLOUTS, 2000, seed=1))
-        for prompts, completions in CELLS:
+        for prompts, completions in asked.cells:
             rng = np.random.default_rng(10)
             hits = defaultdict(list)
             together: list[tuple[int, bool]] = []  # recipes that are decided, whether all cover
@@ -231,7 +238,7 @@ def main() -> None:
                     text = f"{np.mean(seen):.3f}" if len(seen) >= 50 else "too few"
                     print(f"{text:>12}", end="")
                 print(flush=True)
-            count, right = np.mean(together, axis=0)
+            count, right = np.mean(together or [(0, math.nan)], axis=0)
             print(f"{name:12}{f'{prompts} x {completions}':>10}  recipes: {right:.3f} of "
                   f"{len(together)} studies, {count:.1f} recipes decided", flush=True)  # fmt: skip
 

@@ -30,6 +30,7 @@ LOSSES = [
     Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
     Loss("own", "batch_std", {"epsilon": 0.1}, "grpo", 9),
     Loss("own", "leave_one_out", {}, "bnpo", 9, micro_batch_size=2),
+    Loss("functions", "gdpo", {"epsilon": 0.1}, "dapo", 9),
     Loss("drop", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop")),
     Loss("drop all", "none", {}, "sum", 9, rows=RowFilter("drop")),
     Loss("share", "leave_one_out", {}, "grpo", 9, rows=RowFilter(reward_variance_share=0.6)),
@@ -46,6 +47,7 @@ def a_pool(kinds=("all",)):
     rewards = rng.integers(0, 2, size=(QUESTIONS, SIZE)).astype(float)
     rewards[:3] = [[1, 1], [0, 1], [0.5, 0]]
     scores = rng.normal(size=(QUESTIONS, SIZE * len(kinds), 4)).astype(np.float32).astype(float)
+    second, weights = rng.integers(0, 4, size=(QUESTIONS, SIZE)) / 4, np.array([1.0, 0.5])
     return ScorePool(
         rewards_PN=rewards,
         gram_PNN=scores @ scores.transpose(0, 2, 1),
@@ -54,6 +56,8 @@ def a_pool(kinds=("all",)):
         reward_sums_PR=np.zeros((QUESTIONS, 4)),
         score_sums_PR=np.zeros((QUESTIONS, 4)),
         kinds=kinds,
+        rewards_PNF=np.stack([rewards - weights[1] * second, second], axis=-1),
+        reward_weights_F=weights,
     )
 
 
@@ -72,7 +76,10 @@ def update(pool, loss, batch):
     """Row by row: of the vectors of a row that of its sign, and its penalty's."""
     rows = batch.prompt_B[:, None], batch.place_BG
     lengths, rewards = pool.lengths_PN[rows], pool.rewards_PN[rows]
-    context = BaselineContext(lengths_PG=lengths)
+    of_functions = pool.rewards_PNF[rows]
+    context = BaselineContext(
+        lengths_PG=lengths, rewards_PGF=of_functions, reward_weights_F=pool.reward_weights_F
+    )
     weights = row_weights(loss, rewards, context)[: 1 + (loss.name == "clipped")].sum(axis=0)
     counts = (rewards != rewards[:, :1]).any(axis=1)[:, None] | (loss.name != "penalised")
     total = np.zeros(4)

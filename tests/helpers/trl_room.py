@@ -56,7 +56,10 @@ class GRPOTrainer:
         )  # fmt: skip
         self.args = SimpleNamespace(
             per_device_train_batch_size=8, gradient_accumulation_steps=2, generation_batch_size=16,
-            generation_kwargs=None,
+            generation_kwargs=None, loss_type="dapo", scale_rewards="group", beta=0.0, delta=None,
+            top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False,
+            mask_truncated_completions=False, max_completion_length=64,
+            multi_objective_aggregation="sum_then_normalize",
         )  # fmt: skip
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._logs = {"rewards": defaultdict(lambda: deque(maxlen=64))}

@@ -22,11 +22,14 @@ from pyarrow import parquet  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from grpo_ustat.estimators.baselines import advantages  # noqa: E402
 from grpo_ustat.estimators.moments import pool_gradient_weights  # noqa: E402
 from grpo_ustat.estimators.noise import group_terms, noise_estimate  # noqa: E402
-from grpo_ustat.integrations.trl import GradientNoiseCallback  # noqa: E402
+from grpo_ustat.estimators.row_weights import Loss  # noqa: E402
+from grpo_ustat.integrations.trl import GradientNoiseCallback, objective  # noqa: E402
 from grpo_ustat.logs.convert import convert  # noqa: E402
 from grpo_ustat.logs.formats import FORMATS, Options  # noqa: E402
+from grpo_ustat.records import BaselineContext  # noqa: E402
 
 pytestmark = pytest.mark.nightly(minutes=0.5)
 ROOT = Path(__file__).parents[2]
@@ -183,3 +186,23 @@ def test_groups_straddle_two_processes(tmp_path):
     for rank in range(2):
         terms = np.load(tmp_path / f"terms-{rank}.npz")
         assert_same([terms[name] for name in terms.files], expected)
+
+
+def test_its_loss_is_read_from_its_arguments_and_its_advantages_are_ours(tmp_path):
+    """Each reward normalised apart; the recorder is a function without rewards."""
+    trainer, _ = trl_run.train(
+        tmp_path, rewards=(trl_run.right, trl_run.ones), measure=False, max_steps=1,
+        multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 0.3, 1.0], beta=0.04,
+    )  # fmt: skip
+    assert objective.unmeasured(trainer) is None and objective.rollouts_of(trainer) == 64
+    loss = objective.loss_of(trainer)
+    assert loss == Loss("dapo", "gdpo", {"epsilon": 1e-4}, "dapo", 64)
+    assert "std of each reward, without its penalty" in objective.described(trainer)
+    logged = [list(trainer._logs["rewards"][name]) for name in trainer.reward_func_names]
+    rewards = np.array(logged, dtype=float).T.reshape(-1, 8, 3)
+    assert np.isnan(rewards[..., 2]).all() and not np.isnan(rewards[..., :2]).any()
+    weights = trainer.reward_weights.double().numpy()
+    context = BaselineContext(rewards_PGF=np.nan_to_num(rewards), reward_weights_F=weights)
+    ours = advantages(loss.rule, rewards[..., 0], context, loss.options)
+    theirs = np.array(trainer._logs["advantages"]).reshape(ours.shape)
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)  # TRL's are of float32

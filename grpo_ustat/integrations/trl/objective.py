@@ -1,0 +1,282 @@
+"""What a rollout of a run's own loss is worth: the loss of TRL's arguments, and its worth in words.
+
+TRL 1.16 applies, at the first update of a batch, the row weights of `estimators.row_weights`; what
+else its arguments can do to the gradient is named by `unmeasured` or `described`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
+from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
+from grpo_ustat.estimators.worth import Worth, positive, worth
+from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
+from grpo_ustat.records import Array, ScorePool
+
+EPSILON = 1e-4  # that TRL adds to a std
+EACH_REWARD = "normalize_then_sum"
+DRAWS = 100  # pairs of batches behind losses that weigh by the whole batch
+RULES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}  # by `scale_rewards`
+WORDS = {
+    "group_mean": "no std", "group_std": "std of the group", "batch_std": "std of the batch",
+    "gdpo": "std of each reward",
+}  # fmt: skip
+
+
+def loss_of(trainer: Any) -> Loss:
+    """The loss that a trainer's arguments declare, at the first update of a batch.
+
+    `importance_sampling_level`, `epsilon` and `delta` of 1 or more change nothing there, since
+    every ratio is 1; `cispo` without `epsilon_high` has its documented gradient times a constant.
+
+    Args:
+        trainer: a `trl.GRPOTrainer` of which `unmeasured` says nothing.
+    """
+    args = trainer.args
+    each = args.multi_objective_aggregation == EACH_REWARD
+    rule = "gdpo" if each else RULES[args.scale_rewards]
+    return Loss(
+        name=args.loss_type,
+        rule=rule,
+        options={} if rule == "group_mean" else {"epsilon": EPSILON},
+        loss_type=args.loss_type,
+        max_completion_length=args.max_completion_length,
+        micro_batch_size=args.per_device_train_batch_size if args.loss_type == "bnpo" else None,
+        mask_truncated_completions=args.mask_truncated_completions,
+    )
+
+
+def unmeasured(trainer: Any) -> str | None:
+    """Why the worth of a trainer's loss cannot be measured, in words; None where it can."""
+    args = trainer.args
+    for method in ("_compute_loss", "_generate_and_score_completions"):
+        owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
+        if owners and owners[0] != "GRPOTrainer":
+            return f"{owners[0]} has a {method} of its own"
+    if args.loss_type not in LOSS_TYPES:
+        return f"loss_type={args.loss_type} is none of those of TRL 1.16"
+    if args.scale_rewards not in RULES:
+        return f"scale_rewards={args.scale_rewards} is none of {', '.join(RULES)}"
+    if args.top_entropy_quantile < 1:
+        return (
+            f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
+        )
+    if args.entropy_coef or args.use_adaptive_entropy:
+        return "of its entropy bonus the scores say nothing"
+    if args.delta is not None and args.delta < 1:
+        return f"delta={args.delta} clips every ratio of a positive advantage"
+    return None
+
+
+def rollouts_of(trainer: Any) -> int:
+    """n, the completions of one optimizer update, all ranks together."""
+    args = trainer.args
+    ranks = trainer.accelerator.num_processes
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
+
+
+def described(trainer: Any) -> str:
+    """The loss in a few words, with what of it is not measured.
+
+    >>> from types import SimpleNamespace as Some
+    >>> args = Some(loss_type="dapo", scale_rewards="group", mask_truncated_completions=True,
+    ...     multi_objective_aggregation="sum_then_normalize", max_completion_length=64, beta=0.04)
+    >>> described(Some(args=args))
+    'dapo, std of the group, truncated completions masked, without its penalty of beta = 0.04'
+    """
+    loss, args = loss_of(trainer), trainer.args
+    words = [loss.loss_type, WORDS[loss.rule]]
+    if loss.mask_truncated_completions:
+        words.append("truncated completions masked")
+    if args.beta:
+        words.append(f"without its penalty of beta = {args.beta:g}")
+    if getattr(trainer, "aux_loss_enabled", False):
+        words.append("without its load-balancing loss")
+    return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """What a rollout of a run's loss is worth, by groups that it trained on.
+
+    Attributes:
+        words: the loss, see `described`.
+        group_size, rollouts: G and n of the run.
+        groups: that were measured.
+        reason: why nothing is known, in words.
+        unbiased: whether its direction is that of the gradient by theory.
+        compared: of what the unbiased gradient is, where it is not of the one reward.
+        worth: at G; None where `reason` says why not.
+        against: rollouts in groups of G that do as much as one in groups of g, by g < G; their
+            intervals hold together in 95 % (Bonferroni).
+    """
+
+    words: str
+    group_size: int
+    rollouts: int
+    groups: int
+    reason: str | None = None
+    unbiased: bool = False
+    compared: str = ""
+    worth: Worth | None = None
+    against: dict[int, Interval] = field(default_factory=dict[int, Interval])
+
+    @property
+    def decided(self) -> bool:
+        """Whether the worth has an interval with two ends."""
+        return self.worth is not None and math.isfinite(self.worth.worth.estimate)
+
+    @property
+    def cosine(self) -> Interval:
+        """The cosine of its mean and the gradient; NaN where its sign is not known."""
+        if self.worth is None or not self.decided:
+            return Interval(math.nan, 0.0, 1.0)
+        return Interval(*(math.sqrt(max(0.0, square)) for square in self.worth.direction))
+
+    def line(self) -> str:
+        """The worth and the direction, in a sentence; what is missing where there is no worth."""
+        loss = f"Your loss ({self.words})"
+        if self.worth is None:
+            return f"{loss}: {self.reason}."
+        if not self.decided:
+            return (
+                f"{loss}: what a rollout is worth is not decided from {self.groups} groups"
+                f"{self._noise()}."
+            )
+        direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
+        return (
+            f"{loss}: a rollout is worth {_two_digits(self.worth.worth)} of an unbiased one"
+            f"{self.compared}, direction {direction}."
+        )
+
+    def summary(self) -> list[str]:
+        """The line with an advice on the group size, and the smaller sizes in a second line."""
+        first, size = self.line(), self.group_size
+        if not self.decided:
+            return [first]
+        if self.unbiased:
+            return [f"{first} What is best for the unbiased gradient is best for your loss."]
+        known = {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
+        if not known:
+            return [first]
+        better = {g: x for g, x in known.items() if x.low > 1}
+        if better:
+            g = max(better, key=lambda one: better[one].estimate)
+            first += f" Lower num_generations from {size} to {g}."
+        elif all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in known.values()):
+            first += f" Keep num_generations = {size}: no smaller size is significantly better."
+        else:
+            first += f" There is not enough data to keep or to lower num_generations = {size}."
+        each = "; ".join(f"in groups of {g}: {_two_digits(x)}" for g, x in known.items())
+        return [first, f"What a rollout of your loss is worth of one in groups of {size}, {each}."]
+
+    def numbers(self) -> dict[str, float]:
+        """What is known, by name, for a tracker."""
+        if self.worth is None:
+            return {}
+        found = {
+            "loss/worth": self.worth.worth.estimate,
+            "loss/cosine": self.cosine.estimate,
+            "loss/noise": self.worth.noise.estimate,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def _noise(self) -> str:
+        """The share of an update that is noise, in words; nothing where it is not known."""
+        assert self.worth is not None
+        share, low, high = (100 * x for x in self.worth.noise)
+        if not math.isfinite(share):
+            return ""
+        ends = f"[{low:.0f}, {high:.0f}]"
+        return f", an update of {self.rollouts} rollouts is {share:.0f} {ends} % noise"
+
+
+def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:
+    """What a rollout of a loss is worth at the group size of a pool, and in smaller groups of it.
+
+    Args:
+        pool: groups that a run trained on, G = N; of groups whose rewards are equal under every
+            reward function scores may be 0. With `EACH_REWARD` one of `with_functions`.
+        loss: see `loss_of`.
+        rollouts: n of an update.
+        words: see `described`.
+        draws: pairs of batches behind losses that weigh by the whole batch.
+    """
+    groups, size = pool.rewards_PN.shape
+    found = refusal(pool, loss, size, rollouts)
+    if found is not None:
+        return OwnLoss(words, size, rollouts, groups, _reason(found, size, rollouts))
+    sizes = [g for g in _smaller(size) if refusal(pool, loss, g, rollouts) is None]
+    errors = loss_errors(
+        pool, {UNBIASED: [*sizes, size], loss: [*sizes, size]}, rollouts, draws, seed=0
+    )
+    level = 1 - (1 - CONFIDENCE) / max(1, len(sizes))
+    at_size = errors[loss, size]
+    against = {
+        g: positive(at_size.error_D / errors[loss, g].error_D, level=level)
+        for g in sizes
+        if at_size.known and errors[loss, g].known
+    }
+    unbiased = {size: errors[UNBIASED, size].error_D}
+    return OwnLoss(
+        words, size, rollouts, groups,
+        unbiased=loss.scale(size) is not None,
+        compared=" of the rewards' weighted sum" if loss.rule == "gdpo" else "",
+        worth=worth(at_size, size, unbiased),
+        against=against,
+    )  # fmt: skip
+
+
+def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
+    """A pool whose reward functions count as TRL counts them in `EACH_REWARD`.
+
+    A function that returned None for all completions of a group has no part in it, as one whose
+    rewards are equal. Where it returned None for some, TRL normalises the others among themselves:
+    no rule of whole groups, so the group is left out.
+
+    Args:
+        pool: with the functions' rewards, NaN where one returned None.
+        weights_F: of the functions.
+    """
+    assert pool.rewards_PNF is not None
+    none_PF = np.isnan(pool.rewards_PNF).sum(axis=1)
+    whole_P = np.isin(none_PF, (0, pool.rewards_PNF.shape[1])).all(axis=1)
+    arrays = {
+        name: value[whole_P]
+        for name, value in vars(pool).items()
+        if isinstance(value, np.ndarray) and name != "reward_weights_F"
+    }
+    arrays["rewards_PNF"] = np.nan_to_num(arrays["rewards_PNF"])
+    return replace(pool, **arrays, reward_weights_F=weights_F)
+
+
+def _smaller(size: int) -> list[int]:
+    """Halves of a group size, and their halves, as long as they are whole and 2 or more.
+
+    >>> _smaller(16), _smaller(12), _smaller(5)
+    ([2, 4, 8], [3, 6], [])
+    """
+    halves: list[int] = []
+    while size % 2 == 0 and size > 2:
+        size //= 2
+        halves.insert(0, size)
+    return halves
+
+
+def _reason(found: Refusal, size: int, rollouts: int) -> str:
+    """A refusal in the words of one who trains."""
+    if found.kind in ("questions", "coupled questions"):
+        return f"not decided yet, {found.needed} groups are needed, {found.found} measured"
+    if found.kind == "no multiple":
+        return f"an update of {rollouts} rollouts has no whole number of groups of {size}"
+    return f"it cannot be measured here ({found.kind})"
+
+
+def _two_digits(value: Interval) -> str:
+    return f"{value.estimate:.2f} [{value.low:.2f}, {value.high:.2f}]"

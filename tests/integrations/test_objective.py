@@ -1,0 +1,212 @@
+"""The loss of TRL's arguments, and what is said of its worth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prompt_pools import whole_pool
+from trl_room import GRPOTrainer
+
+from grpo_ustat.config.objective import baseline_preset, preset
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.worth import Worth
+from grpo_ustat.integrations.trl.objective import (
+    OwnLoss,
+    described,
+    loss_of,
+    own_loss,
+    rollouts_of,
+    unmeasured,
+    with_functions,
+)
+
+LONGEST = 44
+MASK, SEQUENCE = {"mask_truncated_completions": True}, {"importance_sampling_level": "sequence"}
+LOSSES = (  # TRL's arguments, the preset, and what differs from it
+    ({}, "trl_dapo", {}, {}),
+    (MASK, "trl_dapo", MASK, {}),
+    ({"scale_rewards": "batch"}, "trl_dapo", {}, {"baseline": "batch_std"}),
+    ({"scale_rewards": "none"}, "trl_dapo", {}, {"baseline": "group_mean"}),
+    ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}, "trl_dapo", {},
+     {"baseline": "gdpo"}),
+    ({"loss_type": "grpo"}, "trl_grpo", {}, {}),
+    ({"loss_type": "grpo"} | SEQUENCE, "trl_gspo", {}, {}),
+    ({"loss_type": "dr_grpo", "scale_rewards": "none"}, "trl_dr_grpo", {}, {}),
+    ({"loss_type": "bnpo"} | MASK, "trl_bnpo", MASK, {}),
+    ({"loss_type": "bnpo", "per_device_train_batch_size": 4}, "trl_bnpo", {"micro_batch_size": 4},
+     {}),
+    ({"loss_type": "cispo"}, "trl_cispo", {}, {}),
+    ({"loss_type": "luspo"} | SEQUENCE, "trl_luspo", {}, {}),
+    ({"loss_type": "sapo"}, "trl_sapo", {}, {}),
+    ({"loss_type": "vespo"}, "trl_vespo", {}, {}),
+)  # fmt: skip
+
+
+def trains_with(**arguments):
+    """A trainer with these arguments, others as TRL has them."""
+    trainer = GRPOTrainer()
+    for name, value in arguments.items():
+        setattr(trainer.args, name, value)
+    return trainer
+
+
+@pytest.mark.parametrize("arguments, name, changes, rule", LOSSES)
+def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, rule):
+    """Whose row weights have TRL's recorded gradients, see tests/scripts/test_compare_trl.py."""
+    trainer = trains_with(max_completion_length=LONGEST, **arguments)
+    objective, own_rule = preset(name)
+    own_rule = baseline_preset(rule["baseline"]) if rule else own_rule
+    wanted = replace(objective, **changes).loss(own_rule, LONGEST)
+    found = loss_of(trainer)
+    assert unmeasured(trainer) is None
+    assert replace(found, name=name) == wanted and found.options == wanted.options
+
+
+class OwnLossTrainer(GRPOTrainer):
+    """A trainer whose loss is not TRL's."""
+
+    def _compute_loss(self, model, inputs):
+        return 0.0
+
+
+UNMEASURED = {
+    "top_entropy_quantile=0.2 leaves out tokens": {"top_entropy_quantile": 0.2},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "adaptive": {"use_adaptive_entropy": True},
+    "delta=0.9 clips every ratio": {"delta": 0.9},
+    "loss_type=next is none of those of TRL 1.16": {"loss_type": "next"},
+    "scale_rewards=rank is none of none, group, batch": {"scale_rewards": "rank"},
+}
+
+
+@pytest.mark.parametrize("words", UNMEASURED)
+def test_what_a_pool_of_scores_does_not_tell_is_a_reason(words):
+    reason = unmeasured(trains_with(**UNMEASURED[words]))
+    assert reason is not None and words.replace("adaptive", "entropy bonus") in reason
+    assert unmeasured(trains_with(delta=1.0, beta=0.04)) is None
+    assert unmeasured(OwnLossTrainer()) == "OwnLossTrainer has a _compute_loss of its own"
+
+
+def test_a_loss_is_described_with_what_is_left_out():
+    assert described(trains_with()) == "dapo, std of the group"
+    assert described(trains_with(loss_type="dr_grpo", scale_rewards="none")) == "dr_grpo, no std"
+    trainer = trains_with(beta=0.04, **MASK)
+    trainer.aux_loss_enabled = True
+    assert described(trainer) == (
+        "dapo, std of the group, truncated completions masked, without its penalty of beta = 0.04, "
+        "without its load-balancing loss"
+    )
+
+
+def test_an_update_has_the_rows_of_all_ranks():
+    """8 rows a pass, 2 passes an update, 3 ranks."""
+    assert rollouts_of(GRPOTrainer(world=3)) == 48
+
+
+def a_pool(groups, size=8, signal=2.0):
+    """Scores along a common gradient, of which right answers have more."""
+    rng = np.random.default_rng(8)
+    rewards = (rng.random((groups, size)) < rng.beta(2, 2, (groups, 1))).astype(float)
+    scores = rng.normal(size=(groups, size, 4))
+    scores += signal * (rewards[..., None] - 0.5) * np.eye(4)[0]
+    scores[rewards.min(axis=1) == rewards.max(axis=1)] = 0  # which a callback does not score
+    return whole_pool(scores, rewards, rng.integers(1, 9, size=rewards.shape))
+
+
+STD = {"epsilon": 1e-4}
+DAPO = Loss("dapo", "group_std", STD, "dapo", 9)
+GRPO = Loss("grpo", "group_std", STD, "grpo", 9)
+PLAIN = Loss("dr_grpo", "group_mean", {}, "dr_grpo", 9)
+
+
+def test_the_worth_is_that_of_a_study_of_the_same_groups():
+    pool = a_pool(60)
+    found = own_loss(pool, DAPO, 64, "dapo")
+    alone, whole = (row.worth for row in loss_worths(pool, [DAPO], [4, 8], 64, 100, 0))
+    assert found.decided and found.worth is not None
+    assert found.worth.worth == pytest.approx(whole.worth, rel=1e-6)
+    assert found.worth.direction == pytest.approx(whole.direction, rel=1e-6)
+    assert found.cosine == pytest.approx([math.sqrt(x) for x in whole.direction], rel=1e-6)
+    numbers = found.numbers()
+    assert numbers["loss/worth"] == pytest.approx(whole.worth.estimate)
+    assert numbers.keys() == {"loss/worth", "loss/cosine", "loss/noise"}
+    assert list(found.against) == [4] and alone is not None  # groups of 2 need 96 of them
+
+
+def test_smaller_groups_are_judged_against_the_whole_ones():
+    """Of a loss that is unbiased up to a constant by the errors of leave-one-out."""
+    pool = a_pool(60)
+    found = own_loss(pool, PLAIN, 64, "dr_grpo")
+    rows = loss_worths(pool, [PLAIN], [2, 4, 8], 64, 1, 0)
+    errors = {row.group_size: 1 / row.worth.worth_best.estimate for row in rows}
+    assert found.unbiased and list(found.against) == [2, 4]
+    for size, value in found.against.items():
+        assert value.estimate == pytest.approx(errors[8] / errors[size], rel=1e-9)
+    assert found.worth.worth == pytest.approx((1, 1, 1))
+    assert "worth 1.00 [1.00, 1.00] of an unbiased one, direction unbiased" in found.line()
+    assert found.summary() == [
+        f"{found.line()} What is best for the unbiased gradient is best for your loss."
+    ]
+
+
+def test_what_is_not_decided_is_said():
+    few = own_loss(a_pool(40), DAPO, 128, "dapo, std of the group")
+    assert few.line() == (
+        "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 measured."
+    )
+    assert (few.numbers(), few.summary(), few.decided) == ({}, [few.line()], False)
+    assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()
+    assert own_loss(a_pool(8), GRPO, 4, "").reason == (
+        "an update of 4 rollouts has no whole number of groups of 8"
+    )
+    weak = own_loss(a_pool(30, signal=0.0), GRPO, 64, "grpo")
+    assert "a rollout is worth is not decided from 30 groups" in weak.line()
+    assert "loss/worth" not in weak.numbers() and math.isnan(weak.cosine.estimate)
+
+
+def known(**against):
+    worth = Interval(0.981, 0.941, 1.019), Interval(0.98, 0.941, 1.0)
+    return OwnLoss(
+        "dapo, std of the group", 8, 64, 96,
+        worth=Worth(worth[0], worth[0], worth[1], Interval(0.9, 0.8, 1.0)),
+        against={int(name[1:]): Interval(*ends) for name, ends in against.items()},
+    )  # fmt: skip
+
+
+def test_the_lines_in_words():
+    line = (
+        "Your loss (dapo, std of the group): a rollout is worth 0.98 [0.94, 1.02] of an unbiased "
+        "one, direction cos 0.99 [0.97, 1.00]."
+    )
+    assert known().summary() == [line]
+    both = known(g2=(0.6, 0.5, 0.7), g4=(0.97, 0.9, 1.05)).summary()
+    assert both == [
+        f"{line} Keep num_generations = 8: no smaller size is significantly better.",
+        "What a rollout of your loss is worth of one in groups of 8, in groups of 2: 0.60 "
+        "[0.50, 0.70]; in groups of 4: 0.97 [0.90, 1.05].",
+    ]
+    lower = known(g2=(1.1, 1.01, 1.2), g4=(1.3, 1.1, 1.5)).summary()[0]
+    assert lower == f"{line} Lower num_generations from 8 to 4."
+    assert "not enough data to keep or to lower" in known(g4=(1.3, 0.8, 1.9)).summary()[0]
+    assert known(g4=(math.nan, 0.0, math.inf)).summary() == [line]
+
+
+def test_several_rewards_are_compared_with_their_weighted_sum():
+    """Groups whose sums are equal and whose functions differ have advantages as well."""
+    pool = a_pool(60)
+    second, third = (pool.lengths_PN < 5).astype(float), np.full(pool.rewards_PN.shape, np.nan)
+    second[:2, 3:] = np.nan  # as TRL logs what a function returned None for
+    pool = replace(pool, rewards_PNF=np.stack([pool.rewards_PN - second, second, third], axis=-1))
+    assert own_loss(pool, Loss("grpo", "gdpo", STD, "grpo", 9), 64, "").worth is None
+    pool = with_functions(pool, np.ones(3))
+    assert pool.rewards_PNF.shape == (58, 8, 3) and len(pool.gram_PNN) == len(pool.lengths_PN) == 58
+    each = Loss("grpo", "gdpo", STD, "grpo", 9)
+    words = described(trains_with(multi_objective_aggregation="normalize_then_sum"))
+    found = own_loss(pool, each, 64, words)
+    assert "(dapo, std of each reward): a rollout" in found.line()
+    assert "of an unbiased one of the rewards' weighted sum, direction cos" in found.line()
