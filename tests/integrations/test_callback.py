@@ -19,10 +19,10 @@ from trl_room import GRPOTrainer
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.noise import group_terms, noise_estimate
-from grpo_ustat.integrations.trl import callback as module
-from grpo_ustat.integrations.trl import windows
-from grpo_ustat.integrations.trl.callback import GradientNoiseCallback, unchanged
+from grpo_ustat.integrations.trl import scoring, windows
+from grpo_ustat.integrations.trl.callback import GradientNoiseCallback
 from grpo_ustat.integrations.trl.generation import Completion, Group
+from grpo_ustat.integrations.trl.scoring import GroupScorer, unchanged
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.policy.scores.groups import GroupScores
 
@@ -69,7 +69,8 @@ def expected_terms(prompts, completions, rewards):
 
 @pytest.fixture(autouse=True)
 def scores_are_made_up(monkeypatch):
-    monkeypatch.setattr(GradientNoiseCallback, "_scores", lambda self, model, group: made_up(group))
+    monkeypatch.setattr(GroupScorer, "scores", lambda self, model, group: made_up(group))
+    monkeypatch.setattr(GradientNoiseCallback, "_announce", lambda *_: None)
 
 
 def generate(trainer, seed, step):
@@ -221,7 +222,7 @@ def test_ranks_find_what_one_finds(world, monkeypatch):
         barrier.wait(20)
         return everything
 
-    monkeypatch.setattr(module, "gather_object", gather)
+    monkeypatch.setattr(scoring, "gather_object", gather)
     callbacks = [measured(rank=rank, world=world) for rank in range(world)]
     threads = [
         threading.Thread(target=generate, args=(trainer, 0, 0), name=str(rank))
@@ -242,7 +243,7 @@ def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):
     def fails(self, model, group):
         raise RuntimeError("no rule\nfor this layer")
 
-    monkeypatch.setattr(GradientNoiseCallback, "_scores", fails)
+    monkeypatch.setattr(GroupScorer, "scores", fails)
     trainer, callback = measured()
     assert "prompt_ids" in generate(trainer, 0, 0)
     generate(trainer, 1, 2)
@@ -259,23 +260,23 @@ def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsy
     """Of the two shortest completions; any other error is one."""
     compared = []
 
-    def fails(model, ids, attention, completion, *, contiguous):
+    def fails(model, ids, attention, completion, *, contiguous, images):
         compared.append(completion.sum(dim=1).tolist())
         raise RuntimeError(message)
 
-    monkeypatch.setattr(module, "check_scores", fails)
-    monkeypatch.setattr(module, "can_read_contiguous", lambda policy: True)
+    monkeypatch.setattr(scoring, "check_scores", fails)
+    monkeypatch.setattr(scoring, "can_read_contiguous", lambda policy: True)
     _, callback = measured()
     prompts, completions, _ = batch(0)
     rows = [Completion(p, c) for p, c in zip(prompts[:SIZE], completions[:SIZE], strict=True)]
     policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), pad_token=0)
     rollouts = Group(rows, np.zeros(SIZE), np.zeros((SIZE, 1))).rollouts()
     if "memory" in message:
-        callback._check(policy, rollouts)
-        assert "no memory to compare scores" in capsys.readouterr().out
+        callback.scorer._check(policy, rollouts, None)
+        assert "No memory to compare scores" in callback.scorer.notes[0]
     else:
         with pytest.raises(RuntimeError, match=message):
-            callback._check(policy, rollouts)
+            callback.scorer._check(policy, rollouts, None)
     assert compared == [[2, 2]]
 
 
@@ -287,8 +288,10 @@ def test_the_end_says_what_to_do(capsys):
     callback.on_train_end(trainer.args, trainer.state, None)
     lines = capsys.readouterr().out.splitlines()
     assert "num_generations" in lines[0] and lines[0].startswith("grpo_ustat: ")
-    assert any("From 24 groups, steps 8 to 14" in line for line in lines)
-    assert "Measuring took" in lines[-1]
+    assert "from 24 groups of steps 8 to 14" in lines[1] and "measuring took" in lines[1]
+    assert lines[0].startswith(
+        "grpo_ustat: Your loss (dapo, std of the group): what a rollout is worth is not decided"
+    )
 
 
 def test_raise_or_lower_is_said_as_advise_says_it():
@@ -305,7 +308,6 @@ def test_raise_or_lower_is_said_as_advise_says_it():
         callback.windows.append(Window(step, step, terms, step == 7))
     lines = callback.summary()
     assert lines[0].startswith("grpo_ustat: Raise num_generations from 4 to ")
-    assert lines[1].startswith("Extra error at n = 256: 2: ")
     assert "Groups left out, since a completion of theirs has no reward: 1." in lines
 
 
@@ -342,7 +344,7 @@ def test_some_parameters_alone_are_measured(monkeypatch):
         seen.append([name for name, p in model.named_parameters() if p.requires_grad])
         return made_up(group)
 
-    monkeypatch.setattr(GradientNoiseCallback, "_scores", scores)
+    monkeypatch.setattr(GroupScorer, "scores", scores)
     model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(2), "head": torch.nn.Linear(2, 2)})
     model["norm"].bias.requires_grad_(False)
     trainer = GRPOTrainer(SIZE, model=model)
@@ -351,8 +353,8 @@ def test_some_parameters_alone_are_measured(monkeypatch):
     assert seen and {tuple(names) for names in seen} == {("norm.weight", "head.bias")}
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trainable == ["norm.weight", "head.weight", "head.bias"]
-    words = "Scores of the parameters named 'norm|head.b' in float32, the weights' own precision."
-    assert words in callback.summary()
+    words = "scores of the parameters named 'norm|head.b' in float32; measuring took"
+    assert words in callback.summary()[1]
 
 
 @pytest.mark.parametrize("pattern", ["attn", "norm[", "norm.bias"])

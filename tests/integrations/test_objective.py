@@ -149,9 +149,7 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
         assert value.estimate == pytest.approx(errors[8] / errors[size], rel=1e-9)
     assert found.worth.worth == pytest.approx((1, 1, 1))
     assert "worth 1.00 [1.00, 1.00] of an unbiased one, direction unbiased" in found.line()
-    assert found.summary() == [
-        f"{found.line()} What is best for the unbiased gradient is best for your loss."
-    ]
+    assert found.smaller_sizes() == ""  # the unbiased gradient's answer is that of the loss
 
 
 def test_what_is_not_decided_is_said():
@@ -159,7 +157,7 @@ def test_what_is_not_decided_is_said():
     assert few.line() == (
         "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 measured."
     )
-    assert (few.numbers(), few.summary(), few.decided) == ({}, [few.line()], False)
+    assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
     assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()
     assert own_loss(a_pool(8), GRPO, 4, "").reason == (
         "an update of 4 rollouts has no whole number of groups of 8"
@@ -183,17 +181,17 @@ def test_the_lines_in_words():
         "Your loss (dapo, std of the group): a rollout is worth 0.98 [0.94, 1.02] of an unbiased "
         "one, direction cos 0.99 [0.97, 1.00]."
     )
-    assert known().summary() == [line]
-    both = known(g2=(0.6, 0.5, 0.7), g4=(0.97, 0.9, 1.05)).summary()
-    assert both == [
-        f"{line} Keep num_generations = 8: no smaller size is significantly better.",
-        "What a rollout of your loss is worth of one in groups of 8, in groups of 2: 0.60 "
-        "[0.50, 0.70]; in groups of 4: 0.97 [0.90, 1.05].",
-    ]
-    lower = known(g2=(1.1, 1.01, 1.2), g4=(1.3, 1.1, 1.5)).summary()[0]
-    assert lower == f"{line} Lower num_generations from 8 to 4."
-    assert "not enough data to keep or to lower" in known(g4=(1.3, 0.8, 1.9)).summary()[0]
-    assert known(g4=(math.nan, 0.0, math.inf)).summary() == [line]
+    assert (known().line(), known().smaller_sizes()) == (line, "")
+    assert known(g2=(0.6, 0.5, 0.7), g4=(0.97, 0.9, 1.05)).smaller_sizes() == (
+        "A rollout of your loss in smaller groups is worth, of one in groups of 8: 0.60 "
+        "[0.50, 0.70] in groups of 2, 0.97 [0.90, 1.05] in groups of 4; none is significantly "
+        "better for it."
+    )
+    lower = known(g2=(1.1, 1.01, 1.2), g4=(1.3, 1.1, 1.5)).smaller_sizes()
+    assert lower.endswith("groups of 4; groups of 4 are better for it.")
+    unsure = known(g4=(1.3, 0.8, 1.9)).smaller_sizes()
+    assert unsure.endswith("the data do not say which size is best for it.")
+    assert known(g4=(math.nan, 0.0, math.inf)).smaller_sizes() == ""
 
 
 def test_several_rewards_are_compared_with_their_weighted_sum():

@@ -35,7 +35,7 @@ from trl_run import MODEL
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl import sharding
-from grpo_ustat.integrations.trl.callback import unchanged
+from grpo_ustat.integrations.trl.scoring import unchanged
 from grpo_ustat.integrations.trl.sharding import (
     check_sharding,
     precision_of,

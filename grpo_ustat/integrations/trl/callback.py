@@ -1,75 +1,96 @@
-"""C1, C2, C3, G* and the noise scale of a TRL run, from the completions that it trains on."""
+"""How noisy the gradient of a TRL run is, from the completions that it trains on."""
 
 from __future__ import annotations
 
-import math
-import random
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import torch
-from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT, NoiseEstimate, noise_estimate
+from grpo_ustat.integrations.trl.audit import UpdateAudit
 from grpo_ustat.integrations.trl.generation import (
+    Completion,
     Group,
     completions_of,
     logged_rewards,
     sampler_difference,
     whole_groups,
 )
+from grpo_ustat.integrations.trl.images import row_images
+from grpo_ustat.integrations.trl.lines import end_lines, step_line
+from grpo_ustat.integrations.trl.objective import (
+    EACH_REWARD,
+    OwnLoss,
+    described,
+    loss_of,
+    own_loss,
+    rollouts_of,
+    unmeasured,
+    with_functions,
+)
+from grpo_ustat.integrations.trl.sampling import (
+    active_dropout,
+    mean_score_share,
+    mean_score_warning,
+    sampling_warnings,
+)
+from grpo_ustat.integrations.trl.scoring import (
+    GroupScorer,
+    from_all_ranks,
+    only_these,
+    reason_of,
+    unchanged,
+)
 from grpo_ustat.integrations.trl.sharding import precision_of, sharding_of, whole_weights
 from grpo_ustat.integrations.trl.support import check_parameters, check_trainer
 from grpo_ustat.integrations.trl.windows import (
     ScoredGroup,
     Window,
+    score_pool,
     scored_group,
     window_batches,
     window_of,
 )
-from grpo_ustat.pages.advice import UNKNOWN, group_size_advice, other_sizes, pair_advice
-from grpo_ustat.pages.findings import group_size_costs
-from grpo_ustat.policy.loading import Policy, out_of_memory
-from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.prompt_sharing import can_read_contiguous
-from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
-from grpo_ustat.policy.scores.groups import GroupScores, group_scores
-from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Rollouts
-from grpo_ustat.terminal.streams import single_line, visible
+from grpo_ustat.policy.scores.groups import GroupScores
+from grpo_ustat.terminal.streams import visible
 
 LEAST_WINDOWS = 4  # that an average is over, where there are so many
+POOL_BYTES = 2**27  # of the sketches that are kept for the run's own loss
+LEAST_COSINE = 0.9  # of the applied and the declared gradient, below which dropout ends measuring
 PREFIX = "grpo_ustat"
 
 
 class GradientNoiseCallback(TrainerCallback):
-    """Logs how noisy the gradient of a `GRPOTrainer` is, and which group size would be best.
+    """Says how noisy the gradient of a `GRPOTrainer` is, what a rollout of its own loss is worth,
+    whether it applies the gradient that it declares, and which group size would be best.
 
     One of every `every` generation batches is scored: one more forward and backward pass over the
     completions of groups whose rewards differ, nothing else is sampled. Batches of fewer than four
-    groups are pooled with the next ones into windows of 16 groups, see `windows`. What is measured
-    is the leave-one-out gradient of the summed reward, in the weights' own precision and without
-    dropout. Training is not changed: random states, gradients, modes and parameters stay as they
-    are, and whatever fails is said in a line and ends the measuring alone.
+    groups are pooled with the next ones into windows of 16 groups, see `windows`. C1, C2, C3 and
+    the noise scale are of the leave-one-out gradient of the summed reward, in the weights' own
+    precision and without dropout. Training is not changed: random states, gradients, modes and
+    parameters stay as they are, and what fails is said in a line and ends the measuring alone.
 
     Into TRL's own metrics go `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` (in
     rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
     `seconds`; all but the last are of running means over the second half of the windows, at least
-    four of them. `grpo_ustat/step/...` are the constants of one window alone, `sampler_gap` is the
-    mean difference of vLLM's and the model's log-probabilities of a token of the batch, in nats.
+    four of them. `grpo_ustat/step/...` are the constants of one window alone, `loss/...` the worth
+    of the run's own loss, `audit/ratio` and `audit/cosine` of the applied and the declared
+    gradient; `sampler_gap` is the mean difference of vLLM's and the model's log-probabilities of a
+    token of the batch, in nats.
 
     Args:
         trainer: a `trl.GRPOTrainer`, before `train()`; its method
             `_generate_and_score_completions` is wrapped.
         every: of how many generation batches one is measured, at least 1.
+        audit_every: updates between two comparisons of the applied gradient with the declared one;
+            None: the first measured update alone.
         completions_at_once: of a pass of the model; None: a group. Halved where memory runs out.
         sketch: numbers that are kept of a completion's score, for products between prompts.
         parameters: a regular expression; what is measured is the gradient of the parameters in
@@ -86,39 +107,68 @@ class GradientNoiseCallback(TrainerCallback):
         trainer: Any,
         every: int = 10,
         *,
+        audit_every: int | None = None,
         completions_at_once: int | None = None,
-        sketch: int = 16381,
+        sketch: int = 4093,
         parameters: str | None = None,
         strict: bool = False,
     ):
         if every < 1:
-            raise ConfigError(f"every={every}: at least 1 update is needed between measurements")
-        self.trainer, self.every, self.sketch_size = trainer, every, sketch
+            raise ConfigError(f"every={every}: at least 1, which measures every generation batch")
+        if audit_every is not None and audit_every < 1:
+            raise ConfigError(f"audit_every={audit_every}: at least 1, or None for the first alone")
+        self.trainer, self.every, self.audit_every = trainer, every, audit_every
         self.parameters = parameters
         self.windows: list[Window] = []
+        self.own_loss: OwnLoss | None = None
+        self.audit: UpdateAudit | None = None
+        self.warnings: list[str] = []
         self.seconds = 0.0
         self.fault = self.precision = ""
         self._groups: list[ScoredGroup] = []  # of the window that is open
-        self._batches = self._unknown = self._due = 0
+        self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
+        self._batches = self._unknown = self._due = self._audits = 0
+        self._audit_due: float = 0
         self._begin = time.perf_counter()
-        self._sketch: Sketch | None = None
-        self._checked = False
         try:
             check_trainer(trainer)
             check_parameters(trainer.model, parameters)
         except ConfigError as error:
             if strict:
                 raise
-            self.fault = _reason(error)
+            self.fault = reason_of(error)
             self._print(f"{PREFIX}: this run is not measured: {self.fault}")
             return
-        self.at_once = completions_at_once or trainer.num_generations
+        self.warnings += sampling_warnings(trainer)
+        for sentence in self.warnings:
+            self._print(f"{PREFIX}: {sentence}")
+        self.scorer = GroupScorer(trainer, completions_at_once or trainer.num_generations, sketch)
         self._generate = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = self._measured
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Count time from here, and measure the first batch."""
-        self._due, self._begin = state.global_step, time.perf_counter()
+        self._due = self._audit_due = state.global_step
+        self._begin = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Say what the audit of an update found, the first time and whenever they differ."""
+        results = self.audit.results[self._audits :] if self.audit is not None else []
+        for result in results:
+            self._audits += 1
+            for name in ("ratio", "cosine"):
+                if np.isfinite(value := getattr(result, name)):
+                    self.trainer._metrics["train"][f"{PREFIX}/audit/{name}"].append(value)
+            if self._audits == 1 or result.agrees is False:
+                self._print(f"{PREFIX} step {result.step}: {result.sentence}")
+            dropout = active_dropout(self.trainer.model)
+            if dropout and result.agrees is False and abs(result.cosine) < LEAST_COSINE:
+                name, rate = dropout
+                self.fault = (
+                    f"{name} is {rate}, and with it the applied gradient has a cosine of only "
+                    f"{result.cosine:.2f} with the one without: use a dropout of 0"
+                )
+                self._print(f"{PREFIX}: measures no more at step {result.step}: {self.fault}")
 
     def on_train_end(self, args, state, control, **kwargs):
         """Say in words what was measured."""
@@ -147,13 +197,13 @@ class GradientNoiseCallback(TrainerCallback):
             if self._batches >= window_batches(max(1, len(self._groups) // self._batches)):
                 self._due = step + 1 + (self.every - 1) * self._batches
                 self._close()
-        except Exception as error:  # the same on all ranks, see `_from_all_ranks`
-            self.fault = _reason(error)
+        except Exception as error:  # the same on all ranks, see `from_all_ranks`
+            self.fault = reason_of(error)
             self._print(f"{PREFIX}: measures no more at step {step}: {self.fault}")
         return output
 
     def _measure(self, model: Any, output: Mapping[str, Any], step: int) -> None:
-        """Add a generation batch's groups to the window.
+        """Add a generation batch's groups to the window, and announce them to the audit.
 
         Completions travel to where their group is scored, so that every group is whole.
 
@@ -161,23 +211,68 @@ class GradientNoiseCallback(TrainerCallback):
             ConfigError: the batch cannot be measured; on all ranks.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        pad_token = trainer.processing_class.pad_token_id
-        rows = _from_all_ranks(lambda: completions_of(output, pad_token))
-        gaps, tokens = np.sum(_from_all_ranks(lambda: [sampler_difference(output)]), axis=0)
+        rows = from_all_ranks(lambda: self._own_rows(output))
+        gaps, tokens = np.sum(from_all_ranks(lambda: [sampler_difference(output)]), axis=0)
         if tokens:
             trainer._metrics["train"][f"{PREFIX}/sampler_gap"].append(gaps / tokens)
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
         rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
-        varied = [place for place, group in enumerate(groups) if group.varies]
-        own = varied[accelerator.process_index :: accelerator.num_processes]
+        places = [place for place, group in enumerate(groups) if self._is_scored(group)]
+        own = places[accelerator.process_index :: accelerator.num_processes]
         scored = dict(
-            _from_all_ranks(lambda: [(place, self._scores(model, groups[place])) for place in own])
+            from_all_ranks(lambda: [(p, self.scorer.scores(model, groups[p])) for p in own])
         )
+        if step >= self._audit_due:
+            self._audit_due = step + self.audit_every if self.audit_every else float("inf")
+            self._announce(model, groups, {place: scored[place] for place in own})
         self._groups += [
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
         ]
         self._unknown += unknown
+
+    def _announce(
+        self, model: Any, groups: Sequence[Group], scored: Mapping[int, GroupScores]
+    ) -> None:
+        """Have the next update compared with the gradient that the loss declares for these groups.
+
+        Args:
+            model: that was scored.
+            groups: of the whole generation batch.
+            scored: scores of the groups that this rank scored, by place.
+        """
+        trainer = self.trainer
+        if self.parameters is not None or unmeasured(trainer) is not None:
+            return
+        if self.audit is None:
+            self.audit = UpdateAudit(trainer, self.scorer.sketch_of(model), loss_of(trainer))
+        sketches = {
+            one.key: sketch_R
+            for place, scores in scored.items()
+            for one, sketch_R in zip(groups[place].completions, scores.features_GR, strict=True)
+        }
+        self.audit.expect(sketches, groups)
+
+    def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
+        """Rows of this rank, the first one of each group with the images of its prompt."""
+        trainer = self.trainer
+        rows = completions_of(output, trainer.processing_class.pad_token_id)
+        before = trainer.accelerator.process_index * len(rows)
+        return [
+            replace(row, images=row_images(output, i) or None)
+            if (before + i) % trainer.num_generations == 0
+            else row
+            for i, row in enumerate(rows)
+        ]
+
+    def _is_scored(self, group: Group) -> bool:
+        """Whether a group's scores count: in its gradient, in that of a loss that normalises every
+        reward, or, where something is wrong with sampling, in the mean score of the first window.
+        """
+        if self.warnings and not self.windows:
+            return True
+        each = getattr(self.trainer, "multi_objective_aggregation", "") == EACH_REWARD
+        return group.varies or (each and group.varies_by_function)
 
     def _close(self) -> None:
         """End the window: the terms of its groups, if it has two, join the others, and what is
@@ -185,61 +280,43 @@ class GradientNoiseCallback(TrainerCallback):
         """
         groups, unknown = self._groups, self._unknown
         self._groups, self._batches, self._unknown = [], 0, 0
-        if len(groups) > 1:
-            self.windows.append(window_of(groups, unknown))
-            self._log(self.windows[-1])
+        if len(groups) < 2:
+            return
+        if self.warnings and not self.windows:
+            share = mean_score_share([one.scores.gram_GG for one in groups if one.scores])
+            self.warnings += mean_score_warning(share)
+        self.windows.append(window_of(groups, unknown))
+        if self.trainer.accelerator.is_main_process:
+            self._kept += groups
+            count = len(self.windows)
+            if count >= LEAST_WINDOWS and count & (count - 1) == 0:
+                self.judge_own_loss()
+        self._log(self.windows[-1])
 
-    def _scores(self, model: Any, group: Group) -> GroupScores:
-        """Scores of one group; where memory runs out again, with half as many completions at once.
-
-        Raises:
-            ConfigError: not even one completion fits, or a layer's score rule is wrong.
+    def judge_own_loss(self) -> None:
+        """Find what a rollout of the run's own loss is worth, from the groups that are kept; on the
+        main process. An error is a reason why it is not known, since other ranks train on.
         """
-        trainer = self.trainer
-        policy = Policy(
-            model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
-        )  # fmt: skip
-        rollouts = group.rollouts()
-        if self._sketch is None:
-            self._sketch = Sketch(parameter_sizes(policy.model), self.sketch_size)
-        if not self._checked:
-            self._check(policy, rollouts)
-            self._checked = True
-        while True:
-            try:
-                return group_scores(
-                    policy, rollouts, 0, trainer.temperature, self._sketch, self.at_once
-                )
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-            # Not in the handler: the error holds all that was allocated.
-            if self.at_once == 1:
-                raise ConfigError("out of memory with one completion at a time")
-            self.at_once //= 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-
-    def _check(self, policy: Policy, rollouts: Rollouts) -> None:
-        """Compare a group's two shortest completions with plain differentiation, once a run.
-
-        Raises:
-            ConfigError: a layer's score rule is wrong.
-        """
-        shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]
-        few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
+        first = self.recent()[0].first
+        scored = [one.scores.features_GR.nbytes for one in self._kept if one.scores is not None]
+        most = max(1, POOL_BYTES // max(scored, default=1))
+        self._kept = [one for one in self._kept if one.step >= first][-most:]
+        if not self._kept:
+            return
+        trainer, rollouts = self.trainer, rollouts_of(self.trainer)
+        words, reason = "as its arguments have it", unmeasured(trainer)
         try:
-            check_scores(
-                policy.model,
-                few.input_ids_BT,
-                few.attention_mask_BT,
-                few.completion_mask_BT,
-                contiguous=can_read_contiguous(policy),
-            )
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            self._print(f"{PREFIX}: no memory to compare scores with plain differentiation")
+            if reason is None:
+                words = described(trainer)
+                pool = score_pool(self._kept)
+                if trainer.args.multi_objective_aggregation == EACH_REWARD:
+                    pool = with_functions(pool, trainer.reward_weights.double().cpu().numpy())
+                self.own_loss = own_loss(pool, loss_of(trainer), rollouts, words)
+                return
+        except Exception as error:
+            reason = reason_of(error)
+        size = trainer.num_generations
+        self.own_loss = OwnLoss(words, size, rollouts, len(self._kept), reason)
 
     def recent(self) -> list[Window]:
         """Those of the second half of the measured steps, at least the last four."""
@@ -261,16 +338,15 @@ class GradientNoiseCallback(TrainerCallback):
         alone = noise_estimate([window.terms], self.trainer.num_generations).intervals
         values = {name: interval.estimate for name, interval in estimate.intervals.items()}
         values |= {f"step/{name}": alone[name].estimate for name in CONSTANTS_AND_GRADIENT}
+        values |= self.own_loss.numbers() if self.own_loss else {}
         values["seconds"] = self.seconds
         metrics = self.trainer._metrics["train"]
         for name, value in values.items():
             if np.isfinite(value):
-                metrics[f"{PREFIX}/{name}"] = [
-                    float(value)
-                ]  # TRL averages lists: a ratio stays one
-        self._print(
-            f"{PREFIX} step {window.last}: {_numbers(estimate.intervals)}; {self._cost()} so far"
-        )
+                # TRL averages lists: a ratio stays one
+                metrics[f"{PREFIX}/{name}"] = [float(value)]
+        line = step_line(estimate.intervals, self.own_loss)
+        self._print(f"{PREFIX} step {window.last}: {line}; {self._cost()} so far")
 
     def _cost(self) -> str:
         """The time spent on measuring, and its share of all since training began."""
@@ -278,145 +354,22 @@ class GradientNoiseCallback(TrainerCallback):
         return f"{self.seconds:.1f} s, {share:.0f} % of the time"
 
     def summary(self) -> list[str]:
-        """What is known now in lines: keep, raise or lower the group size, and what it cost."""
-        estimate, size = self.estimate(), self.trainer.num_generations
+        """What is known now in lines: what a rollout of the run's loss is worth, keep, raise or
+        lower the group size, from what, and what it cost; on the main process.
+        """
+        estimate = self.estimate()
         if estimate is None:
             return [f"{PREFIX}: nothing was measured{self.fault and ': '}{self.fault}."]
-        args, recent = self.trainer.args, self.recent()
-        rollouts = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps
-            * self.trainer.accelerator.num_processes
-        )  # fmt: skip
-        result = estimate.as_result()
-        verdict, sentence, _ = group_size_advice(result, size, rollouts)
-        if estimate.assumption2:
-            verdict, sentence = pair_advice(estimate.intervals["gstar"])
-        lines = [f"{PREFIX}: {sentence}"]
-        if verdict != UNKNOWN and not estimate.assumption2:
-            lines.append(other_sizes(group_size_costs(result, rollouts)))
-        groups = sum(len(one.terms.g_sq_P) for one in recent)
-        lines.append(
-            f"{_numbers(estimate.intervals)}. From {groups} groups, steps {recent[0].first} to "
-            f"{recent[-1].last}, of their policies together."
-        )
-        if estimate.heavy:
-            lines.append("Few groups decide: the intervals may cover less than 90 %.")
-        if unknown := sum(one.unknown for one in recent):
-            lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
+        if self.trainer.accelerator.is_main_process:
+            self.judge_own_loss()
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
         part = "" if self.parameters is None else f" of the parameters named {self.parameters!r}"
-        lines.append(f"Scores{part} in {self.precision}, the weights' own precision{under}.")
-        lines.append(f"Measuring took {self._cost()}.")
-        return lines
+        first, *others = end_lines(
+            estimate, self.recent(), self.own_loss, self.trainer.num_generations,
+            rollouts_of(self.trainer), f"scores{part} in {self.precision}{under}", self._cost(),
+        )  # fmt: skip
+        return [f"{PREFIX}: {first}", *others, *self.scorer.notes]
 
     def _print(self, *lines: str) -> None:
         if self.trainer.accelerator.is_main_process:
             tqdm.write("\n".join(map(visible, lines)))  # above a progress bar
-
-
-def _from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The items that all ranks make, in rank order.
-
-    Raises:
-        ConfigError: making them failed on some rank, for whatever reason; on all ranks, since the
-            others wait for its items, and training goes on.
-    """
-    try:
-        own = list(make())
-    except Exception as error:
-        own = [_Failure(_reason(error))]
-    items = gather_object(own)
-    if failures := [item for item in items if isinstance(item, _Failure)]:
-        raise ConfigError(failures[0].reason)
-    return items
-
-
-class _Failure(NamedTuple):
-    """Why a rank has no items."""
-
-    reason: str
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, in one line."""
-    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-    return single_line(f"{kind}{error}")
-
-
-def _numbers(intervals: Mapping[str, Interval]) -> str:
-    """G*, the noise scale and the share of groups of equal rewards, in words."""
-    silent = intervals["zero_variance"]
-    if silent.estimate == 1:
-        return "all groups have equal rewards, so there is no gradient to measure"
-    best = _text(intervals["gstar"], least=1, digits=1)
-    if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
-        _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
-        assumed = intervals["gstar_assumption2"].estimate
-        best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} if A_V = D)"
-    return (
-        f"G* {best}, noise scale {_text(intervals['noise_scale'])} rollouts, "
-        f"{100 * silent.estimate:.0f} % of groups of equal rewards"
-    )
-
-
-def _text(interval: Interval, least: float = 0, digits: int = 0) -> str:
-    """An estimate with its interval, or what is known of it: nothing, or that it is not less.
-
-    >>> _text(Interval(5.25, 4.31, 9.8), 1, 1), _text(Interval(math.nan, 32, math.inf))
-    ('5.2 [4.3, 9.8]', 'at least 32')
-    >>> _text(Interval(8.7, 1.0, math.inf), 1, 1)
-    'unknown'
-    """
-    estimate, low, high = interval
-    if math.isfinite(high) and math.isfinite(estimate):
-        return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"at least {low:.{digits}f}" if low > least else "unknown"
-
-
-@contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode and its own precision for the block, and restore modes and
-    random states after it. Scores are formed outside of `grad`.
-    """
-    modes = {module: module.training for module in model.modules()}
-    generators = random.getstate(), np.random.get_state()
-    device = torch.device(getattr(model, "device", "cpu"))
-    own: Any = getattr(model, "_original_forward", None)  # without accelerate's autocast
-    wrapped: Any = model.forward
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        try:
-            model.eval()
-            if own is not None:
-                model.forward = own
-            yield
-        finally:
-            if own is not None:
-                model.forward = wrapped
-            for module, mode in modes.items():
-                module.training = mode
-            random.setstate(generators[0])
-            np.random.set_state(generators[1])
-
-
-@contextmanager
-def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
-    """Within, of the trainable parameters only those are in whose names a regular expression
-    occurs, or all.
-    """
-    others = [
-        p
-        for name, p in model.named_parameters()
-        if p.requires_grad and pattern is not None and not re.search(pattern, name)
-    ]
-    try:
-        for parameter in others:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)

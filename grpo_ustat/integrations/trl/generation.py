@@ -26,12 +26,19 @@ class Completion:
         prompt_ids, completion_ids: token ids, end token included.
         own: whether the policy wrote each token of the completion; None: it wrote all.
         counted: whether TRL's loss counts it; False where `mask_truncated_completions` masked it.
+        images: of its prompt, see `images.row_images`; those of a group's first row are read.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     own: list[bool] | None = None
     counted: bool = True
+    images: dict[str, torch.Tensor] | None = None
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its tokens, those of the prompt first."""
+        return tuple(self.prompt_ids), tuple(self.completion_ids)
 
     @property
     def length(self) -> int:
@@ -57,6 +64,12 @@ class Group:
     def varies(self) -> bool:
         """Whether its rewards differ; if not its gradient is 0 whatever its scores are."""
         return bool((self.rewards_G != self.rewards_G[0]).any())
+
+    @property
+    def varies_by_function(self) -> bool:
+        """Whether those of some function differ, though their sums may not."""
+        same_GF = (self.rewards_GF == self.rewards_GF[0]) | np.isnan(self.rewards_GF)
+        return not same_GF.all()
 
     def rollouts(self) -> Rollouts:
         """Its completions as a batch of one prompt."""

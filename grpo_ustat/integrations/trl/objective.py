@@ -155,26 +155,25 @@ class OwnLoss:
             f"{self.compared}, direction {direction}."
         )
 
-    def summary(self) -> list[str]:
-        """The line with an advice on the group size, and the smaller sizes in a second line."""
-        first, size = self.line(), self.group_size
-        if not self.decided:
-            return [first]
-        if self.unbiased:
-            return [f"{first} What is best for the unbiased gradient is best for your loss."]
+    def smaller_sizes(self) -> str:
+        """What smaller groups would do for this loss, in a sentence; nothing where nothing is
+        known, or its direction is unbiased: it has the best size of the unbiased gradient.
+        """
         known = {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
-        if not known:
-            return [first]
+        if not self.decided or self.unbiased or not known:
+            return ""
         better = {g: x for g, x in known.items() if x.low > 1}
+        verdict = "the data do not say which size is best for it"
         if better:
             g = max(better, key=lambda one: better[one].estimate)
-            first += f" Lower num_generations from {size} to {g}."
+            verdict = f"groups of {g} are better for it"
         elif all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in known.values()):
-            first += f" Keep num_generations = {size}: no smaller size is significantly better."
-        else:
-            first += f" There is not enough data to keep or to lower num_generations = {size}."
-        each = "; ".join(f"in groups of {g}: {_two_digits(x)}" for g, x in known.items())
-        return [first, f"What a rollout of your loss is worth of one in groups of {size}, {each}."]
+            verdict = "none is significantly better for it"
+        each = ", ".join(f"{_two_digits(x)} in groups of {g}" for g, x in known.items())
+        return (
+            f"A rollout of your loss in smaller groups is worth, of one in groups of "
+            f"{self.group_size}: {each}; {verdict}."
+        )
 
     def numbers(self) -> dict[str, float]:
         """What is known, by name, for a tracker."""

@@ -101,15 +101,16 @@ def window_of(groups: Sequence[ScoredGroup], unknown: int) -> Window:
     return Window(groups[0].step, groups[-1].step, terms, unknown)
 
 
-def score_pool(groups: Sequence[ScoredGroup], dimension: int) -> ScorePool:
-    """The groups as a pool of N = G completions of each prompt; scores of groups of equal rewards,
-    which no weight here would multiply by another number than 0, are 0.
+def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
+    """The groups as a pool of N = G completions of each prompt, with the rewards of each function.
 
-    Args:
-        groups: which.
-        dimension: R of their sketches.
+    Scores of groups that were not scored, which no loss weighs by another number than 0, are 0.
     """
     size = len(groups[0].rewards_G)
+    dimension = max(
+        (group.scores.features_GR.shape[1] for group in groups if group.scores is not None),
+        default=1,
+    )
     features_PNR = np.zeros((len(groups), size, dimension), dtype=np.float32)
     gram_PNN = np.zeros((len(groups), size, size))
     for place, group in enumerate(groups):

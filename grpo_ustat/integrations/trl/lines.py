@@ -1,0 +1,88 @@
+"""What the callback says, in plain words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.noise import NoiseEstimate
+from grpo_ustat.integrations.trl.objective import OwnLoss
+from grpo_ustat.integrations.trl.windows import Window
+from grpo_ustat.pages.advice import group_size_advice, pair_advice
+
+
+def step_line(intervals: Mapping[str, Interval], own: OwnLoss | None) -> str:
+    """What is known so far, without an end."""
+    line = numbers(intervals)
+    if own is not None and own.decided and own.worth is not None:
+        line += f", a rollout of your loss is worth {in_words(own.worth.worth, digits=2)}"
+    return line
+
+
+def end_lines(
+    estimate: NoiseEstimate,
+    windows: Sequence[Window],
+    own: OwnLoss | None,
+    group_size: int,
+    rollouts: int,
+    scores: str,
+    cost: str,
+) -> list[str]:
+    """The answer in one line, what it rests on in a second, and what else there is to say.
+
+    Args:
+        estimate: of these windows.
+        windows: the recent ones.
+        own: what a rollout of the run's loss is worth.
+        group_size, rollouts: G and n of the run.
+        scores: in which precision they are.
+        cost: of measuring.
+    """
+    _, advice, _ = group_size_advice(estimate.as_result(), group_size, rollouts)
+    if estimate.assumption2:
+        _, advice = pair_advice(estimate.intervals["gstar"])
+    answer = advice if own is None else f"{own.line()} {advice}"
+    groups = sum(len(one.terms.g_sq_P) for one in windows)
+    lines = [
+        answer,
+        f"{numbers(estimate.intervals)}; from {groups} groups of steps {windows[0].first} to "
+        f"{windows[-1].last}, of their policies together; {scores}; measuring took {cost}.",
+    ]
+    if own is not None and (sizes := own.smaller_sizes()):
+        lines.append(sizes)
+    if estimate.heavy:
+        lines.append("Few groups decide: the intervals may cover less than 90 %.")
+    if unknown := sum(one.unknown for one in windows):
+        lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
+    return lines
+
+
+def numbers(intervals: Mapping[str, Interval]) -> str:
+    """G*, the noise scale and the share of groups of equal rewards, in words."""
+    silent = intervals["zero_variance"]
+    if silent.estimate == 1:
+        return "all groups have equal rewards, so there is no gradient to measure"
+    best = in_words(intervals["gstar"], least=1, digits=1)
+    if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
+        _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
+        assumed = intervals["gstar_assumption2"].estimate
+        best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} if A_V = D)"
+    return (
+        f"G* {best}, noise scale {in_words(intervals['noise_scale'])} rollouts, "
+        f"{100 * silent.estimate:.0f} % of groups of equal rewards"
+    )
+
+
+def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
+    """An estimate with its interval, or what is known of it: nothing, or that it is not less.
+
+    >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
+    ('5.2 [4.3, 9.8]', 'at least 32')
+    >>> in_words(Interval(8.7, 1.0, math.inf), 1, 1)
+    'unknown'
+    """
+    estimate, low, high = interval
+    if math.isfinite(high) and math.isfinite(estimate):
+        return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"at least {low:.{digits}f}" if low > least else "unknown"

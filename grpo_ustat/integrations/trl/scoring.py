@@ -1,0 +1,181 @@
+"""Scores of a run's groups, in a model that is left as it is, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.integrations.trl.generation import Group
+from grpo_ustat.policy.loading import Policy, out_of_memory
+from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.prompt_sharing import can_read_contiguous
+from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
+from grpo_ustat.policy.scores.groups import GroupScores, group_scores
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import Rollouts
+from grpo_ustat.terminal.streams import single_line
+
+
+class GroupScorer:
+    """Scores groups of a `GRPOTrainer`, two completions of which it differentiates plainly too.
+
+    Args:
+        trainer: whose.
+        completions_at_once: of a pass of the model; halved where memory runs out.
+        sketch_size: numbers that are kept of a completion's score.
+
+    Attributes:
+        sketch: of scores; None before the first group.
+        notes: what there is to say, in sentences.
+    """
+
+    def __init__(self, trainer: Any, completions_at_once: int, sketch_size: int):
+        self.trainer, self.at_once, self.sketch_size = trainer, completions_at_once, sketch_size
+        self.sketch: Sketch | None = None
+        self.notes: list[str] = []
+        self._checked = False
+
+    def sketch_of(self, model: Any) -> Sketch:
+        """The sketch of scores of a model, the same whenever it is asked for."""
+        if self.sketch is None:
+            self.sketch = Sketch(parameter_sizes(model), self.sketch_size)
+        return self.sketch
+
+    def scores(self, model: Any, group: Group) -> GroupScores:
+        """Scores of one group; where memory runs out again, with half as many completions at once.
+
+        Raises:
+            ConfigError: not even one completion fits, or a layer's score rule is wrong.
+        """
+        trainer = self.trainer
+        policy = Policy(
+            model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
+        )  # fmt: skip
+        rollouts = group.rollouts()
+        images = group.completions[0].images
+        if not self._checked:
+            self._check(policy, rollouts, images)
+            self._checked = True
+        while True:
+            try:
+                return group_scores(
+                    policy, rollouts, 0, trainer.temperature, self.sketch_of(model), self.at_once,
+                    images,
+                )  # fmt: skip
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            # Not in the handler: the error holds all that was allocated.
+            if self.at_once == 1:
+                raise ConfigError("out of memory with one completion at a time")
+            self.at_once //= 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _check(self, policy: Policy, rollouts: Rollouts, images: Mapping[str, Any] | None) -> None:
+        """Compare a group's two shortest completions with plain differentiation, once a run.
+
+        Raises:
+            ConfigError: a layer's score rule is wrong.
+        """
+        shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]
+        few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
+        try:
+            check_scores(
+                policy.model,
+                few.input_ids_BT,
+                few.attention_mask_BT,
+                few.completion_mask_BT,
+                contiguous=can_read_contiguous(policy),
+                images=images,
+            )
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.notes.append("No memory to compare scores with plain differentiation.")
+
+
+def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The items that all ranks make, in rank order.
+
+    Raises:
+        ConfigError: making them failed on some rank, for whatever reason; on all ranks, since the
+            others wait for its items, and training goes on.
+    """
+    try:
+        own = list(make())
+    except Exception as error:
+        own = [_Failure(reason_of(error))]
+    items = gather_object(own)
+    if failures := [item for item in items if isinstance(item, _Failure)]:
+        raise ConfigError(failures[0].reason)
+    return items
+
+
+class _Failure(NamedTuple):
+    """Why a rank has no items."""
+
+    reason: str
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in one line."""
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return single_line(f"{kind}{error}")
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode and its own precision for the block, and restore modes and
+    random states after it. Scores are formed outside of `grad`.
+    """
+    modes = {module: module.training for module in model.modules()}
+    generators = random.getstate(), np.random.get_state()
+    device = torch.device(getattr(model, "device", "cpu"))
+    own: Any = getattr(model, "_original_forward", None)  # without accelerate's autocast
+    wrapped: Any = model.forward
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        try:
+            model.eval()
+            if own is not None:
+                model.forward = own
+            yield
+        finally:
+            if own is not None:
+                model.forward = wrapped
+            for module, mode in modes.items():
+                module.training = mode
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
+
+
+@contextmanager
+def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
+    """Within, of the trainable parameters only those are in whose names a regular expression
+    occurs, or all.
+    """
+    others = [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and pattern is not None and not re.search(pattern, name)
+    ]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
