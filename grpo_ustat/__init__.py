@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
     from grpo_ustat.estimators.row_weights import Loss
     from grpo_ustat.estimators.scaling import scaling_from_arrays
-    from grpo_ustat.integrations.trl import GradientNoiseCallback
     from grpo_ustat.policy.audit import UpdateRows, audit
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Baseline",
-    "GradientNoiseCallback",
     "Loss",
     "UpdateRows",
     "audit",

@@ -129,6 +129,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
         self._batches = self._unknown = self._due = self._audits = 0
         self._audit_due: float = 0
+        self._audited = False
         self._begin = time.perf_counter()
         try:
             check_trainer(trainer)
@@ -156,10 +157,14 @@ class GradientNoiseCallback(TrainerCallback):
         results = self.audit.results[self._audits :] if self.audit is not None else []
         for result in results:
             self._audits += 1
+            if result.agrees and np.isnan(result.cosine):  # both gradients are 0: nothing is shown
+                self._audit_due = state.global_step
+                continue
             for name in ("ratio", "cosine"):
                 if np.isfinite(value := getattr(result, name)):
                     self.trainer._metrics["train"][f"{PREFIX}/audit/{name}"].append(value)
-            if self._audits == 1 or result.agrees is False:
+            if not self._audited or result.agrees is False:
+                self._audited = True
                 self._print(f"{PREFIX} step {result.step}: {result.sentence}")
             dropout = active_dropout(self.trainer.model)
             if dropout and result.agrees is False and abs(result.cosine) < LEAST_COSINE:
