@@ -91,7 +91,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, trained(folder, request.param, CASES)
 
 
-@pytest.mark.nightly(minutes=0.7)
+@pytest.mark.nightly(minutes=1.0)
 def test_parameters_are_sharded(run):
     """Where there is no GPU accelerate makes DDP of FSDP without a word."""
     way, folder, said = run
@@ -136,7 +136,4 @@ def test_training_ends_in_the_same_weights(run, case):
             "grpo_ustat step 0", "grpo_ustat step 1"
         ]  # fmt: skip
     else:
-        assert said[case] == [
-            f"grpo_ustat: measures no more at step 0: {fault}",
-            f"grpo_ustat: nothing was measured: {fault}.",
-        ]
+        assert said[case] == [f"grpo_ustat: measures no more at step 0: {fault}"]
