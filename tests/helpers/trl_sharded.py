@@ -149,7 +149,7 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, lor
         if table is not None:
             trainer._generate_single_turn = table
         if rank == fails_on:
-            callback._scores = fails
+            callback.scorer.scores = fails
 
     if lora:
         from peft import LoraConfig

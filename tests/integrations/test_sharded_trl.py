@@ -24,7 +24,7 @@ from grpo_ustat.estimators.noise import (  # noqa: E402
     GroupTerms,
     noise_estimate,
 )
-from grpo_ustat.integrations.trl.sharding import INSTEAD  # noqa: E402
+from grpo_ustat.integrations.trl.sharding import INSTEAD, NO_MEMORY  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STEPS = {"max_steps": 2, "gradient_accumulation_steps": 2}
@@ -61,11 +61,7 @@ def trained(folder, way, cases, ranks=2):
     )
     for name in cases:
         assert (folder / f"{name}-{ranks - 1}.json").exists(), f"{name}: {done.stderr[-3000:]}"
-    parts = dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
-    return {
-        name: [line for line in text.splitlines() if line.startswith(("grpo_ustat", "Scores"))]
-        for name, text in parts.items()
-    }
+    return dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
 
 
 def constants(folder, case, rank):
@@ -91,7 +87,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, trained(folder, request.param, CASES)
 
 
-@pytest.mark.nightly(minutes=0.7)
+@pytest.mark.nightly(minutes=1.0)
 def test_parameters_are_sharded(run):
     """Where there is no GPU accelerate makes DDP of FSDP without a word."""
     way, folder, said = run
@@ -104,8 +100,7 @@ def test_parameters_are_sharded(run):
         assert ("DeepSpeedEngine" in modules) == way.startswith("zero")
         assert ("FullyShardedDataParallel" in modules) == (way == "fsdp1")
     under = {"zero3": " under ZeRO-3", "fsdp1": " under FSDP1", "fsdp2": " under FSDP2"}
-    words = f"Scores in float32, the weights' own precision{under.get(way, '')}."
-    assert said["measured"][-1] == words
+    assert f"; scores in float32{under.get(way, '')};" in said["measured"]
 
 
 @pytest.mark.nightly(minutes=0.1)
@@ -129,14 +124,10 @@ def test_training_ends_in_the_same_weights(run, case):
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
     fault = {
         "fails": "RuntimeError: no rule for this layer",
-        "no memory": f"out of memory for the whole weights of the model: {INSTEAD}",
+        "no memory": f"{NO_MEMORY}: {INSTEAD}",
     }.get(case)
+    lines = [line for line in said[case].splitlines() if line.startswith("grpo_ustat")]
     if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
-        assert [line.split(":")[0] for line in said[case][:2]] == [
-            "grpo_ustat step 0", "grpo_ustat step 1"
-        ]  # fmt: skip
+        assert "grpo_ustat step 1: " in said[case] and "no more" not in said[case]
     else:
-        assert said[case] == [
-            f"grpo_ustat: measures no more at step 0: {fault}",
-            f"grpo_ustat: nothing was measured: {fault}.",
-        ]
+        assert lines == [f"grpo_ustat: measures no more at step 0: {fault}"]

@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.integrations.trl.scoring import from_all_ranks
 from grpo_ustat.policy.loading import out_of_memory
-from grpo_ustat.terminal.streams import single_line
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
+NO_MEMORY = "out of memory for the whole weights of the model"
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # FSDP1's, torch's checkpointing's
 
 
@@ -86,8 +86,8 @@ def whole_weights(trainer: Any) -> Iterator[Any]:
         if sharding:
             model, sizes, gathered = GATHERED[sharding](trainer)
             # Before any begins: one whose memory ran out within would leave the others waiting.
-            _agree(_fault_of(lambda: [_allocated(size, model.device) for size in sizes]))
-            _agree(_fault_of(lambda: stack.enter_context(gathered)))
+            _on_all_ranks(lambda: [_allocated(size, model.device) for size in sizes])
+            _on_all_ranks(lambda: stack.enter_context(gathered))
         else:
             model = trainer.accelerator.unwrap_model(trainer.model)
         stack.enter_context(_no_hooks_of_frameworks(model))
@@ -98,25 +98,23 @@ def _allocated(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _fault_of(act: Callable[[], Any]) -> str:
-    """What goes wrong, of any kind: the other ranks wait, and training goes on."""
-    try:
-        act()
-    except Exception as error:
-        if isinstance(error, RuntimeError) and out_of_memory(error):
-            return "out of memory for the whole weights of the model"
-        return single_line(f"{type(error).__name__}: {error}")
-    return ""
-
-
-def _agree(fault: str) -> None:
-    """Raise on all ranks what went wrong on one.
+def _on_all_ranks(act: Callable[[], Any]) -> None:
+    """Do something on every rank.
 
     Raises:
-        ConfigError: something did.
+        ConfigError: it failed on some rank; on all.
     """
-    if faults := [one for one in gather_object([fault]) if one]:
-        raise ConfigError(f"{faults[0]}: {INSTEAD}")
+
+    def attempt() -> list[Any]:
+        try:
+            act()
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise ConfigError(f"{NO_MEMORY}: {INSTEAD}") from None
+            raise
+        return []
+
+    from_all_ranks(attempt)
 
 
 # a model, the bytes of all that gathering it allocates, and within what its weights are whole
