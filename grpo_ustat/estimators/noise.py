@@ -26,6 +26,10 @@ with two, and with it the error and the noise scale at G = 2:
 
 As D >= 0 and A_V >= ||g||^2, C3 lies in [E||g||^2, S], and under the paper's Assumption 2 (A_V = D)
 it is S/2 + E||g||^2. So G* has bounds, and a value under that assumption.
+
+Batches of one group are pooled: a step is then a window of groups that several policies wrote. C2,
+C3 and E||g||^2 are each group's own, and so means over these policies; products between groups are
+of different policies, of which the later were trained on the earlier groups. See `withheld`.
 """
 
 from __future__ import annotations
@@ -58,6 +62,8 @@ from grpo_ustat.records import Array
 LEAST_UNITS = 4  # of which a jackknife leaves one out
 UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
+LOST = 0.01  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
+TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
 
 
 def noise_scale(
@@ -197,7 +203,7 @@ def group_terms(rewards_PG: Array, sq_norm_PG: Array, gradient_gram_PP: Array) -
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Averages over K steps of P groups each, with intervals.
+    """Averages over K steps (batches, or windows of batches) of P groups each, with intervals.
 
     Attributes:
         intervals: c1, c2, c3, grad_sq, gstar, noise_scale (at the group size in use),
@@ -236,10 +242,12 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     """C1, C2, C3, ||grad J||^2, G* and the noise scale of the policies of some steps together.
 
     Steps count equally. Intervals leave out one group at a time, each step an independent part;
-    where steps have fewer than 4 groups, or not equally many, one step at a time.
+    where steps have fewer than 4 groups, or not equally many, one step at a time. Of windows too:
+    in simulated training that covers .91 to 1.0 of the truth, with fewer windows than one at a time
+    would need and in a shorter interval (`scripts/benchmarks/interval_coverage.py --windows`).
 
     Args:
-        steps: of each step its groups' terms.
+        steps: of each step, or window of batches, its groups' terms.
         group_size: G >= 2, in use.
     """
     each_K = [_estimates(step) for step in steps]
@@ -320,6 +328,57 @@ def _identified_by_pairs(
     if delete_one is not None:
         without_2 = delete_one["c2"] + delete_one["c3"]
         found["c2_plus_c3"] = jackknife_interval(whole["c2"] + whole["c3"], without_2)
+    return found
+
+
+def policy_drift(before_GT: Array, after_GT: Array) -> float:
+    """KL divergence in nats a completion, from log-probabilities of completions that the policy
+    before wrote: the mean of sum_t ( exp(d) - 1 - d ), d = after - before, unbiased and never
+    negative.
+
+    Args:
+        before_GT, after_GT: of each token under the two policies; equal on padding.
+
+    >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
+    0.223144
+    """
+    change_GT = np.asarray(after_GT, float) - before_GT
+    return float((np.expm1(change_GT) - change_GT).sum(axis=1).mean())
+
+
+def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
+    """The names of intervals that windows of drifting policies do not say, each with the reason.
+
+    Products between a window's groups come out too small, since what a group asks for is in part
+    done by the update on it before the later ones are drawn; C1 comes out too large by as much.
+    Measured (docs/benchmarks.md) it was `.01 sqrt(drift) E||ghat||^2` at most, of one group, up
+    to 1 nat: little beside C1, much beside a small ||grad J||^2. Either is withheld, with what is
+    made of it, where this is over a fifth of the estimate and of its half-width; of C1 a fifth
+    takes 9 % off G* - 1. Above 1 nat all are.
+
+    Args:
+        estimate: from windows.
+        group_size: G, in use.
+        drift: `policy_drift` from the first policy of a window to its last, of a group of the first
+            whose rewards differ: the completions of such a group move most.
+    """
+    length = (
+        estimate.intervals["grad_sq"].estimate + estimate.scaling.n_mse(group_size) / group_size
+    )
+    lost = LOST * math.sqrt(drift) * length
+    bound = [name for name in estimate.intervals if name.startswith("gstar")]
+    found: dict[str, str] = {}
+    for name, word, others in (
+        ("grad_sq", "small", ("noise_scale", "noise_scale_best")),
+        ("c1", "large", ("prompt_share", *bound)),
+    ):
+        value, _, high = estimate.intervals[name]
+        if drift > MOST_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
+            reason = (
+                f"a window's policies are {drift:.2g} nats a completion apart: {name} may be too "
+                f"{word} by {lost:.2g}"
+            )
+            found |= dict.fromkeys((name, *others), reason)
     return found
 
 

@@ -10,6 +10,7 @@ the plane and r the score norm, lognormal, Student or Pareto; the reward is 1 wi
     python scripts/benchmarks/interval_coverage.py --gradient  # ||grad J||^2, 2 to 200 dimensions
     python scripts/benchmarks/interval_coverage.py --accuracy --studies 2000
     python scripts/benchmarks/interval_coverage.py --norms  # noise scale without scores
+    python scripts/benchmarks/interval_coverage.py --windows  # groups of policies in training
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from scipy import stats
 from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
 from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
 from grpo_ustat.estimators.moments import pool_gradient_weights, refutes_assumption2
-from grpo_ustat.estimators.noise import group_terms, noise_estimate
+from grpo_ustat.estimators.noise import (
+    CONSTANTS_AND_GRADIENT,
+    group_terms,
+    noise_estimate,
+    noise_of_steps,
+    policy_drift,
+)
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.records import ScorePool
 
@@ -301,6 +308,101 @@ def norms(count: int) -> None:
                 print(f"| {row} | {' | '.join(f'{x:.2f}' for x in cells)} |", flush=True)
 
 
+class Softmax:
+    """Questions with six outcomes and 0/1 rewards, `p = softmax(phi theta)` in 20 directions.
+
+    Args:
+        shared: how far the reward depends on the first direction, the same for all questions.
+    """
+
+    def __init__(self, shared: float):
+        rng = np.random.default_rng(3)
+        self.phi_PYD = rng.normal(size=(40, 6, 20))
+        noise_PY = rng.normal(size=(40, 6))
+        self.rewards_PY = (shared * self.phi_PYD[..., 0] + noise_PY > 0.5).astype(float)
+
+    def policy(self, theta_RD):
+        """Chances [R, P, Y], mean features [R, P, D] and C1, C2, C3, ||grad J||^2 [R, 4]."""
+        logits = np.einsum("pyd,rd->rpy", self.phi_PYD, theta_RD, optimize=True)
+        p = np.exp(logits - logits.max(axis=2, keepdims=True))
+        p /= p.sum(axis=2, keepdims=True)
+        mean = np.einsum("rpy,pyd->rpd", p, self.phi_PYD, optimize=True)
+        q = np.square(self.phi_PYD).sum(axis=2) + np.square(mean).sum(axis=2)[..., None]
+        q -= 2 * np.einsum("pyd,rpd->rpy", self.phi_PYD, mean, optimize=True)
+        centred = self.rewards_PY - (p * self.rewards_PY).sum(axis=2, keepdims=True)
+        g = np.einsum("rpy,pyd->rpd", p * centred, self.phi_PYD, optimize=True)
+        g_sq = np.square(g).sum(axis=2).mean(axis=1)
+        grad_sq = np.square(g.mean(axis=1)).sum(axis=1)
+        a_v = (p * q * centred**2).sum(axis=2).mean(axis=1)
+        d = ((p * q).sum(axis=2) * (p * centred**2).sum(axis=2)).mean(axis=1)
+        return p, mean, np.stack([g_sq - grad_sq, a_v - g_sq, d + g_sq, grad_sq], axis=1)
+
+
+def windows(count: int) -> None:
+    """Bias and coverage of windows of 32 batches of one group of 8, each after an update by the one
+    before, against the means over their policies; one group, or one window, left out at a time.
+    """
+    names, size, batches = (*CONSTANTS_AND_GRADIENT, "n_c(8)"), 8, 32
+    columns = ["rate", "windows", "nats", *(f"{x} off" for x in names[:4])]
+    print("| " + " | ".join(columns + ["left out", *names]) + " |\n" + "|---" * 13 + "|")
+    bed, run_R1 = Softmax(0.8), np.arange(count)[:, None]
+    for rate in (0.0, 0.02, 0.05, 0.1, 0.2):
+        for number in (1, 4, 8):
+            rng, theta, drift = np.random.default_rng(7), np.zeros((count, 20)), 0.0
+            values, exact, parts = np.empty((count, 4, number)), [], [[] for _ in range(count)]
+            for window in range(number):
+                terms = []
+                for _ in range(batches):
+                    p, mean, constants = bed.policy(theta)
+                    exact.append(constants)
+                    question_R1 = rng.integers(40, size=(count, 1))
+                    ends = p[run_R1, question_R1].cumsum(axis=2)[..., None, :-1]
+                    outcome_RG = (rng.random((count, 1, size, 1)) > ends).sum(axis=3)[:, 0]
+                    rewards = bed.rewards_PY[question_R1, outcome_RG]
+                    scores = bed.phi_PYD[question_R1, outcome_RG] - mean[run_R1, question_R1]
+                    ghat = np.einsum("rg,rgd->rd", pool_gradient_weights(rewards), scores)
+                    terms.append((rewards, np.square(scores).sum(axis=2), ghat))
+                    if len(exact) == 1:
+                        asked = run_R1, question_R1, outcome_RG
+                        before = np.log(p[asked])
+                    if len(exact) == batches:
+                        after = np.log(p[asked])
+                        drift = policy_drift(before.reshape(-1, 1), after.reshape(-1, 1))
+                    theta = theta + rate * ghat
+                rewards, norms_sq, ghat = (np.stack(x, axis=1) for x in zip(*terms, strict=True))
+                for run in range(count):
+                    step = group_terms(rewards[run], norms_sq[run], ghat[run] @ ghat[run].T)
+                    parts[run].append(step)
+                    alone = noise_estimate([step], size).intervals
+                    values[run, :, window] = [alone[x].estimate for x in CONSTANTS_AND_GRADIENT]
+            truth = np.mean(exact, axis=0)
+            off = (values.mean(axis=2) - truth).mean(axis=0) / truth.mean(axis=0)
+            c1, c2, c3, grad_sq = truth.T
+            truth = [*truth.T, (size * c1 + c2 + c3 / (size - 1)) / grad_sq]
+            row = f"{rate} | {number} | {drift:.3f} | " + " | ".join(f"{x:+.1%}" for x in off)
+            for unit in ("group", "window")[: 1 + (number > 1)]:
+                ends = []
+                for run in range(count):
+                    if unit == "group":
+                        found = noise_estimate(parts[run], size).intervals
+                        several = [found[x] for x in (*CONSTANTS_AND_GRADIENT, "noise_scale")]
+                    else:
+                        each = values[run]
+                        without = (each.sum(axis=1, keepdims=True) - each) / (number - 1)
+                        means = each.mean(axis=1)
+                        several = [
+                            jackknife_interval(x, y[None])
+                            for x, y in zip(means, without, strict=True)
+                        ]
+                        several.append(noise_of_steps(each, size)[0])
+                    ends.append([x[1:] for x in several])
+                low, high = np.array(ends).transpose(2, 1, 0)
+                held = ((low <= truth) & (truth <= high)).mean(axis=1)
+                width = np.median((high - low) / 2 / truth, axis=1)
+                cells = [f"{x:.2f} ({y:.2f})" for x, y in zip(held, width, strict=True)]
+                print(f"| {row} | {unit} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -316,9 +418,13 @@ def main() -> None:
     parser.add_argument("--gradient", action="store_true")
     parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--norms", action="store_true")
+    parser.add_argument("--windows", action="store_true")
     options = parser.parse_args()
     if options.norms:
         norms(options.studies)
+        return
+    if options.windows:
+        windows(options.studies)
         return
     if options.accuracy:
         accuracy(options.studies)

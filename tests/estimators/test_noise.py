@@ -17,7 +17,9 @@ from grpo_ustat.estimators.noise import (
     noise_of_steps,
     noise_scale,
     noise_share,
+    policy_drift,
     prompt_share,
+    withheld,
 )
 from grpo_ustat.estimators.scaling import prompt_scaling, scaling_estimate, scaling_law, widening
 
@@ -228,35 +230,61 @@ def test_a_pair_by_hand():
     assert found["noise_scale"].estimate == pytest.approx((2 * -0.75 + 6.5) / 3)
 
 
-def expected_of_pairs(prompts):
-    """C1, C2 + C3 and ||grad J||^2 as estimated from two pairs, averaged over all such.
+def pairs_of(prompts):
+    """All pairs of completions: chance, rewards, squared score norms and gradient of each.
 
     `prompts` has each prompt's chance, its outcomes' chances, scores and rewards.
     """
-    every = []
     for weight, p_Y, scores_YD, rewards_Y in prompts:
         for i, j in itertools.product(range(len(p_Y)), repeat=2):
             scores, rewards = scores_YD[[i, j]], rewards_Y[[i, j]]
             ghat_D = pool_gradient_weights(rewards[None])[0] @ scores
-            every.append((weight * p_Y[i] * p_Y[j], rewards, np.square(scores).sum(axis=1), ghat_D))
+            yield weight * p_Y[i] * p_Y[j], rewards, np.square(scores).sum(axis=1), ghat_D
+
+
+def expected_of_pairs(prompts, later=None):
+    """C1, C2 + C3 and ||grad J||^2 as estimated from two pairs, averaged over all such; the second
+    of the prompts under a `later` policy, if there is one.
+    """
+    first = list(pairs_of(prompts))
+    second = list(pairs_of(later)) if later else first
     names, total = ("c1", "c2_plus_c3", "grad_sq"), np.zeros(3)
-    for one, other in itertools.product(every, repeat=2):
+    for one, other in itertools.product(first, second):
         rewards, norms, ghat = (np.stack(pair) for pair in zip(one[1:], other[1:], strict=True))
         found = noise_estimate([group_terms(rewards, norms, ghat @ ghat.T)], 2).intervals
         total += one[0] * other[0] * np.array([found[name].estimate for name in names])
     return total
 
 
-def test_pairs_are_unbiased_by_enumeration():
+def two_prompts(logits):
+    """A policy on two prompts with shared logits, its law, and what `pairs_of` takes."""
     rewards_PY = np.array([[1.0, 0.0, 0.25], [0.0, 1.0, 0.7]])
-    policy = TabularPolicy(np.tile(np.eye(3), (2, 1, 1)), np.array([0.3, -0.8, 0.5]), rewards_PY)
+    policy = TabularPolicy(np.tile(np.eye(3), (2, 1, 1)), np.array(logits), rewards_PY)
     grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
-    law = scaling_law(policy.moments(), grad_sq)
-    weights_P = np.full(2, 0.5)
-    prompts = zip(weights_P, policy.probabilities_PY, policy.scores_PYD, rewards_PY, strict=True)
+    law, weights_P = scaling_law(policy.moments(), grad_sq), np.full(2, 0.5)
+    columns = weights_P, policy.probabilities_PY, policy.scores_PYD, rewards_PY
+    return policy, law, list(zip(*columns, strict=True))
+
+
+def test_pairs_are_unbiased_by_enumeration():
+    policy, law, prompts = two_prompts([0.3, -0.8, 0.5])
+    grad_sq = np.square(policy.gradient_PD.mean(axis=0)).sum()
     np.testing.assert_allclose(
         expected_of_pairs(prompts), [law.c1, law.c2 + law.c3, grad_sq], rtol=1e-10
     )
+
+
+def test_a_window_of_two_policies_has_their_means_and_their_gradients_product():
+    """C2 + C3 and E||g||^2 of each policy's own groups, <grad J, grad J'> between them."""
+    policies, laws, prompts = zip(
+        two_prompts([0.3, -0.8, 0.5]), two_prompts([1.5, 0.2, -0.4]), strict=True
+    )  # fmt: skip
+    gradients = [policy.gradient_PD.mean(axis=0) for policy in policies]
+    own = [law.c1 + np.square(g).sum() for law, g in zip(laws, gradients, strict=True)]
+    product = gradients[0] @ gradients[1]
+    both = np.mean([law.c2 + law.c3 for law in laws])
+    expected = [np.mean(own) - product, both, product]
+    np.testing.assert_allclose(expected_of_pairs(*prompts), expected, rtol=1e-10)
 
 
 def test_one_law_of_pairs_has_many_group_sizes():
@@ -320,3 +348,33 @@ def test_pairs_bound_the_best_group_size(rng):
     assert estimate.assumption2 and result["c2"] + result["c3"] == pytest.approx(both)
     assert result["c3"] == pytest.approx(both / 2 + c1 + grad_sq)
     assert result["gstar"] == pytest.approx(1 + np.sqrt(result["c3"] / c1))
+
+
+def test_drift_is_the_divergence_of_the_policies():
+    """KL(p || p') of two tokens, the second's law given the first, over all that p may write."""
+    first, given = [0.2, 0.8], [[0.5, 0.5], [0.9, 0.1]]
+    later, later_given = [0.4, 0.6], [[0.7, 0.3], [0.6, 0.4]]
+    expected = found = 0.0
+    for i, j in itertools.product(range(2), repeat=2):
+        before, after = [first[i], given[i][j]], [later[i], later_given[i][j]]
+        chance = np.prod(before)
+        expected += chance * np.log(chance / np.prod(after))
+        found += chance * policy_drift(np.log([[*before, 1.0]]), np.log([[*after, 1.0]]))
+    assert found == pytest.approx(expected)
+
+
+def test_what_drifting_policies_say_is_withheld(rng):
+    """A bias of .01 E||ghat||^2 sqrt(drift), beyond a fifth of an estimate and its half-width."""
+    many = noise_estimate([group_terms(*groups(rng, 400, 4, shift=0.1)) for _ in range(20)], 4)
+    few = noise_estimate([group_terms(*groups(rng, 400, 4, shift=0.1))], 4)
+    names = {"grad_sq", "noise_scale", "noise_scale_best"}
+    value, low, high = many.intervals["grad_sq"]
+    assert 0 < high - low < value < 0.06 < many.intervals["c1"].estimate / 10
+    length = 0.78 + 0.03 + (4 * 0.78 + 3) * (1 / 4 + 1 / 12)  # of `groups`, about
+    limit = (0.2 * value / (0.01 * length)) ** 2
+    assert withheld(many, 4, 0.7 * limit) == {}
+    assert set(withheld(many, 4, 1.4 * limit)) == names
+    assert withheld(few, 4, 1.4 * limit) == {}
+    everything = withheld(many, 4, 1.1)
+    assert set(everything) == names | {"c1", "gstar", "prompt_share"}
+    assert "1.1 nats a completion apart: c1 may be too large by 0.0" in everything["gstar"]
