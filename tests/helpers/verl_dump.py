@@ -9,7 +9,6 @@ The trainers are made without `__init__`, which needs GPUs.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -135,6 +134,18 @@ def check(folder):
     ]
 
 
+def check_merger():
+    """Whether verl's merger takes the command of docs/verl.md."""
+    from readme import PAGES, commands
+    from verl.model_merger.base_model_merger import parse_args
+
+    words = next(w for w in commands(PAGES["docs/verl.md"]) if "verl.model_merger" in w)
+    sys.argv = words[words.index("verl.model_merger") :]
+    merge = parse_args()
+    assert (merge.operation, merge.backend, merge.target_dir) == ("merge", "fsdp", "global_step_20")
+    assert merge.local_dir.endswith("global_step_20/actor")
+
+
 def main():
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "grpo_ustat.integrations.verl_record"
     import verl  # noqa: F401  # it imports our module
@@ -143,9 +154,8 @@ def main():
     for name, write in (("older", batched), ("queue", queued)):
         write(folder / name)
         check(folder / name)
-    print(
-        json.dumps({"verl writes": sorted(str(x.relative_to(folder)) for x in folder.rglob("*.*"))})
-    )
+    check_merger()
+    print("verl writes", *sorted(str(x.relative_to(folder)) for x in folder.rglob("*.*")))
 
 
 if __name__ == "__main__":
