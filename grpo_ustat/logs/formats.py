@@ -69,6 +69,7 @@ FORMATS = {
             "verl_record", readers.read_verl_record, "**/*.parquet",
             frozenset({"uid", "prompt_ids", "completion_ids", "response_mask", "score"}),
             r"/\d+\.parquet",
+            note="21.parquet is of global_step_20; verl.model_merger makes it a model",
         ),
         Format(
             "verl", readers.read_verl, "**/*.jsonl", frozenset({"input", "output", "score"}),

@@ -68,7 +68,11 @@ def updates_between(policy_step: int, checkpoint_step: int) -> str:
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The checkpoints in a run's folder that can be loaded, by their updates."""
+    """The checkpoints in a run's folder that can be loaded, by their updates; below the working
+    folder as one types them there.
+    """
+    here = Path.cwd()
+    run = run.relative_to(here) if run.is_relative_to(here) else run
     return {
         int(number[1]): path
         for path in sorted(run.glob("checkpoint-*"), key=natural_order)

@@ -160,7 +160,8 @@ def of_one_policy(
 
     whole = [one for one in sizes if 2 * sizes[one] >= most]
     chosen = version or max(whole, key=lambda one: (-away(one), _age(one)))
-    nearest = " as the nearest to a checkpoint" * (version is None and bool(checkpoints))
+    is_nearest = version is None and checkpoints and steps[chosen] is not None
+    nearest = " as the nearest to a checkpoint" if is_nearest else ""
     for row in rows:
         if row.policy_version != chosen:
             row.left_out = (

@@ -18,7 +18,6 @@ from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, group_size_costs, is_decided, prompts_needed
 
 LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
-STUDY_SIZES = ("dataset.study_size", "study.questions")  # of the rows, and of these
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")  # fields of a study that the next one has not
 
 
@@ -82,7 +81,9 @@ def new_rollouts(
         length: in tokens, at which its completions were cut.
         questions: how many; None: as `mse` takes them.
     """
-    sizes = [] if questions is None else [f"{x}={questions}" for x in STUDY_SIZES]
+    sizes = [] if questions is None else [
+        f"dataset.study_size={questions}", f"study.questions={questions}",
+    ]  # fmt: skip
     command = command_line(
         "mse", *model, "dataset=jsonl", "dataset.path=DATA", "dataset.reward=REWARD.py:FUNCTION",
         "prompt=as_is", f"max_completion_length={length or 'LENGTH'}", *sizes,

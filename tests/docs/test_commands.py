@@ -23,6 +23,8 @@ READERS = {  # what is a reader's own, and what stands for it here
     "my.py": "tests/data/jsonl/my.py",
     "math500.jsonl": "tests/data/math/test.jsonl",
     "completions.parquet": "README.md.parquet",
+    "rollouts.parquet": "README.md.parquet",
+    "model=global_step_20": "model=grpo_ustat/assets/tiny",
     "$SLURM_ARRAY_TASK_ID": "1",
 }
 OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, test_own_baseline
@@ -42,6 +44,10 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python": (
         "tests/integrations/test_verl.py"
     ),
+    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record python": (
+        "tests/integrations/test_verl.py"
+    ),
+    "python -m verl.model_merger": "tests/helpers/verl_dump.py",
     "python -m grpo_ustat.integrations.skyrl": "tests/integrations/test_skyrl.py",
     "python train.py": "tests/integrations/test_slime.py",
     "VLLM_SERVER_DEV_MODE=1": "tests/rollout/test_vllm_server.py",

@@ -404,3 +404,26 @@ def test_half_a_character_leaves_a_row_out(tmp_path):
     conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert conversion.kept == 2
     assert dict(conversion.reasons) == {"a text has half of a character, which no file can hold": 2}
+
+
+@pytest.mark.parametrize(
+    "prompt, rest",
+    [  # Qwen's, Llama's, Gemma's and DeepSeek's templates as verl decodes them
+        ("system\nYou are helpful.\nuser\nHow many?\nassistant\n", "assistant"),
+        ("user\n\nHow many?assistant\n\n", "assistant"),
+        ("user\nHow many?\nmodel\n", "model"),
+        ("How many?<think>\n", "<think>"),
+    ],
+)
+def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt, rest):
+    lines(tmp_path / "3.jsonl", [
+        {"input": prompt, "output": str(k), "score": float(k), "step": 3} for k in range(4)
+    ])  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
+    assert str(refused.value) == (
+        f"{tmp_path}/3.jsonl line 0: its prompt ends in {rest}, as chat templates do, and verl "
+        "left their special tokens out, so it is not what the model read: let verl log tokens too, "
+        "with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record, and convert these "
+        "(docs/verl.md)"
+    )

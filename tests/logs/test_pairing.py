@@ -66,8 +66,7 @@ def test_the_file_nearest_to_a_checkpoint_is_kept_and_its_checkpoint_named(
     out = capsys.readouterr().out.splitlines()
     assert f"  {line}" in out
     assert out[-1] == (
-        f"next: grpo-ustat mse pool=out.parquet model={tmp_path}/run/checkpoint-{model} "
-        "study.cut_at=LENGTH"
+        f"next: grpo-ustat mse pool=out.parquet model=run/checkpoint-{model} study.cut_at=LENGTH"
     )
     written = int(line.split()[0].rpartition("_")[2]) - 1
     assert logged_policy_step(tmp_path / "out.parquet") == written
@@ -117,7 +116,7 @@ def test_one_prompt_is_too_few_and_the_next_command_draws_new_rollouts(
     assert out[-3] == "  one prompt, as TRL's default batch on one GPU has, tells no best G"
     command, _, comment = out[-1].partition("  # ")
     assert command == (
-        f"next: grpo-ustat mse model={tmp_path}/run/checkpoint-5 dataset=jsonl dataset.path=DATA "
+        "next: grpo-ustat mse model=run/checkpoint-5 dataset=jsonl dataset.path=DATA "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH"
     )
     assert comment.startswith("new rollouts with the run's own DATA")

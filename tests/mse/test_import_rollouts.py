@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from slow_cases import slow_after
 
+import grpo_ustat
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.rows import read_rollouts
@@ -109,6 +110,21 @@ def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
     assert code == 0, err
     (found,) = tmp_path.glob("outputs/mse/tiny_base-imported-*/seed-0/result.json")
     assert json.loads(found.read_text())["questions"] == 6
+
+
+@pytest.mark.slow
+def test_a_study_by_another_checkpoint_than_wrote_the_rows_keeps_the_warning(tmp_path):
+    """File 510 is of 509 updates; the policy here is one and the same but for its name."""
+    path, checkpoint = tmp_path / "completions_00510.parquet", tmp_path / "checkpoint-500"
+    logged(path)
+    checkpoint.symlink_to(Path(grpo_ustat.__file__).parent / "assets/tiny_base")
+    words = [word for word in SMALL if not word.startswith("model=")]
+    code, out, err = run("mse", *words, CUT, f"model={checkpoint}", f"pool={path}", cwd=tmp_path)
+    assert code == 0, err
+    said = "these completions were written 9 updates after the policy that scores them"
+    (folder,) = tmp_path.glob("outputs/mse/*/seed-0")
+    for text in (out, (folder / "report.html").read_text(), (folder / "result.json").read_text()):
+        assert said in " ".join(text.split())
 
 
 @pytest.mark.slow
