@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-LEAST_GROUPS = 4  # of which an interval leaves one out
+LEAST_GROUPS = 8  # of fewer, intervals of a policy's own completions were above 0 too often
 CUT = "leaves tokens out when TRL samples"
 MOVED = "moves probabilities when TRL samples"
 NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, values that do nothing
@@ -102,16 +102,17 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
     an interval above 0 shows that another wrote them. One that covers 0 clears nothing: where the
     policy is peaked, what cuts off or moves the others' probabilities hardly moves the mean.
 
-    Of 16 or more groups of 8 from a policy itself at most 2.5 % of intervals were above 0
-    (`tests/integrations/test_sampling.py`).
+    Of a policy's own completions at most 1.5 % of the intervals were above 0, 4.3 % of 8 groups of
+    2 (softmax policies of 12 tokens from flat to peaked, 8 to 64 groups of 2 to 16, 4000 batches
+    each; of 4 groups up to 31 %).
 
     Args:
         grams_PGG: <s_i, s_j> of all groups of a batch, or of several; also of those whose rewards
             are equal, as the others alone are not the policy's own completions.
 
     Returns:
-        With an interval that leaves out one group at a time; of fewer than 4 groups, or of scores
-        that are all 0, without.
+        With an interval that leaves out one group at a time and never ends below 0, where the share
+        cannot be; of fewer than 8 groups, or of scores that are all 0, without.
     """
     diagonals_P = np.array([gram.trace() for gram in grams_PGG])
     sums_P = np.array([gram.sum() for gram in grams_PGG])
@@ -124,7 +125,8 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
     rest_P = below_P.sum() - below_P
     if len(sizes_P) < LEAST_GROUPS or not (rest_P > 0).all():
         return Interval(share, -np.inf, np.inf)
-    return jackknife_interval(share, ((above_P.sum() - above_P) / rest_P)[None])
+    interval = jackknife_interval(share, ((above_P.sum() - above_P) / rest_P)[None])
+    return interval._replace(high=max(0.0, interval.high))
 
 
 def mean_score_warning(share: Interval) -> list[str]:
