@@ -280,19 +280,22 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
     if setting.tools:
         trainer.model.config.max_position_embeddings = 4096  # TRL ends tools' turns there
         call_tools(trainer)
-    callback = GradientNoiseCallback(trainer, every=1)
     lines: list[str] = []
-    show = callback._print
-    callback._print = lambda *printed: (lines.extend(printed), show(*printed))
-    if callback.fault:
-        lines.append(callback.fault)
-    trainer.add_callback(callback)
-    trainer.train()
-    shown = [line for line in lines if "step" in line or callback.fault and line]
+    show = GradientNoiseCallback._print
+
+    def printed(self, *some):
+        lines.extend(some)
+        show(self, *some)
+
+    with mock.patch.object(GradientNoiseCallback, "_print", printed):
+        callback = GradientNoiseCallback(trainer, every=1)
+        trainer.add_callback(callback)
+        trainer.train()
+    measured = [line for line in lines if line.startswith("grpo_ustat step")]
     history = trainer.state.log_history
     return {
         "accepted": bool(callback.windows) and not callback.fault,
-        "line": shown[0] if shown else "",
+        "line": measured[0] if measured else callback.fault,
         "lines": lines,
         "steps": trainer.state.global_step,
         "expected_steps": args.max_steps,
