@@ -77,6 +77,8 @@ def train(
         options = {"every": every, "sketch": 1_000_000} | (measuring or {})
         callback = GradientNoiseCallback(trainer, **options)
         trainer.add_callback(callback)
+        if dropout:  # whose noise ends the measuring
+            callback._announce = lambda *_: None
     for module in trainer.model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = dropout
