@@ -33,7 +33,7 @@ MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may im
     "logs": ("runs", *GROUND),
     # parts
     "rollout": ("policy", "distributed", "config", "terminal"),
-    "policy": ("tasks", "distributed", "config", "terminal"),
+    "policy": ("tasks", "distributed", *GROUND),
     "tasks": ("distributed", *GROUND),
     "runs": ("distributed", "config", "terminal"),
     "distributed": GROUND,
