@@ -24,9 +24,9 @@ MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may im
     "report": ("cli", "launch", "pages", "runs", *GROUND),
     "advise": ("pages", "logs", "runs", *GROUND),
     "doctor": ("tasks", "runs", "distributed", "config", "terminal"),
-    "integrations": ("pages", "policy", *GROUND),
+    "integrations": ("pages", "policy", "runs", *GROUND),
     # machinery
-    "cli": ("launch", "logs", "policy", "tasks", "runs", "distributed", *GROUND),
+    "cli": ("launch", "pages", "logs", "policy", "tasks", "runs", "distributed", *GROUND),
     "launch": ("runs", "distributed", *GROUND),
     "costs": ("policy", "runs", "config", "terminal"),
     "pages": ("runs", *GROUND),
