@@ -24,7 +24,7 @@ from grpo_ustat.estimators.applied_gradient import (
 )
 from grpo_ustat.estimators.row_weights import BY_TOKENS_OF_ALL, Loss, token_weights
 from grpo_ustat.integrations.trl.applied import add_applied, is_deepspeed
-from grpo_ustat.integrations.trl.generation import Group, completions_of
+from grpo_ustat.integrations.trl.generation import Group, completions_of, tokenizer_of
 from grpo_ustat.integrations.trl.sampling import active_dropout
 from grpo_ustat.policy.audit import epsilon_of
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -257,7 +257,7 @@ class UpdateAudit:
 
     def _consumed(self) -> Consumed:
         """What the update consumed on this rank."""
-        pad_token = self.trainer.processing_class.pad_token_id
+        pad_token = tokenizer_of(self.trainer).pad_token_id
         rows = []
         for inputs in self._inputs:
             mask_BT = inputs["completion_mask"]

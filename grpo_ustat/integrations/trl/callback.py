@@ -27,6 +27,7 @@ from grpo_ustat.integrations.trl.generation import (
     completions_of,
     logged_rewards,
     sampler_difference,
+    tokenizer_of,
     whole_groups,
 )
 from grpo_ustat.integrations.trl.images import row_images
@@ -289,7 +290,7 @@ class GradientNoiseCallback(TrainerCallback):
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
         """Rows of this rank, the first one of each group with the images of its prompt."""
         trainer = self.trainer
-        rows = completions_of(output, trainer.processing_class.pad_token_id)
+        rows = completions_of(output, tokenizer_of(trainer).pad_token_id)
         before = trainer.accelerator.process_index * len(rows)
         return [
             replace(row, images=row_images(output, i) or None)
@@ -327,9 +328,12 @@ class GradientNoiseCallback(TrainerCallback):
                 self.judge_own_loss()
         self._log(self.windows[-1])
 
-    def judge_own_loss(self) -> None:
+    def judge_own_loss(self, draws: int = 100) -> None:
         """Find what a rollout of the run's own loss is worth, from the groups that are kept; on the
         main process. An error is a reason why it is not known, since other ranks train on.
+
+        Args:
+            draws: pairs of batches behind a loss that weighs by the whole batch.
         """
         first = self.recent()[0].first
         scored = [one.scores.features_GR.nbytes for one in self._kept if one.scores is not None]
@@ -345,7 +349,7 @@ class GradientNoiseCallback(TrainerCallback):
                 pool = score_pool(self._kept)
                 if trainer.args.multi_objective_aggregation == EACH_REWARD:
                     pool = with_functions(pool, trainer.reward_weights.double().cpu().numpy())
-                self.own_loss = own_loss(pool, loss_of(trainer), rollouts, words)
+                self.own_loss = own_loss(pool, loss_of(trainer), rollouts, words, draws)
                 return
         except Exception as error:
             reason = reason_of(error)
@@ -411,7 +415,7 @@ class GradientNoiseCallback(TrainerCallback):
         if estimate is None:
             return [f"{PREFIX}: nothing was measured{self.fault and ': '}{self.fault}."]
         if self.trainer.accelerator.is_main_process:
-            self.judge_own_loss()
+            self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
         part = "" if self.parameters is None else f" of the parameters named {self.parameters!r}"
         first, *others = end_lines(

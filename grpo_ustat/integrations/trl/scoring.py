@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.integrations.trl.generation import Group
+from grpo_ustat.integrations.trl.generation import Group, tokenizer_of
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
@@ -56,9 +56,8 @@ class GroupScorer:
             ConfigError: not even one completion fits, or a layer's score rule is wrong.
         """
         trainer = self.trainer
-        policy = Policy(
-            model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
-        )  # fmt: skip
+        tokenizer = tokenizer_of(trainer)
+        policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
         rollouts = group.rollouts()
         images = group.completions[0].images
         if not self._checked:
@@ -82,7 +81,7 @@ class GroupScorer:
 
     def logprobs(self, model: Any, group: Group) -> Array:
         """Log-probabilities of the tokens of a group's completions, [G, T], 0 on padding."""
-        rollouts, pad_token = group.rollouts(), self.trainer.processing_class.pad_token_id
+        rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
         size = len(group.completions)
         parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
         with torch.no_grad():
