@@ -11,6 +11,8 @@ from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
 
+FAR = 100  # times an estimate, from where on an upper end says nothing
+
 
 def step_line(intervals: Mapping[str, Interval], own: OwnLoss | None) -> str:
     """What is known so far, without an end."""
@@ -85,6 +87,6 @@ def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
     'unknown'
     """
     estimate, low, high = interval
-    if math.isfinite(high) and math.isfinite(estimate):
+    if math.isfinite(estimate) and high < FAR * estimate:
         return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
     return f"at least {low:.{digits}f}" if low > least else "unknown"
