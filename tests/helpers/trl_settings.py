@@ -291,7 +291,7 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
         callback = GradientNoiseCallback(trainer, every=1)
         trainer.add_callback(callback)
         trainer.train()
-    measured = [line for line in lines if line.startswith("grpo_ustat step")]
+    measured = [line for line in lines if line.endswith("of the time so far")]
     history = trainer.state.log_history
     return {
         "accepted": bool(callback.windows) and not callback.fault,
