@@ -26,8 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 FORMATS = figures.UNDATED_METADATA
 KINDS = ("nightly", "slow")  # marks of tests that run only where their option is given
 
-# Collected for doctests it would be imported, by all tests that come after.
-collect_ignore = ["helpers/stub_math_verify"]
+# Collected for doctests they would be imported: the first by all tests that come after, the others
+# without TRL.
+collect_ignore = ["helpers/stub_math_verify", "helpers/trl_audit.py", "helpers/trl_sharded.py"]
 
 
 def pytest_addoption(parser):

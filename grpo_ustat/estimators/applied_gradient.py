@@ -33,12 +33,12 @@ NOT_OF_ROWS = (
     "no weights of these rows give it: dropout, another term of the loss (a penalty, a bonus for "
     "entropy), or other tokens, masks or parameters than declared"
 )
-VANISHES = 0.5  # tolerance from which on a gradient is 0 but for rounding
+VANISHES = 1.0  # tolerance from which on a gradient is 0 but for rounding
 
 
 # epsilon, measured by scripts/benchmarks/audit_tolerances.py
 FULL = 1e-3  # all of float32
-REDUCED = 0.1  # something computed in bfloat16, float16 or TF32
+REDUCED = 0.25  # something computed in bfloat16, float16 or TF32
 
 
 class Agreement(NamedTuple):
@@ -72,7 +72,7 @@ def agreement(applied_declared: float, declared_sq: float, applied_sq: float) ->
     Agreement(ratio=0.5, cosine=1.0)
     """
     if not (declared_sq > 0 and applied_sq > 0):
-        return Agreement(0.0 if declared_sq > 0 else math.nan, math.nan)
+        return Agreement(0.0 if declared_sq > 0 and applied_sq == 0 else math.nan, math.nan)
     cosine = applied_declared / math.sqrt(declared_sq) / math.sqrt(applied_sq)
     return Agreement(applied_declared / declared_sq, max(-1.0, min(1.0, cosine)))
 

@@ -243,8 +243,8 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
 
     Steps count equally. Intervals leave out one group at a time, each step an independent part;
     where steps have fewer than 4 groups, or not equally many, one step at a time. Of windows too:
-    in simulated training that covers .91 to 1.0 of the truth, with fewer windows than one at a time
-    would need and in a shorter interval (`scripts/benchmarks/interval_coverage.py --windows`).
+    in simulated training that covers .93 to .98, with fewer windows than leaving out one would need
+    and in shorter intervals (`scripts/benchmarks/interval_coverage.py --windows`).
 
     Args:
         steps: of each step, or window of batches, its groups' terms.

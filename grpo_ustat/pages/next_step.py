@@ -85,12 +85,13 @@ def new_rollouts(
         f"dataset.study_size={questions}", f"study.questions={questions}",
     ]  # fmt: skip
     command = command_line(
-        "mse", *model, "dataset=jsonl", "dataset.path=DATA", "dataset.reward=REWARD.py:FUNCTION",
-        "prompt=as_is", f"max_completion_length={length or 'LENGTH'}", *sizes,
+        "mse", *model, "dataset=jsonl", "dataset.path=DATA.jsonl",
+        "dataset.reward=REWARD.py:FUNCTION", "prompt=as_is",
+        f"max_completion_length={length or 'LENGTH'}", *sizes,
     )  # fmt: skip
     return (
-        f"{command}  # new rollouts with the run's own DATA, rows of question and answer, and "
-        "REWARD.py, FUNCTION(prompt, completion): see docs/models-and-data.md"
+        f"{command}  # new rollouts with the run's own DATA.jsonl, rows of question and answer, "
+        "and REWARD.py, FUNCTION(prompt, completion): see docs/models-and-data.md"
     )
 
 

@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.integrations.trl.audit import UpdateAudit
-from grpo_ustat.integrations.trl.generation import completions_of, summed_rewards, whole_groups
+from grpo_ustat.integrations.trl.generation import completions_of, logged_rewards, whole_groups
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
@@ -68,8 +68,8 @@ class Expecting:
             return output
         rows = gather_object(completions_of(output, trainer.processing_class.pad_token_id))
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
-        rewards = summed_rewards(logged, trainer.reward_weights, len(rows))
-        groups, _ = whole_groups(rows, rewards, trainer.num_generations)
+        rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
+        groups, _ = whole_groups(rows, *rewards, trainer.num_generations)
         accelerator, scores = trainer.accelerator, {}
         varied = [group for group in groups if group.varies]
         with torch.random.fork_rng([]), torch.enable_grad():

@@ -19,11 +19,11 @@ from forks import free_port  # noqa: E402
 from trl_audit import declared, train  # noqa: E402
 
 from grpo_ustat.estimators.row_weights import Loss  # noqa: E402
+from grpo_ustat.integrations.trl.audit import OWN_NORMALISER, UpdateResult  # noqa: E402
 
 pytestmark = pytest.mark.nightly(minutes=1)
 ROOT = Path(__file__).parents[2]
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo", "cispo", "sapo", "vespo")
-OWN = "it is the gradient of a loss that divides by the tokens of each generation batch"
 CISPO = "loss_type='cispo' without epsilon_high caps every weight at 0.2"
 
 
@@ -78,7 +78,7 @@ def test_tokens_of_another_number_of_micro_batches(tmp_path, steps, steps_per_ge
         per_device_train_batch_size=size, max_steps=1,
     )  # fmt: skip
     (one,) = audit.results
-    assert not one.agrees and OWN in one.sentence and 0.9 < one.ratio < 1.1
+    assert not one.agrees and OWN_NORMALISER in one.sentence and 0.9 < one.ratio < 1.1
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_every_way_of_two_ranks(tmp_path, way, kind):
     cases = {name: changes | {"per_device_train_batch_size": 8} for name, changes in cases.items()}
     for name, (results, kinds) in of_two_ranks(tmp_path, way, cases).items():
         assert kind in kinds and len(results) == 2
-        for _, ratio, cosine, agrees, sentence in results:
+        for _, ratio, cosine, agrees, sentence in map(UpdateResult._make, results):
             if name == "cispo":
                 assert sentence == f"applied = 0.200 x declared, cosine 1.000: {CISPO}"
                 continue

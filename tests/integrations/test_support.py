@@ -38,7 +38,6 @@ def fsdp(cpu_offload=False):
 REFUSED = {
     "offload_param.device=cpu": zero(3, {"offload_param": {"device": "cpu"}}),
     "fsdp_offload_params=True": fsdp(cpu_offload=True),
-    "'normalize_then_sum' divides": changed(multi_objective_aggregation="normalize_then_sum"),
     "hides which tokens": changed(mask_truncated_completions=True, tools=[print]),
     "not SimpleNamespace": SimpleNamespace(),
 }

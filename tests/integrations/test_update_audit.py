@@ -75,7 +75,7 @@ class Batch:
         self.groups = [
             Group(
                 [Completion([p + 1, p + 2], [seed + 3, 5 + i, END][: 2 + i % 2])
-                 for i in range(SIZE)], rewards_G
+                 for i in range(SIZE)], rewards_G, np.stack([rewards_G, rewards_G], axis=1)
             )
             for p, rewards_G in enumerate(self.rewards)
         ]  # fmt: skip
@@ -266,12 +266,11 @@ def test_what_cannot_be_compared_is_said_and_training_goes_on():
     trainer.update([batch.inputs(range(12))], batch.gradient(loss))
     audit.expect(batch.sketches(sketch), batch.groups)
     trainer.update([{"completion_mask": None}], batch.gradient(loss))
-    audit.loss = Loss("own", "gdpo", {"epsilon": 1e-4}, "dapo", LONGEST)  # wants every reward
+    trainer.reward_weights = None
     audit.expect(batch.sketches(sketch), batch.groups)
     trainer.update([batch.inputs(range(12))], batch.gradient(loss))
-    audit.loss = loss
-    trainer.model.register_parameter("late", torch.nn.Parameter(torch.zeros(2)))
-    trainer.model.late.grad = torch.ones(2)
+    trainer.reward_weights = torch.ones(1)
+    trainer.model.bias.requires_grad_(False)
     audit.expect(batch.sketches(sketch), batch.groups)
     trainer.update([batch.inputs(range(12))], batch.gradient(loss))
     says = [one.sentence.removeprefix("The gradient was not compared: ") for one in audit.results]
@@ -279,8 +278,8 @@ def test_what_cannot_be_compared_is_said_and_training_goes_on():
         "1 of its 12 completions have no scores",
         "4 of its 12 completions are of no group that was measured",
     ]
-    assert says[2].startswith("KeyError") and "gdpo" in says[3]
-    assert "late is trained and was not scored" in says[4]
+    assert says[2].startswith("KeyError") and says[3].startswith("AttributeError")
+    assert "bias was scored and is not trained" in says[4]
     assert len(trainer.clipped) == 5 and not any(one.agrees for one in audit.results)
 
 

@@ -116,10 +116,10 @@ def test_one_prompt_is_too_few_and_the_next_command_draws_new_rollouts(
     assert out[-3] == "  one prompt, as TRL's default batch on one GPU has, tells no best G"
     command, _, comment = out[-1].partition("  # ")
     assert command == (
-        "next: grpo-ustat mse model=run/checkpoint-5 dataset=jsonl dataset.path=DATA "
+        "next: grpo-ustat mse model=run/checkpoint-5 dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH"
     )
-    assert comment.startswith("new rollouts with the run's own DATA")
+    assert comment.startswith("new rollouts with the run's own DATA.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -196,14 +196,21 @@ def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
 
 def test_rollouts_of_another_framework_are_not_trained_on_here():
     config = asdict(compose("mse")) | {"pool": "logged/rows.parquet"}
+    step = next_step(UNDECIDED, config)
+    own = {"DATA.jsonl": "tests/data/jsonl/my.jsonl", "LENGTH": "64", "=400": "=20",
+           "REWARD.py:FUNCTION": "tests/data/jsonl/my.py:score"}  # fmt: skip
+    for theirs, ours in own.items():
+        step = step.replace(theirs, ours)
+    _, verb, *words = shlex.split(step, comments=True)
+    assert compose(verb, *words).study.questions == 20
     assert next_step(RESULT, config) == (
         "train with num_generations=4 where these rollouts were logged"
     )
     assert next_step(UNDECIDED, config) == (
-        "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA "
+        "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
-        "dataset.study_size=400 study.questions=400  # new rollouts with the run's own DATA, rows "
-        "of question and answer, and REWARD.py, FUNCTION(prompt, completion): see "
+        "dataset.study_size=400 study.questions=400  # new rollouts with the run's own DATA.jsonl, "
+        "rows of question and answer, and REWARD.py, FUNCTION(prompt, completion): see "
         "docs/models-and-data.md"
     )
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from grpo_ustat.integrations.trl.sharding import WRAPPED, sharding_of
 from grpo_ustat.policy.scores.sketch import Sketch
 
 ENTRIES_AT_ONCE = 2**24  # that are sketched at a time, in float64
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # in names
+COMPILED = "_orig_mod"  # in the names of parameters of a compiled model
 
 Shard = tuple[str, int, torch.Tensor]
 """The name of a parameter, the place of the first entry, and entries of its gradient, flat."""
@@ -26,15 +27,17 @@ def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
     Args:
         out_1R: to add to.
         trainer: between the last backward pass of an update and clipping.
-        sketch: by the names of the trained parameters without wrappers.
+        sketch: by the names of trained parameters without wrappers; others are left out.
 
     Raises:
-        LookupError: the sketch knows no parameter of that name, or the gradient is not accessible.
+        LookupError: a parameter of the sketch is not trained, or its gradient is not accessible.
     """
-    scale = 1 / gradient_scale(trainer)
+    scale, names = 1 / gradient_scale(trainer), sketch.signs.sizes.keys()
+    if missing := names - {name for name, _ in _trained(_model(trainer))}:
+        raise LookupError(f"{min(missing)} was scored and is not trained")
     for name, start, flat in shards(trainer):
-        if name not in sketch.signs.sizes:
-            raise LookupError(f"{name} is trained and was not scored")
+        if name not in names:
+            continue
         for first in range(0, len(flat), ENTRIES_AT_ONCE):
             part = flat[first : first + ENTRIES_AT_ONCE].detach().to(out_1R.device, torch.float64)
             sketch.add(out_1R, name, start + first, -scale * part[None])
@@ -48,12 +51,19 @@ def shards(trainer: Any) -> Iterator[Shard]:
     """
     accelerator = trainer.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
+    model = _model(trainer)
     if is_deepspeed(trainer):
-        yield from _deepspeed(accelerator.unwrap_model(trainer.model_wrapped), rank, world)
-    elif _is_fsdp1(trainer.model):
-        yield from _fsdp1(trainer.model, rank, world)
+        yield from _deepspeed(model, rank, world)
+    elif sharding_of(trainer) == "FSDP1":
+        yield from _fsdp1(model, rank, world)
     else:
-        yield from _whole_or_dtensor(accelerator.unwrap_model(trainer.model), rank, world)
+        yield from _whole_or_dtensor(model, rank, world)
+
+
+def _model(trainer: Any) -> torch.nn.Module:
+    """The module that holds the parameters, by which FSDP1 gathers them."""
+    model, fsdp1 = trainer.model, sharding_of(trainer) == "FSDP1"
+    return model if fsdp1 else trainer.accelerator.unwrap_model(model)
 
 
 def gradient_scale(trainer: Any) -> float:
@@ -77,9 +87,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.q.weight")
     'model.layers.0.q.weight'
     """
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in (*WRAPPED, COMPILED))
 
 
 def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -141,12 +149,6 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
         start = rank * sharded.ds_numel
         if part is not None and start < whole:  # behind it is padding
             yield name, start, part.flatten()[: whole - start]
-
-
-def _is_fsdp1(model: torch.nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:

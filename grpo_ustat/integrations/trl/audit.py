@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from grpo_ustat.estimators.applied_gradient import (
 )
 from grpo_ustat.estimators.row_weights import BY_TOKENS_OF_ALL, Loss, token_weights
 from grpo_ustat.integrations.trl.applied import add_applied, is_deepspeed
-from grpo_ustat.integrations.trl.generation import Group, completions_of
+from grpo_ustat.integrations.trl.generation import Group, completions_of, tokenizer_of
 from grpo_ustat.integrations.trl.sampling import active_dropout
 from grpo_ustat.policy.audit import epsilon_of
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -121,19 +120,13 @@ class UpdateAudit:
             self._clip = trainer.accelerator.clip_grad_norm_
             trainer.accelerator.clip_grad_norm_ = self._clipping
 
-    def expect(
-        self,
-        scores: Mapping[Key, np.ndarray],
-        groups: Sequence[Group],
-        context: BaselineContext | None = None,
-    ) -> None:
+    def expect(self, scores: Mapping[Key, np.ndarray], groups: Sequence[Group]) -> None:
         """Announce a generation batch that was measured: the next update is compared.
 
         Args:
             scores: sketches of the scores of completions, those that this rank has; none are
                 needed of groups whose rewards are all equal.
             groups: all groups of the generation batch, on every rank.
-            context: what the rule of the loss reads beside rewards and lengths; None: nothing.
         """
         if self._expected_at != self.trainer.state.global_step:
             self._forget()
@@ -142,9 +135,14 @@ class UpdateAudit:
         if not groups:
             return
         rewards_PG = np.stack([group.rewards_G for group in groups])
-        lengths_PG = np.array([[len(c.completion_ids) for c in g.completions] for g in groups])
-        context = replace(context or BaselineContext(), lengths_PG=lengths_PG)
         try:
+            context = BaselineContext(
+                lengths_PG=np.array(
+                    [[row.length for row in group.completions] for group in groups]
+                ),
+                rewards_PGF=np.stack([group.rewards_GF for group in groups]),
+                reward_weights_F=self.trainer.reward_weights.double().cpu().numpy(),
+            )
             by_rule = advantages_by_rule(self.loss, rewards_PG, context)
         except Exception as error:  # as in `_update`
             self._fault = f"{type(error).__name__}: {error}"
@@ -259,7 +257,7 @@ class UpdateAudit:
 
     def _consumed(self) -> Consumed:
         """What the update consumed on this rank."""
-        pad_token = self.trainer.processing_class.pad_token_id
+        pad_token = tokenizer_of(self.trainer).pad_token_id
         rows = []
         for inputs in self._inputs:
             mask_BT = inputs["completion_mask"]

@@ -12,7 +12,14 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT, NoiseEstimate, noise_estimate
+from grpo_ustat.estimators.noise import (
+    CONSTANTS_AND_GRADIENT,
+    UNDETERMINED,
+    NoiseEstimate,
+    noise_estimate,
+    policy_drift,
+    withheld,
+)
 from grpo_ustat.integrations.trl.audit import UpdateAudit
 from grpo_ustat.integrations.trl.generation import (
     Completion,
@@ -20,6 +27,7 @@ from grpo_ustat.integrations.trl.generation import (
     completions_of,
     logged_rewards,
     sampler_difference,
+    tokenizer_of,
     whole_groups,
 )
 from grpo_ustat.integrations.trl.images import row_images
@@ -58,6 +66,7 @@ from grpo_ustat.integrations.trl.windows import (
     window_of,
 )
 from grpo_ustat.policy.scores.groups import GroupScores
+from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import visible
 
 LEAST_WINDOWS = 4  # that an average is over, where there are so many
@@ -127,6 +136,8 @@ class GradientNoiseCallback(TrainerCallback):
         self.fault = self.precision = ""
         self._groups: list[ScoredGroup] = []  # of the window that is open
         self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
+        self._first: tuple[Group, Array] | None = None  # with its first policy's log-probabilities
+        self._drift = 0.0
         self._batches = self._unknown = self._due = self._audits = 0
         self._audit_due: float = 0
         self._audited = False
@@ -235,6 +246,24 @@ class GradientNoiseCallback(TrainerCallback):
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
         ]
         self._unknown += unknown
+        if window_batches(max(1, len(groups))) > 1 and accelerator.is_main_process:
+            self._follow(model, groups)
+
+    def _follow(self, model: Any, groups: Sequence[Group]) -> None:
+        """Find how far the policy has moved since the first group of the window whose rewards
+        differ; on the main process, where an error is a note, since other ranks train on.
+        """
+        try:
+            if self._first is not None:
+                group, before = self._first
+                self._drift = policy_drift(before, self.scorer.logprobs(model, group))
+                return
+            for group in groups:
+                if group.varies and group.completions[0].images is None:
+                    self._first = group, self.scorer.logprobs(model, group)
+                    return
+        except Exception as error:
+            self.scorer.notes.append(f"How far policies moved is unknown: {reason_of(error)}.")
 
     def _announce(
         self, model: Any, groups: Sequence[Group], scored: Mapping[int, GroupScores]
@@ -261,7 +290,7 @@ class GradientNoiseCallback(TrainerCallback):
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
         """Rows of this rank, the first one of each group with the images of its prompt."""
         trainer = self.trainer
-        rows = completions_of(output, trainer.processing_class.pad_token_id)
+        rows = completions_of(output, tokenizer_of(trainer).pad_token_id)
         before = trainer.accelerator.process_index * len(rows)
         return [
             replace(row, images=row_images(output, i) or None)
@@ -284,13 +313,14 @@ class GradientNoiseCallback(TrainerCallback):
         known now is logged.
         """
         groups, unknown = self._groups, self._unknown
+        drift, self._first, self._drift = self._drift, None, 0.0
         self._groups, self._batches, self._unknown = [], 0, 0
         if len(groups) < 2:
             return
         if self.warnings and not self.windows:
             share = mean_score_share([one.scores.gram_GG for one in groups if one.scores])
             self.warnings += mean_score_warning(share)
-        self.windows.append(window_of(groups, unknown))
+        self.windows.append(window_of(groups, unknown, drift))
         if self.trainer.accelerator.is_main_process:
             self._kept += groups
             count = len(self.windows)
@@ -298,9 +328,12 @@ class GradientNoiseCallback(TrainerCallback):
                 self.judge_own_loss()
         self._log(self.windows[-1])
 
-    def judge_own_loss(self) -> None:
+    def judge_own_loss(self, draws: int = 100) -> None:
         """Find what a rollout of the run's own loss is worth, from the groups that are kept; on the
         main process. An error is a reason why it is not known, since other ranks train on.
+
+        Args:
+            draws: pairs of batches behind a loss that weighs by the whole batch.
         """
         first = self.recent()[0].first
         scored = [one.scores.features_GR.nbytes for one in self._kept if one.scores is not None]
@@ -316,7 +349,7 @@ class GradientNoiseCallback(TrainerCallback):
                 pool = score_pool(self._kept)
                 if trainer.args.multi_objective_aggregation == EACH_REWARD:
                     pool = with_functions(pool, trainer.reward_weights.double().cpu().numpy())
-                self.own_loss = own_loss(pool, loss_of(trainer), rollouts, words)
+                self.own_loss = own_loss(pool, loss_of(trainer), rollouts, words, draws)
                 return
         except Exception as error:
             reason = reason_of(error)
@@ -332,9 +365,25 @@ class GradientNoiseCallback(TrainerCallback):
         return max(half, self.windows[-LEAST_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
-        """Averages over `recent()`, with intervals; None where nothing was measured."""
-        steps = [one.terms for one in self.recent()]
-        return noise_estimate(steps, self.trainer.num_generations) if steps else None
+        """Averages over `recent()`, with intervals, those that `withheld` names without numbers;
+        None where nothing was measured.
+        """
+        size, steps = self.trainer.num_generations, [one.terms for one in self.recent()]
+        if not steps:
+            return None
+        estimate = noise_estimate(steps, size)
+        unknown = dict.fromkeys(self.withheld(), UNDETERMINED)
+        return replace(estimate, intervals={**estimate.intervals, **unknown})
+
+    def withheld(self) -> dict[str, str]:
+        """Names of intervals that are not said, since a window's policies are too far apart, each
+        with the reason.
+        """
+        size, recent = self.trainer.num_generations, self.recent()
+        drift = max((one.drift for one in recent), default=0.0)
+        if drift == 0:
+            return {}
+        return withheld(noise_estimate([one.terms for one in recent], size), size, drift)
 
     def _log(self, window: Window) -> None:
         """Write to TRL's metrics, and print a line on the main process."""
@@ -366,14 +415,16 @@ class GradientNoiseCallback(TrainerCallback):
         if estimate is None:
             return [f"{PREFIX}: nothing was measured{self.fault and ': '}{self.fault}."]
         if self.trainer.accelerator.is_main_process:
-            self.judge_own_loss()
+            self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
         part = "" if self.parameters is None else f" of the parameters named {self.parameters!r}"
         first, *others = end_lines(
             estimate, self.recent(), self.own_loss, self.trainer.num_generations,
             rollouts_of(self.trainer), f"scores{part} in {self.precision}{under}", self._cost(),
         )  # fmt: skip
-        return [f"{PREFIX}: {first}", *others, *self.scorer.notes]
+        reasons = sorted(set(self.withheld().values()))
+        apart = [f"Not said, since {reason}." for reason in reasons]
+        return [f"{PREFIX}: {first}", *others, *apart, *self.scorer.notes]
 
     def _print(self, *lines: str) -> None:
         if self.trainer.accelerator.is_main_process:

@@ -151,6 +151,11 @@ def logged_rewards(
     return np.where(none_R, np.nan, sums_R), values_RF
 
 
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer of a trainer, also where a processor of images is around it."""
+    return getattr(trainer, "_tokenizer", trainer.processing_class)
+
+
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
     """The sum of |log-probability of the sampler - that of the model| over the policy's tokens, and
     their number; 0 tokens where TRL compares no sampler, which it does of vLLM.

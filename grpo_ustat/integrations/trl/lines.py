@@ -40,6 +40,8 @@ def end_lines(
         cost: of measuring.
     """
     _, advice, _ = group_size_advice(estimate.as_result(), group_size, rollouts)
+    if math.isnan(estimate.intervals["gstar"].low) and not math.isnan(estimate.intervals["c2"].low):
+        advice = f"Whether num_generations = {group_size} is best is not said."
     if estimate.assumption2:
         _, advice = pair_advice(estimate.intervals["gstar"])
     answer = advice if own is None else f"{own.line()} {advice}"

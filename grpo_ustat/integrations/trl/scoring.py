@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.integrations.trl.generation import Group
+from grpo_ustat.integrations.trl.generation import Group, tokenizer_of
 from grpo_ustat.policy.loading import Policy, out_of_memory
-from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Rollouts
+from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.terminal.streams import single_line
 
 
@@ -56,9 +56,8 @@ class GroupScorer:
             ConfigError: not even one completion fits, or a layer's score rule is wrong.
         """
         trainer = self.trainer
-        policy = Policy(
-            model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
-        )  # fmt: skip
+        tokenizer = tokenizer_of(trainer)
+        policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
         rollouts = group.rollouts()
         images = group.completions[0].images
         if not self._checked:
@@ -79,6 +78,26 @@ class GroupScorer:
             self.at_once //= 2
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+    def logprobs(self, model: Any, group: Group) -> Array:
+        """Log-probabilities of the tokens of a group's completions, [G, T], 0 on padding."""
+        rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
+        size = len(group.completions)
+        parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
+        with torch.no_grad():
+            logprobs = [
+                token_logprobs(
+                    model, pack(rollouts, part, pad_token, model.device), self.trainer.temperature
+                )
+                for part in parts
+            ]
+        width = rollouts.mask_PGT.shape[2]
+        return np.concatenate(
+            [
+                np.pad(part.double().cpu().numpy(), ((0, 0), (0, width - part.shape[1])))
+                for part in logprobs
+            ]
+        )
 
     def _check(self, policy: Policy, rollouts: Rollouts, images: Mapping[str, Any] | None) -> None:
         """Compare a group's two shortest completions with plain differentiation, once a run.

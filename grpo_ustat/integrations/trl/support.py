@@ -20,8 +20,8 @@ def check_trainer(trainer: Any) -> None:
     """Refuse a trainer whose gradient cannot be measured.
 
     Raises:
-        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are offloaded; rewards
-            have no one sum; tools hide which tokens of a completion are the policy's.
+        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are offloaded; tools
+            hide which tokens of a completion are the policy's.
     """
     if "GRPOTrainer" not in [kind.__name__ for kind in type(trainer).__mro__]:
         raise ConfigError(
@@ -32,14 +32,6 @@ def check_trainer(trainer: Any) -> None:
             f"this TRL's GRPOTrainer has no {missing[0]}: use TRL 1.16, for which it was written"
         )
     check_sharding(trainer)
-    if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != (
-        "sum_then_normalize"
-    ):
-        raise ConfigError(
-            "multi_objective_aggregation='normalize_then_sum' divides each reward by its own "
-            "group's spread, so there is no one reward whose gradient has an error: use "
-            "'sum_then_normalize'"
-        )
     has_tools = any(
         getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")
     )

@@ -51,12 +51,14 @@ class Window:
         first, last: updates of the policies that wrote the first and the last batch.
         terms: of its groups.
         unknown: groups that were left out, with a completion that no function rewarded.
+        drift: nats a completion from its first policy to its last, see `noise.policy_drift`.
     """
 
     first: int
     last: int
     terms: GroupTerms
     unknown: int
+    drift: float = 0.0
 
 
 def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredGroup:
@@ -80,12 +82,12 @@ def window_batches(groups: int) -> int:
     return 1 if groups >= LEAST_UNITS else math.ceil(WINDOW_GROUPS / groups)
 
 
-def window_of(groups: Sequence[ScoredGroup], unknown: int) -> Window:
+def window_of(groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0) -> Window:
     """The terms of pooled groups.
 
     Args:
         groups: at least two.
-        unknown: groups that were left out.
+        unknown, drift: see `Window`.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -98,7 +100,7 @@ def window_of(groups: Sequence[ScoredGroup], unknown: int) -> Window:
         sq_norm_PG[varied] = [gradients[place].sq_norm_G for place in varied]
         gram_PP[np.ix_(varied, varied)] = gradient_gram(list(gradients.values()))
     terms = group_terms(rewards_PG, sq_norm_PG, gram_PP)
-    return Window(groups[0].step, groups[-1].step, terms, unknown)
+    return Window(groups[0].step, groups[-1].step, terms, unknown, drift)
 
 
 def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
