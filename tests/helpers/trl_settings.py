@@ -134,8 +134,7 @@ SETTINGS = {
          "epsilon_high": 2.5e-3}
     ),  # fmt: skip
     "paper_index.md, GDPO": Setting(
-        {"multi_objective_aggregation": "normalize_then_sum"},
-        refused="multi_objective_aggregation='normalize_then_sum'",
+        {"multi_objective_aggregation": "normalize_then_sum"}
     ),
     # trl/examples/scripts and docs/source/grpo_trainer.md, launched with DeepSpeed
     "grpo_trainer.md, 70B": Setting(batch(4), way="zero3", processes=32),

@@ -134,8 +134,8 @@ def test_every_way_of_two_ranks(tmp_path, way, kind):
     if way.startswith("zero"):
         pytest.importorskip("deepspeed")
     cases = {
-        "dapo": {}, "bnpo": {"loss_type": "bnpo"}, "bf16": {"bf16": True},
-        "cispo": {"loss_type": "cispo"},
+        "dapo": {}, "bnpo": {"loss_type": "bnpo"}, "cispo": {"loss_type": "cispo"},
+        "bf16": {"bf16": True},  # the last: DeepSpeed's plugin keeps it
     }  # fmt: skip
     cases = {name: changes | {"per_device_train_batch_size": 8} for name, changes in cases.items()}
     for name, (results, kinds) in of_two_ranks(tmp_path, way, cases).items():

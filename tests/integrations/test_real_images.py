@@ -115,7 +115,7 @@ def test_scores_with_images_are_those_of_trls_own_log_probabilities(adapters, tm
             policy = Policy(model, trainer._tokenizer, frozenset(), pad_token)
             sketch = Sketch(parameter_sizes(model), 10**7)
             for first in range(0, len(rows), 4):
-                rollouts = Group(rows[first : first + 4], np.zeros(4)).rollouts()
+                rollouts = Group(rows[first : first + 4], np.zeros(4), np.zeros((4, 1))).rollouts()
                 found = group_scores(
                     policy, rollouts, 0, 1.0, sketch, 4, images=row_images(output, first)
                 )
