@@ -70,6 +70,18 @@ def test_the_changelog_knows_the_version():
     assert versions[:1] in ([], [grpo_ustat.__version__])
 
 
+def test_a_tag_is_checked_and_then_published_without_a_secret():
+    workflow = read(".github/workflows/publish.yml")
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    (checked,) = [step["run"] for step in build["steps"] if "run" in step]
+    assert "check_package.py" in checked and '--tag "$GITHUB_REF_NAME"' in checked
+    assert publish["needs"] == "build" and publish["environment"] == "pypi"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert "secrets." not in (ROOT / ".github/workflows/publish.yml").read_text()
+
+
 def test_files_that_contributors_are_sent_to_are_there():
     missing = []
     for name in ("CONTRIBUTING.md", "SECURITY.md"):
