@@ -238,6 +238,7 @@ def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -
     installed = time.monotonic()
     listed = run([str(programs / "python"), "-m", "pip", "freeze"], cwd=scratch).splitlines()
     came = {re.split("[= ]", line)[0] for line in listed} - {"grpo-ustat"}
+    versions = [line for line in listed if line.startswith(("torch==", "transformers==", "trl=="))]
     if trial.alone and came != trial.alone:
         raise Failure(f"{sorted(came)} came, and only {sorted(trial.alone)} should")
     place = scratch / "empty"
@@ -252,7 +253,7 @@ def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -
     if trial.leaves and not any(place.glob(trial.leaves)):
         raise Failure(f"{' '.join(trial.commands[-1])} left no {trial.leaves}")
     times = f"installed in {installed - start:.0f} s, ran in {time.monotonic() - begun:.0f} s"
-    return f"{len(came)} packages, {times}"
+    return ", ".join([f"{len(came)} packages", *versions, times])
 
 
 def main() -> int:
