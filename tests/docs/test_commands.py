@@ -23,6 +23,8 @@ READERS = {  # what is a reader's own, and what stands for it here
     "my.py": "tests/data/jsonl/my.py",
     "math500.jsonl": "tests/data/math/test.jsonl",
     "completions.parquet": "README.md.parquet",
+    "rollouts.parquet": "README.md.parquet",
+    "outputs/trl/checkpoint-9": "grpo_ustat/assets/tiny",
     "$SLURM_ARRAY_TASK_ID": "1",
 }
 OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, test_own_baseline
