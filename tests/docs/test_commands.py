@@ -18,13 +18,14 @@ READERS = {  # what is a reader's own, and what stands for it here
     "org/name": "Qwen/Qwen2.5-0.5B",
     "outputs/train/NAME/seed-0/checkpoint-20": "grpo_ustat/assets/tiny",
     "outputs/train/NAME/seed-0/checkpoint-40": "grpo_ustat/assets/tiny",
+    "outputs/trl/checkpoint-9": "grpo_ustat/assets/tiny",
     "FOLDER": "tests/data/math/train.jsonl",
     "my.jsonl": "tests/data/jsonl/my.jsonl",
     "my.py": "tests/data/jsonl/my.py",
     "math500.jsonl": "tests/data/math/test.jsonl",
     "completions.parquet": "README.md.parquet",
     "rollouts.parquet": "README.md.parquet",
-    "outputs/trl/checkpoint-9": "grpo_ustat/assets/tiny",
+    "model=global_step_20": "model=grpo_ustat/assets/tiny",
     "$SLURM_ARRAY_TASK_ID": "1",
 }
 OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, test_own_baseline
