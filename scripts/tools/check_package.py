@@ -133,7 +133,7 @@ TRIALS = {
         words(f"{STEPS} launch.accelerate=deepspeed launch.num_processes=2"),
         leaves="outputs/train/*/seed-0/result.json",
     ),
-    "slurm": Trial("cli,slurm", words(f"{STEPS} -m hydra/launcher=slurm seed=0,1 --cfg hydra")),
+    "slurm": Trial("cli,slurm", words(f"{STEPS} hydra/launcher=slurm --cfg hydra")),
     "smollm2": Trial("smollm2", (("python", "-c", "from gguf import GGUFReader"),)),
     "tensorboard": Trial(
         "cli,tensorboard", words(f"{STEPS} logger=tensorboard"), leaves="**/events.out.tfevents.*"
