@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Baseline",
     "Loss",

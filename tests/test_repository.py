@@ -54,19 +54,33 @@ def test_a_commit_is_formatted_by_the_ruff_that_checks_it():
     assert [hook["id"] for hook in hooks["hooks"]] == ["ruff-check", "ruff-format"]
 
 
-def test_the_citation_is_of_this_version():
-    citation = read("CITATION.cff")
+def test_the_citations_are_of_this_version():
+    citation, readme = read("CITATION.cff"), (ROOT / "README.md").read_text()
     assert citation["version"] == grpo_ustat.__version__ and citation["license"] == "Apache-2.0"
-    assert citation["preferred-citation"]["title"] in " ".join(
-        (ROOT / "README.md").read_text().split()
-    )
+    assert re.findall(r"version = \{(.*)\}", readme) == [grpo_ustat.__version__]
+    assert citation["preferred-citation"]["title"] in " ".join(readme.split())
     for entry in (citation, citation["preferred-citation"]):
         assert entry["title"] and entry["type"] and all(a["name"] for a in entry["authors"])
 
 
 def test_the_changelog_knows_the_version():
+    """The newest section that has a version is of this one, where a version has a section."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert f"is {grpo_ustat.__version__};" in text and "## [Unreleased]" in text
+    versions = re.findall(r"^## \[(\d[^\]]*)\]", text, re.MULTILINE)
+    assert versions[:1] in ([], [grpo_ustat.__version__])
+
+
+def test_a_tag_is_checked_and_then_published_without_a_secret():
+    workflow = read(".github/workflows/publish.yml")
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    (checked,) = [step["run"] for step in build["steps"] if "run" in step]
+    assert "check_package.py" in checked and '--tag "$GITHUB_REF_NAME"' in checked
+    assert publish["needs"] == "build" and publish["environment"] == "pypi"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert "secrets." not in (ROOT / ".github/workflows/publish.yml").read_text()
 
 
 def test_files_that_contributors_are_sent_to_are_there():

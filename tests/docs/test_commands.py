@@ -18,6 +18,7 @@ READERS = {  # what is a reader's own, and what stands for it here
     "org/name": "Qwen/Qwen2.5-0.5B",
     "outputs/train/NAME/seed-0/checkpoint-20": "grpo_ustat/assets/tiny",
     "outputs/train/NAME/seed-0/checkpoint-40": "grpo_ustat/assets/tiny",
+    "outputs/trl/checkpoint-9": "grpo_ustat/assets/tiny",
     "FOLDER": "tests/data/math/train.jsonl",
     "my.jsonl": "tests/data/jsonl/my.jsonl",
     "my.py": "tests/data/jsonl/my.py",

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: their blocks, commands, links, and the packages they show."""
+"""The README, pages and skills of docs/: blocks, commands, links, and the packages they show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from warm import run_python
 ROOT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs/skills").glob("*/SKILL.md")),
+    ]
 }
 EXTENDING = PAGES["docs/extending.md"]
 

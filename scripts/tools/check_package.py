@@ -1,0 +1,292 @@
+"""Build the package, and run it where nothing but the package is: `check_package.py core cli trl`.
+
+    python scripts/tools/check_package.py [EXTRA ...] [--constraint FILE] [--dist FOLDER] [--tag V]
+
+Builds the source archive, and the wheel from it. Both must hold the files of the repository that
+they are for and no others, their metadata must be what an index takes (`twine check --strict`), and
+the page that the index shows may have no link that leads nowhere. Then, for each EXTRA (all of them
+where none is named), the wheel is installed into an empty environment, and commands run in an empty
+folder. `--tag` compares a tag with the version and with the changelog. Exit code 1 where something
+fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+import zipfile
+from dataclasses import dataclass
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEEL = ("grpo_ustat", "conf")
+SOURCE = (
+    *WHEEL, "docs", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt",
+    "pyproject.toml", ".gitignore",
+)  # fmt: skip
+LEADS_NOWHERE = r"\]\((?!https?://|#)[^)]*\)|\./scripts/|\.venv"  # outside a checkout
+
+SCALING = """
+import numpy as np
+import grpo_ustat as gu
+draws = np.random.default_rng(0)
+scores_PND, useful_PD = draws.normal(size=(40, 16, 30)), draws.normal(size=(40, 30))
+rewards_PN = (np.einsum("PND,PD->PN", scores_PND, useful_PD) > 0).astype(float)
+centred_PN = (rewards_PN - rewards_PN.mean(axis=1, keepdims=True)) * 16 / 15
+gradients_PD = np.einsum("PN,PND->PD", centred_PN, scores_PND) / 16
+norms_PN = (scores_PND**2).sum(axis=2)
+print(gu.scaling_from_arrays(rewards_PN, norms_PN, gradients_PD @ gradients_PD.T)["gstar"])
+"""
+POLICY = """
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import grpo_ustat as gu
+folder = Path(gu.__file__).parent / "assets/tiny_base"
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+"""
+SCORES = f"""{POLICY}
+ids_BT = tokenizer(["3+14=17", "3+14=16"], return_tensors="pt").input_ids
+completion_BT = (ids_BT == ids_BT).long()
+completion_BT[:, :5] = 0
+print(gu.completion_scores(model, ids_BT, ids_BT * 0 + 1, completion_BT).sq_norm_B)
+"""
+TRAINER = f"""{POLICY}
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from grpo_ustat.integrations.trl import GradientNoiseCallback
+
+def right(completions, answer, **_):
+    pairs = zip(completions, answer, strict=True)
+    return [float(text.split("####")[-1].strip() == truth) for text, truth in pairs]
+
+sums = [(a, b) for a in range(1, 10) for b in range(1, 20)]
+rows = [{{"prompt": f"{{a}}+{{b}}=", "answer": str(a + b)}} for a, b in sums]
+trainer = GRPOTrainer(
+    model=model, processing_class=tokenizer, reward_funcs=[right],
+    train_dataset=Dataset.from_list(rows),
+    args=GRPOConfig(
+        output_dir="trl", use_cpu=True, bf16=False, per_device_train_batch_size=16,
+        gradient_accumulation_steps=4, num_generations=8, max_completion_length=64, max_steps=4,
+        report_to=[], disable_tqdm=True, save_strategy="no",
+    ),
+)
+callback = GradientNoiseCallback(trainer, every=1)
+trainer.add_callback(callback)
+trainer.train()
+assert callback.estimate(), "the callback measured nothing"
+"""
+VERBS = ("train", "mse", "gap", "report", "advise", "convert", "doctor", "sweep", "mirror")
+STEPS = "grpo-ustat train debug=train"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run with an extra.
+
+    Attributes:
+        extras: what is installed, as in `grpo-ustat[cli,lora]`; "" for the package alone.
+        commands: words, the first of them a program of the environment.
+        leaves: a file that the commands leave, as a pattern; "" for none.
+        alone: the packages that come, where they are counted.
+    """
+
+    extras: str
+    commands: tuple[tuple[str, ...], ...]
+    leaves: str = ""
+    alone: frozenset[str] = frozenset()
+
+
+def words(*lines: str) -> tuple[tuple[str, ...], ...]:
+    """Commands of lines without quotes."""
+    return tuple(tuple(line.split()) for line in lines)
+
+
+TRIALS = {
+    "core": Trial("", (("python", "-c", SCALING),), alone=frozenset({"numpy", "scipy"})),
+    "torch": Trial("torch", (("python", "-c", SCORES),)),
+    "trl": Trial("trl", (("python", "-c", TRAINER),)),
+    "cli": Trial(
+        "cli",
+        words(
+            "grpo-ustat --version",
+            *(f"grpo-ustat {verb} --help" for verb in VERBS),
+            "grpo-ustat mse debug=mse",
+            "grpo-ustat mse debug=mse objective=trl_dapo",
+            f"{STEPS} model=tiny_base",
+            "grpo-ustat report runs=outputs/train name=learning",
+        ),
+        leaves="outputs/report/learning/report.html",
+    ),
+    "lora": Trial("cli,lora", words(f"{STEPS} lora=r16"), leaves="outputs/**/adapter_config.json"),
+    "deepspeed": Trial(
+        "cli,deepspeed",
+        words(f"{STEPS} launch.accelerate=deepspeed launch.num_processes=2"),
+        leaves="outputs/train/*/seed-0/result.json",
+    ),
+    "slurm": Trial("cli,slurm", words(f"{STEPS} hydra/launcher=slurm --cfg hydra")),
+    "smollm2": Trial("smollm2", (("python", "-c", "from gguf import GGUFReader"),)),
+    "tensorboard": Trial(
+        "cli,tensorboard", words(f"{STEPS} logger=tensorboard"), leaves="**/events.out.tfevents.*"
+    ),
+    "trackio": Trial("cli,trackio", words(f"{STEPS} logger=trackio"), leaves="**/*.db"),
+    "wandb": Trial("cli,wandb", words(f"{STEPS} logger=wandb"), leaves="**/offline-run-*/*.wandb"),
+}
+OTHERS = {  # extras that are not tried here, and where they are
+    "test": "the tests of a checkout",
+    "vllm": "scripts/tools/try_vllm.py, on CPUs; this one is gigabytes for GPUs",
+}
+
+
+class Failure(Exception):
+    """What is wrong with the package, in one line and perhaps the output of a program."""
+
+
+def run(command: list[str], **options) -> str:
+    """Standard output of a program.
+
+    Raises:
+        Failure: where it ends with another code than 0, with the end of what it said.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-4000:]
+        raise Failure(f"{' '.join(command)[:200]} ended with code {done.returncode}:\n{said}")
+    return done.stdout
+
+
+def environment(folder: Path, *wanted: str) -> Path:
+    """The programs of a new environment, into which pip has installed these."""
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", "-q", *wanted], cwd=folder)
+    run([*pip, "check"], cwd=folder)
+    return folder / "bin"
+
+
+def built(folder: Path, scratch: Path) -> tuple[Path, Path]:
+    """The source archive, and the wheel that is built from it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if left := [path.name for path in folder.iterdir()]:
+        raise Failure(f"{folder} must be empty, and has {left[0]}: name another by --dist")
+    python = str(environment(scratch / "builder", "build", "twine") / "python")
+    said = run([python, "-m", "build", "--outdir", str(folder), str(ROOT)])
+    if "warning" in said.lower():
+        raise Failure(f"the build warns:\n{said}")
+    (archive,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    run([python, "-m", "twine", "check", "--strict", str(archive), str(wheel)])
+    return archive, wheel
+
+
+def tracked(*tops: str) -> set[str]:
+    """Files of the repository below these, new ones too."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *tops]
+    return set(run(listed, cwd=ROOT).splitlines())
+
+
+def check_contents(archive: Path, wheel: Path) -> None:
+    """Both hold what they are for and nothing else."""
+    with tarfile.open(archive) as opened:
+        source = {name.partition("/")[2] for name in opened.getnames()} - {"PKG-INFO"}
+    with zipfile.ZipFile(wheel) as opened:
+        code = {name for name in opened.namelist() if ".dist-info/" not in name}
+    wanted = {re.sub("^conf/", "grpo_ustat/conf/", name) for name in tracked(*WHEEL)}
+    for file, held, due in ((archive, source, tracked(*SOURCE)), (wheel, code, wanted)):
+        if held != due:
+            lacks, more = sorted(due - held)[:5], sorted(held - due)[:5]
+            raise Failure(f"{file.name} lacks {lacks} and should not have {more}")
+        print(f"{file.name}: {len(held)} files, {file.stat().st_size / 1e6:.1f} MB")
+
+
+def metadata_of(wheel: Path) -> Message:
+    """The wheel's metadata, with its description as payload."""
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (one for one in opened.namelist() if one.endswith(".dist-info/METADATA"))
+        return message_from_bytes(opened.read(name))
+
+
+def check_metadata(metadata: Message, tag: str) -> None:
+    """The description leads nowhere else; the tag, where there is one, is of this version."""
+    description = bytes(metadata.get_payload(decode=True)).decode()
+    if found := re.search(LEADS_NOWHERE, description):
+        line = next(x for x in description.splitlines() if found[0] in x)
+        raise Failure(
+            f"the description has {found[0]!r}, of no use on the page of an index: {line}"
+        )
+    version, changelog = metadata["Version"], (ROOT / "CHANGELOG.md").read_text()
+    if tag and tag != f"v{version}":
+        raise Failure(f"the tag is {tag}, the version {version}: set grpo_ustat/__init__.py")
+    if tag and f"\n## [{version}]" not in changelog:
+        raise Failure(f"CHANGELOG.md has no section [{version}]: name what is Unreleased so")
+
+
+def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -> str:
+    """Install and run; a line with what came and how long both took."""
+    limits = [word for file in constraints for word in ("-c", str(file))]
+    start = time.monotonic()
+    wanted = f"{wheel}[{trial.extras}]" if trial.extras else str(wheel)
+    programs = environment(scratch / "environment", *limits, wanted)
+    installed = time.monotonic()
+    listed = run([str(programs / "python"), "-m", "pip", "freeze"], cwd=scratch).splitlines()
+    came = {re.split("[= ]", line)[0] for line in listed} - {"grpo-ustat"}
+    versions = [line for line in listed if line.startswith(("torch==", "transformers==", "trl=="))]
+    if trial.alone and came != trial.alone:
+        raise Failure(f"{sorted(came)} came, and only {sorted(trial.alone)} should")
+    place = scratch / "empty"
+    place.mkdir()
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
+        "HOME": str(place), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline",
+    }  # fmt: skip
+    begun = time.monotonic()
+    for program, *arguments in trial.commands:
+        run([str(programs / program), *arguments], cwd=place, env=variables)
+    if trial.leaves and not any(place.glob(trial.leaves)):
+        raise Failure(f"{' '.join(trial.commands[-1])} left no {trial.leaves}")
+    times = f"installed in {installed - start:.0f} s, ran in {time.monotonic() - begun:.0f} s"
+    return ", ".join([f"{len(came)} packages", *versions, times])
+
+
+def main() -> int:
+    """Check the package; the exit code."""
+    first = " ".join((__doc__ or "").split("\n\n")[0].split())
+    parser = argparse.ArgumentParser(description=first)
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(TRIALS)}")
+    parser.add_argument("--constraint", type=Path, action="append", default=[], help="as of pip")
+    parser.add_argument("--dist", type=Path, help="folder that keeps both files")
+    parser.add_argument("--tag", default="", help="the tag of a release")
+    asked = parser.parse_args()
+    if unknown := set(asked.extras) - TRIALS.keys():
+        parser.error(f"no trial of {sorted(unknown)}: {', '.join(TRIALS)} are there")
+    constraints = [path.resolve() for path in asked.constraint]
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            archive, wheel = built(asked.dist or Path(name) / "dist", Path(name))
+            check_contents(archive, wheel)
+            check_metadata(metadata_of(wheel), asked.tag)
+        except Failure as failure:
+            print(f"failed: {failure}", file=sys.stderr)
+            return 1
+        for extra in asked.extras or TRIALS:
+            with tempfile.TemporaryDirectory() as scratch:
+                try:
+                    said = try_out(TRIALS[extra], wheel.resolve(), constraints, Path(scratch))
+                    print(f"{extra}: {said}", flush=True)
+                except Failure as failure:
+                    print(f"{extra}: failed: {failure}", file=sys.stderr, flush=True)
+                    failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

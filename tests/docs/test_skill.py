@@ -1,0 +1,51 @@
+"""The skill for agents: its front matter, and its commands on what the repository has."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import yaml
+from readme import PAGES, ROOT, commands
+from warm import run_python
+
+NAME = "grpo-ustat"
+SKILL = PAGES[f"docs/skills/{NAME}/SKILL.md"]
+CHECKPOINT = ROOT / "grpo_ustat/assets/tiny_base"  # wrote the log of docs/examples
+SHORT = {"seed=0,1,2": "seed=0"}
+FEWER = ["debug=train", "max_steps=1", "budget.rollouts=64"]  # after what is typed
+
+
+def test_an_agent_finds_it():
+    """Name and description as agents read them; short enough to be read whole."""
+    front = yaml.safe_load(SKILL.split("---\n")[1])
+    assert front.keys() == {"name", "description", "license"}
+    assert front["name"] == NAME and re.fullmatch(r"[a-z0-9-]{1,64}", NAME)
+    assert "Use when" in front["description"] and len(front["description"]) <= 1024
+    assert len(SKILL.splitlines()) <= 120
+
+
+@pytest.mark.slow(minutes=1.5)
+def test_its_five_commands_answer(tmp_path):
+    """In their order, each from what the one before left, in the words that the skill explains."""
+    log = tmp_path / "outputs/trl"
+    shutil.copytree(ROOT / "docs/examples/trl", log)
+    (log / "checkpoint-9").symlink_to(CHECKPOINT)
+    ran = []
+    for words in commands(SKILL):
+        if words[0] == "grpo-ustat":
+            verb, *arguments = [SHORT.get(word, word) for word in words[1:]]
+            arguments += FEWER if verb == "train" else []
+            done = run_python("-m", "grpo_ustat", verb, *arguments, cwd=tmp_path)
+            assert done.returncode == 0, (words, done.stderr)
+            ran.append((verb, " ".join(done.stdout.split())))
+    assert [verb for verb, _ in ran] == ["advise", "convert", "mse", "mse", "train"]
+    advice, converted, answer, worth, _ = [said for _, said in ran]
+    assert "cannot say which num_generations" in advice and "Zero-variance groups" in advice
+    assert "1600 of 1600 rows" in converted
+    assert re.search(r"Best G is about \d+\.\d \[\d+\.\d, \d+\.\d\].*may be as good", answer)
+    assert re.search(r"is \d+ % noise .*\(half at n = \d+\)", answer)
+    assert "it is not decided what a rollout of trl_dapo" in worth  # 100 prompts are too few
+    assert all("next: " in said for _, said in ran[:4])
+    assert len([*tmp_path.glob("outputs/train/*/seed-0/result.json")]) == 3
