@@ -375,8 +375,8 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
         value, _, high = estimate.intervals[name]
         if drift > MOST_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
             reason = (
-                f"a window's policies are {drift:.2g} nats a completion apart: {name} may be too "
-                f"{word} by {lost:.2g}"
+                f"the policy moved {drift:.2g} nats a completion within a window, so {name} may "
+                f"be too {word} by {lost:.2g}"
             )
             found |= dict.fromkeys((name, *others), reason)
     return found

@@ -130,4 +130,4 @@ def test_training_ends_in_the_same_weights(run, case):
     if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
         assert "grpo_ustat step 1: " in said[case] and "no more" not in said[case]
     else:
-        assert lines == [f"grpo_ustat: measures no more at step 0: {fault}"]
+        assert lines == [f"grpo_ustat: stopped measuring at step 0: {fault}"]

@@ -73,6 +73,7 @@ LEAST_WINDOWS = 4  # that an average is over, where there are so many
 POOL_BYTES = 2**27  # of the sketches that are kept for the run's own loss
 LEAST_COSINE = 0.9  # of the applied and the declared gradient, below which dropout ends measuring
 PREFIX = "grpo_ustat"
+RATIOS = ("gstar", "noise_scale", "noise_scale_best")  # that may have no upper end
 
 
 class GradientNoiseCallback(TrainerCallback):
@@ -138,8 +139,10 @@ class GradientNoiseCallback(TrainerCallback):
         self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
         self._first: tuple[Group, Array] | None = None  # with its first policy's log-probabilities
         self._drift = 0.0
-        self._batches = self._unknown = self._due = self._audits = 0
-        self._audit_due: float = 0
+        self._batches = self._unknown = self._audits = 0
+        self._seen = self._due = 0  # generation batches
+        self._audit_due: float = 0  # updates
+        self._audit_step = -1
         self._audited = False
         self._begin = time.perf_counter()
         try:
@@ -160,7 +163,8 @@ class GradientNoiseCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Count time from here, and measure the first batch."""
-        self._due = self._audit_due = state.global_step
+        self._seen = self._due = 0
+        self._audit_due = state.global_step
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -184,20 +188,26 @@ class GradientNoiseCallback(TrainerCallback):
                     f"{name} is {rate}, and with it the applied gradient has a cosine of only "
                     f"{result.cosine:.2f} with the one without: use a dropout of 0"
                 )
-                self._print(f"{PREFIX}: measures no more at step {result.step}: {self.fault}")
+                self._print(f"{PREFIX}: stopped measuring at step {result.step}: {self.fault}")
 
     def on_train_end(self, args, state, control, **kwargs):
         """Say in words what was measured."""
-        if not self.fault:
-            self._close()
-        if self.windows or not self.fault:
-            self._print(*self.summary())
+        try:
+            if not self.fault:
+                self._close()
+            if self.windows or not self.fault:
+                self._print(*self.summary())
+        except Exception as error:  # what follows in the script has the trained model to save
+            self._print(f"{PREFIX}: no summary: {reason_of(error)}")
 
     def _measured(self, inputs: Any) -> dict[str, Any]:
         """TRL's own generation; its completions are scored where it is time."""
         output = self._generate(inputs)
         step = self.trainer.state.global_step
-        if not self.trainer.model.training or self.fault or step < self._due:
+        if not self.trainer.model.training or self.fault:
+            return output
+        self._seen += 1
+        if self._seen <= self._due and step != self._audit_step:
             return output
         start = time.perf_counter()
         try:
@@ -211,11 +221,11 @@ class GradientNoiseCallback(TrainerCallback):
             self._batches += 1
             self.seconds += time.perf_counter() - start
             if self._batches >= window_batches(max(1, len(self._groups) // self._batches)):
-                self._due = step + 1 + (self.every - 1) * self._batches
+                self._due = self._seen + (self.every - 1) * self._batches
                 self._close()
         except Exception as error:  # the same on all ranks, see `from_all_ranks`
             self.fault = reason_of(error)
-            self._print(f"{PREFIX}: measures no more at step {step}: {self.fault}")
+            self._print(f"{PREFIX}: stopped measuring at step {step}: {self.fault}")
         return output
 
     def _measure(self, model: Any, output: Mapping[str, Any], step: int) -> None:
@@ -239,7 +249,8 @@ class GradientNoiseCallback(TrainerCallback):
         scored = dict(
             from_all_ranks(lambda: [(p, self.scorer.scores(model, groups[p])) for p in own])
         )
-        if step >= self._audit_due:
+        if step >= self._audit_due or step == self._audit_step:  # every batch of an update
+            self._audit_step = step
             self._audit_due = step + self.audit_every if self.audit_every else float("inf")
             self._announce(model, groups, {place: scored[place] for place in own})
         self._groups += [
@@ -276,7 +287,11 @@ class GradientNoiseCallback(TrainerCallback):
             scored: scores of the groups that this rank scored, by place.
         """
         trainer = self.trainer
-        if self.parameters is not None or unmeasured(trainer) is not None:
+        reason = "parameters were chosen" if self.parameters is not None else unmeasured(trainer)
+        if reason is not None:
+            if not self._audited:
+                self._audited = True
+                self._print(f"{PREFIX}: the applied gradient is not compared: {reason}")
             return
         if self.audit is None:
             self.audit = UpdateAudit(trainer, self.scorer.sketch_of(model), loss_of(trainer))
@@ -319,10 +334,15 @@ class GradientNoiseCallback(TrainerCallback):
             return
         if self.warnings and not self.windows:
             share = mean_score_share([one.scores.gram_GG for one in groups if one.scores])
-            self.warnings += mean_score_warning(share)
+            for sentence in mean_score_warning(share):
+                self.warnings.append(sentence)
+                self._print(f"{PREFIX}: {sentence}")
         self.windows.append(window_of(groups, unknown, drift))
         if self.trainer.accelerator.is_main_process:
-            self._kept += groups
+            scored = [one.scores.features_GR.nbytes for one in groups if one.scores is not None]
+            most = max(1, POOL_BYTES // max(scored, default=1))
+            first = self.recent()[0].first
+            self._kept = [one for one in [*self._kept, *groups] if one.step >= first][-most:]
             count = len(self.windows)
             if count >= LEAST_WINDOWS and count & (count - 1) == 0:
                 self.judge_own_loss()
@@ -335,12 +355,9 @@ class GradientNoiseCallback(TrainerCallback):
         Args:
             draws: pairs of batches behind a loss that weighs by the whole batch.
         """
-        first = self.recent()[0].first
-        scored = [one.scores.features_GR.nbytes for one in self._kept if one.scores is not None]
-        most = max(1, POOL_BYTES // max(scored, default=1))
-        self._kept = [one for one in self._kept if one.step >= first][-most:]
         if not self._kept:
             return
+        start = time.perf_counter()
         trainer, rollouts = self.trainer, rollouts_of(self.trainer)
         words, reason = "as its arguments have it", unmeasured(trainer)
         try:
@@ -350,11 +367,12 @@ class GradientNoiseCallback(TrainerCallback):
                 if trainer.args.multi_objective_aggregation == EACH_REWARD:
                     pool = with_functions(pool, trainer.reward_weights.double().cpu().numpy())
                 self.own_loss = own_loss(pool, loss_of(trainer), rollouts, words, draws)
-                return
         except Exception as error:
             reason = reason_of(error)
-        size = trainer.num_generations
-        self.own_loss = OwnLoss(words, size, rollouts, len(self._kept), reason)
+        if reason is not None:
+            size = trainer.num_generations
+            self.own_loss = OwnLoss(words, size, rollouts, len(self._kept), reason)
+        self.seconds += time.perf_counter() - start
 
     def recent(self) -> list[Window]:
         """Those of the second half of the measured steps, at least the last four."""
@@ -390,7 +408,11 @@ class GradientNoiseCallback(TrainerCallback):
         estimate = self.estimate()
         assert estimate is not None  # there is this window
         alone = noise_estimate([window.terms], self.trainer.num_generations).intervals
-        values = {name: interval.estimate for name, interval in estimate.intervals.items()}
+        values = {
+            name: interval.estimate
+            for name, interval in estimate.intervals.items()
+            if np.isfinite(interval.high) or name not in RATIOS
+        }
         values |= {f"step/{name}": alone[name].estimate for name in CONSTANTS_AND_GRADIENT}
         values |= self.own_loss.numbers() if self.own_loss else {}
         values["seconds"] = self.seconds
@@ -423,9 +445,10 @@ class GradientNoiseCallback(TrainerCallback):
             rollouts_of(self.trainer), f"scores{part} in {self.precision}{under}", self._cost(),
         )  # fmt: skip
         reasons = sorted(set(self.withheld().values()))
-        apart = [f"Not said, since {reason}." for reason in reasons]
+        apart = [f"Some numbers are not given: {reason}." for reason in reasons]
         return [f"{PREFIX}: {first}", *others, *apart, *self.scorer.notes]
 
     def _print(self, *lines: str) -> None:
-        if self.trainer.accelerator.is_main_process:
+        accelerator = getattr(self.trainer, "accelerator", None)  # what is no trainer has none
+        if accelerator is None or accelerator.is_main_process:
             tqdm.write("\n".join(map(visible, lines)))  # above a progress bar

@@ -43,20 +43,22 @@ def end_lines(
     """
     _, advice, _ = group_size_advice(estimate.as_result(), group_size, rollouts)
     if math.isnan(estimate.intervals["gstar"].low) and not math.isnan(estimate.intervals["c2"].low):
-        advice = f"Whether num_generations = {group_size} is best is not said."
+        advice = f"Whether num_generations = {group_size} is best is not known."
     if estimate.assumption2:
         _, advice = pair_advice(estimate.intervals["gstar"])
-    answer = advice if own is None else f"{own.line()} {advice}"
+    answer = advice
+    if own is not None:
+        answer = f"{own.line()} For the unbiased gradient: {advice[0].lower()}{advice[1:]}"
     groups = sum(len(one.terms.g_sq_P) for one in windows)
     lines = [
         answer,
         f"{numbers(estimate.intervals)}; from {groups} groups of steps {windows[0].first} to "
-        f"{windows[-1].last}, of their policies together; {scores}; measuring took {cost}.",
+        f"{windows[-1].last}, averaged over these; {scores}; measuring took {cost}.",
     ]
     if own is not None and (sizes := own.smaller_sizes()):
         lines.append(sizes)
     if estimate.heavy:
-        lines.append("Few groups decide: the intervals may cover less than 90 %.")
+        lines.append("Few groups carry most of the weight: intervals may cover less than 90 %.")
     if unknown := sum(one.unknown for one in windows):
         lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
     return lines
@@ -71,10 +73,10 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
         _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
         assumed = intervals["gstar_assumption2"].estimate
-        best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} if A_V = D)"
+        best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} under Assumption 2)"
     return (
         f"G* {best}, noise scale {in_words(intervals['noise_scale'])} rollouts, "
-        f"{100 * silent.estimate:.0f} % of groups of equal rewards"
+        f"{100 * silent.estimate:.0f} % of groups have equal rewards"
     )
 
 

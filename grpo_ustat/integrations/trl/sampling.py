@@ -23,7 +23,7 @@ LEAST_GROUPS = 8  # of fewer, intervals of a policy's own completions were above
 CUT = "leaves tokens out when TRL samples"
 MOVED = "moves probabilities when TRL samples"
 NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, values that do nothing
-    "top_k": (CUT, (None, 0, -1)),
+    "top_k": (CUT, (None, -1, 0)),
     "top_p": (CUT, (None, 1)),
     "min_p": (CUT, (None, 0)),
     "typical_p": (CUT, (None, 1)),
@@ -78,9 +78,9 @@ def sampling_warnings(trainer: Any) -> list[str]:
     for name, (effect, values) in neutral.items():
         if kwargs.get(name) not in values:
             sentences.append(
-                f"{name}={kwargs[name]} {effect}, and neither TRL's loss nor the scores know it: "
-                "C1, C2, C3 are those of the gradient that TRL applies, which is not that of the "
-                f"reward of what is sampled; leave it out, or use {name}={values[-1]}."
+                f"{name}={kwargs[name]} {effect}, which its loss does not know: C1, C2, C3 are of "
+                "the gradient that TRL applies, and that is not the one of the sampled reward; use "
+                f"{name}={values[-1]}, or leave it out."
             )
     if dropout := active_dropout(trainer.model):
         name, rate = dropout
