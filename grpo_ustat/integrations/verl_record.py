@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from grpo_ustat.integrations.rows import PADDING
 from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import single_line, visible
 
 SCHEMA = pyarrow.schema([
     ("step", pyarrow.int64()), ("uid", pyarrow.string()), ("sample", pyarrow.string()),
@@ -107,10 +107,11 @@ def recorded(
             path = write_rows(
                 list(rows(given["batch"])), self.global_steps, given["rollout_data_dir"]
             )
-            print(f"grpo_ustat: tokens of step {self.global_steps} are in {path}")
+            print(visible(f"grpo_ustat: tokens of step {self.global_steps} are in {path}"))
         except Exception as error:
             reason = single_line(f"{type(error).__name__}: {error}", 200)
-            print(f"grpo_ustat: tokens of step {self.global_steps} were not written: {reason}")
+            line = f"grpo_ustat: tokens of step {self.global_steps} were not written: {reason}"
+            print(visible(line))
         method(self, *arguments, **named)
 
     return log_rollout_data

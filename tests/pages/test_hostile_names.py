@@ -32,7 +32,7 @@ RUN_BY_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
 OWN_PRINTS = {  # modules that print what no name is in, or bytes as they are
     "__main__.py", "advise/__main__.py", "cli/completion.py", "cli/help.py", "distributed/lock.py",
     "doctor/runner.py", "launch/torchrun.py", "runs/log.py", "terminal/console.py",
-    "terminal/streams.py", "integrations/trl/callback.py",
+    "terminal/streams.py", "integrations/verl_record.py",
 }  # fmt: skip
 
 
