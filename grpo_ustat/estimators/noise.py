@@ -24,8 +24,10 @@ with two, and with it the error and the noise scale at G = 2:
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
 
-As D >= 0 and A_V >= ||g||^2, C3 lies in [E||g||^2, S], and under the paper's Assumption 2 (A_V = D)
-it is S/2 + E||g||^2. So G* has bounds, and a value under that assumption.
+As ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, neither A_V nor D is below ||g||^2. So C3 lies in
+[2 E||g||^2, S], and under the paper's Assumption 2 (A_V = D) it is S/2 + E||g||^2: G* has bounds,
+and a value under that assumption. Since C1 <= E||g||^2 <= C3/2, G* is never below 1 + sqrt(2), and
+groups of 3 have at most the error of pairs, of any policy.
 
 Batches of one group are pooled: a step is then a window of groups that several policies wrote. C2,
 C3 and E||g||^2 are each group's own, and so means over these policies; products between groups are
@@ -62,6 +64,7 @@ from grpo_ustat.records import Array
 LEAST_UNITS = 4  # of which a jackknife leaves one out
 UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
+LEAST_GSTAR = 1 + math.sqrt(2)  # of any policy, since C3 >= 2 C1
 LOST = 0.01  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
 TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
 
@@ -315,15 +318,16 @@ def _identified_by_pairs(
     unknown = ("c2", "c3", "noise_scale_best")
     found: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
     found["gstar_assumption2"] = gstar
-    bounds = {"gstar_least": ("c1", "grad_sq"), "gstar_most": ("c2", "c3")}  # C3 is their sum
-    for name, (one, other) in bounds.items():
-        constants = {**whole, "c3": whole[one] + whole[other]}
+    bounds = {"gstar_least": ("c1", "grad_sq", 2), "gstar_most": ("c2", "c3", 1)}
+    for name, (one, other, times) in bounds.items():  # C3 is so many times their sum
+        constants = {**whole, "c3": times * (whole[one] + whole[other])}
         best = best_group_size(constants["c1"], constants["c2"], constants["c3"])
         found[name] = UNDETERMINED._replace(estimate=float(best))
         if delete_one is not None and not math.isnan(gstar.low):
-            without = {**delete_one, "c3": delete_one[one] + delete_one[other]}
+            without = {**delete_one, "c3": times * (delete_one[one] + delete_one[other])}
             found[name] = group_size_interval(constants, without, widening(pairs, 2))
-    found["gstar"] = Interval(math.nan, found["gstar_least"].low, found["gstar_most"].high)
+    low = max(found["gstar_least"].low, LEAST_GSTAR)
+    found["gstar"] = Interval(math.nan, low, found["gstar_most"].high)
     found["c2_plus_c3"] = UNDETERMINED._replace(estimate=whole["c2"] + whole["c3"])
     if delete_one is not None:
         without_2 = delete_one["c2"] + delete_one["c3"]

@@ -102,6 +102,7 @@ def recorded(
 
     @functools.wraps(method)
     def log_rollout_data(self: Any, *arguments: Any, **named: Any) -> None:
+        """Tokens first, then verl's own dump."""
         given = inspect.signature(method).bind(self, *arguments, **named).arguments
         try:
             path = write_rows(

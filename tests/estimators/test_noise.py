@@ -309,7 +309,7 @@ def test_one_law_of_pairs_has_many_group_sizes():
         found.append(expected_of_pairs(prompts))
         c1, second_moment, grad_sq = found[-1]
         assert second_moment == pytest.approx(a_v + d) and c1 == pytest.approx(g_sq - grad_sq)
-        assert c1 + grad_sq < d + g_sq < second_moment
+        assert 2 * (c1 + grad_sq) < d + g_sq < second_moment
     np.testing.assert_allclose(*laws, atol=1e-16)
     np.testing.assert_allclose(*found, rtol=1e-10)
     (c1, *one), (same_c1, *other) = expected
@@ -317,9 +317,9 @@ def test_one_law_of_pairs_has_many_group_sizes():
 
 
 def test_the_truth_is_in_the_intervals_of_pairs(rng):
-    """As above with G = 2: C2 + C3 = 36, and E||g||^2 = 3.75 <= C3 <= 36."""
+    """As above with G = 2: C2 + C3 = 36, and 2 E||g||^2 = 7.5 <= C3 <= 36."""
     truth = {"c1": 0.75, "grad_sq": 3.0, "c2_plus_c3": 36.0, "noise_scale": (2 * 0.75 + 36) / 3}
-    third = {"gstar_least": 3.75, "gstar": 18.0, "gstar_assumption2": 21.75, "gstar_most": 36.0}
+    third = {"gstar_least": 7.5, "gstar": 18.0, "gstar_assumption2": 21.75, "gstar_most": 36.0}
     truth |= {name: 1 + np.sqrt(c3 / 0.75) for name, c3 in third.items()}
     inside, sums = dict.fromkeys(truth, 0), dict.fromkeys(("c1", "grad_sq", "c2_plus_c3"), 0.0)
     for _ in range(100):
@@ -335,12 +335,12 @@ def test_the_truth_is_in_the_intervals_of_pairs(rng):
 
 
 def test_pairs_bound_the_best_group_size(rng):
-    """From the low end of 1 + sqrt(E||g||^2 / C1) to the high end of 1 + sqrt((C2 + C3) / C1)."""
+    """From the low end of 1 + sqrt(2 E||g||^2 / C1) to the high end of 1 + sqrt((C2 + C3) / C1)."""
     steps = [group_terms(*groups(rng, 200, 2, shift=0.3)) for _ in range(8)]
     estimate = noise_estimate(steps, 2)
     found = estimate.intervals
     c1, grad_sq, both = (found[x].estimate for x in ("c1", "grad_sq", "c2_plus_c3"))
-    assert found["gstar_least"].estimate == pytest.approx(1 + np.sqrt((c1 + grad_sq) / c1))
+    assert found["gstar_least"].estimate == pytest.approx(1 + np.sqrt(2 * (c1 + grad_sq) / c1))
     assert found["gstar_most"].estimate == pytest.approx(1 + np.sqrt(both / c1))
     assert found["gstar"][1:] == (found["gstar_least"].low, found["gstar_most"].high)
     assert np.isnan([found[x].estimate for x in ("gstar", "c2", "c3", "noise_scale_best")]).all()

@@ -77,3 +77,12 @@ class GRPOTrainer:
         for name, values in self.rewards.items():
             self._logs["rewards"][name].extend(values)
         return output_of(prompts, completions)
+
+
+def changed(**changes):
+    """A trainer with other arguments, `args_NAME`, or attributes."""
+    trainer = GRPOTrainer()
+    for name, value in changes.items():
+        place = trainer.args if name.startswith("args_") else trainer
+        setattr(place, name.removeprefix("args_"), value)
+    return trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from trl_room import GRPOTrainer
+from trl_room import GRPOTrainer, changed
 
 from grpo_ustat.integrations.trl.sampling import (
     mean_score_share,
@@ -14,15 +14,6 @@ from grpo_ustat.integrations.trl.sampling import (
 )
 
 GROUPS, SIZE = 16, 8
-
-
-def changed(**changes):
-    """A trainer with other arguments, `args_NAME`, or attributes."""
-    trainer = GRPOTrainer()
-    for name, value in changes.items():
-        place = trainer.args if name.startswith("args_") else trainer
-        setattr(place, name.removeprefix("args_"), value)
-    return trainer
 
 
 def drops(rate):

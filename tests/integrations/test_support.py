@@ -5,19 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from trl_room import GRPOTrainer
+from trl_room import GRPOTrainer, changed
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.support import check_trainer
-
-
-def changed(**changes):
-    """A trainer with other arguments, `args_NAME`, or attributes."""
-    trainer = GRPOTrainer()
-    for name, value in changes.items():
-        place = trainer.args if name.startswith("args_") else trainer
-        setattr(place, name.removeprefix("args_"), value)
-    return trainer
 
 
 def zero(stage, changes=None):

@@ -45,7 +45,7 @@ def end_lines(
     if math.isnan(estimate.intervals["gstar"].low) and not math.isnan(estimate.intervals["c2"].low):
         advice = f"Whether num_generations = {group_size} is best is not known."
     if estimate.assumption2:
-        _, advice = pair_advice(estimate.intervals["gstar"])
+        advice = pair_advice(estimate.intervals["gstar"])
     answer = advice
     if own is not None:
         answer = f"{own.line()} For the unbiased gradient: {advice[0].lower()}{advice[1:]}"

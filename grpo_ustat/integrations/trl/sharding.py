@@ -106,6 +106,7 @@ def _on_all_ranks(act: Callable[[], Any]) -> None:
     """
 
     def attempt() -> list[Any]:
+        """Act; lack of memory is said as such."""
         try:
             act()
         except RuntimeError as error:
@@ -147,6 +148,7 @@ def _fsdp2(trainer: Any) -> Gathering:
 
     @contextmanager
     def gathered() -> Iterator[None]:
+        """Every unit's weights whole; sharded again afterwards."""
         try:
             for unit in units:
                 unit.unshard()

@@ -70,6 +70,8 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
+        """The forward of a module without a graph, which notes the call."""
+
         def compute(*args: Any, **kwargs: Any) -> Any:
             called.add(module)
             with torch.no_grad():
