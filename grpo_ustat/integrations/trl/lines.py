@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.noise import NoiseEstimate
+from grpo_ustat.estimators.noise import LEAST_GSTAR, NoiseEstimate
 from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
@@ -69,7 +69,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
     silent = intervals["zero_variance"]
     if silent.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
-    best = in_words(intervals["gstar"], least=1, digits=1)
+    best = in_words(intervals["gstar"], LEAST_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
         _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
         assumed = intervals["gstar_assumption2"].estimate
