@@ -104,7 +104,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, trained(folder, request.param, CASES)
 
 
-@pytest.mark.nightly(minutes=1.0)
+@pytest.mark.nightly(minutes=2.0)
 def test_parameters_are_sharded(run):
     """Where there is no GPU accelerate makes DDP of FSDP without a word."""
     way, folder, said = run
