@@ -35,7 +35,7 @@ OF_OTHERS = {
 
 
 def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) <= 200
+    assert len(PAGES["README.md"].splitlines()) <= 130
 
 
 @EVERY_PAGE
