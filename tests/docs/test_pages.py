@@ -34,8 +34,32 @@ OF_OTHERS = {
 }  # fields of these programs, see there
 
 
-def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) <= 130
+WRITTEN = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+MEASURED = {"benchmarks.md", "derivations.md", "numbers.md", "verdicts.md"}  # dated, and timed
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+DATED = rf"\b20\d\d-\d\d|\b({MONTHS}) 20\d\d\b|CPU[- ]seconds?|seconds of (a )?CPU"
+
+
+def test_all_pages_together_can_be_read():
+    assert sum(len(text.split()) for text in WRITTEN.values()) < 25_000
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_a_page_is_short_and_says_first_who_needs_it(page):
+    text = WRITTEN[page]
+    assert len(text.splitlines()) <= (130 if page == "README.md" else 250)
+    if page.endswith("SKILL.md"):  # its front matter says so to an agent
+        return
+    title, first = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL).split("\n\n")[:2]
+    assert title.startswith("# ") and first.startswith("For "), first
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.split("/")[-1] not in MEASURED])
+def test_a_page_for_users_has_no_measurements_of_a_day(page):
+    assert (found := re.search(DATED, WRITTEN[page])) is None, found
 
 
 @EVERY_PAGE
