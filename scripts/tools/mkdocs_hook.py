@@ -22,11 +22,13 @@ LOADED = re.compile(  # what a browser fetches by itself, from a host that is na
 
 
 def on_files(files, config):
-    """The README of the repository becomes a page."""
+    """The README of the repository becomes a page; pages are as wide as lines of code."""
     from mkdocs.structure.files import File
 
     readme = Path(config.config_file_path).parent / "README.md"
     files.append(File.generated(config, "start.md", abs_src_path=str(readme)))
+    wide = ".md-grid { max-width: 80rem; }"
+    files.append(File.generated(config, "wide.css", content=wide))
     return files
 
 
