@@ -142,6 +142,7 @@ TRIALS = {
     "wandb": Trial("cli,wandb", words(f"{STEPS} logger=wandb"), leaves="**/offline-run-*/*.wandb"),
 }
 OTHERS = {  # extras that are not tried here, and where they are
+    "docs": "the pages of a checkout as a site, in a nightly job of their own",
     "test": "the tests of a checkout",
     "vllm": "scripts/tools/try_vllm.py, on CPUs; this one is gigabytes for GPUs",
 }
