@@ -112,8 +112,7 @@ def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
     if result["policy"]["quantity"] != ACCURACY:
         raise ValueError(f"{folder}: it has {result['policy']['quantity']}, rows have accuracy")
     trained, steps = trained_by(study)
-    adapted = trained is not None and bool(trained.value("lora.r"))
-    scores_adapters = adapted and study.value("study.merge_adapters") is False
+    adapted = "adapters" in result["metric"]["norm"]
     at_size = [x for x in result["noise"]["curve"] if x["group_size"] == GROUP_SIZE]
     worths = [
         x for x in result.get("losses", ())
@@ -140,7 +139,7 @@ def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
             model=texts["model"],
             data=texts["data"],
             stage=f"{steps} steps" if steps else BASE,
-            space=ADAPTER if scores_adapters else FULL,
+            space=ADAPTER if adapted else FULL,
             accuracy=three(result["policy"], "mean_reward"),
             gstar=three(result["scaling"], "gstar"),
             n_c=three(at_size[0], "rollouts"),
@@ -178,8 +177,7 @@ def trained_by(study: RunRecord) -> tuple[RunRecord | None, int]:
 
 def public_model(run: RunRecord) -> str:
     """A hub id, or the name of a model that comes with the package or is kept in the cache."""
-    place = run.value("model.model_name_or_path")
-    return run.value("model.name") if ":" in place else place
+    return run.value("model.model_name_or_path").rpartition(":")[2]
 
 
 def commands_of(study: RunRecord, trained: RunRecord | None) -> list[str]:
