@@ -303,7 +303,7 @@ def row_faults(row: dict) -> Iterator[str]:
         if ends != sorted(ends):
             yield f"{name} {value} is not within [{low}, {high}]"
         least, most = 1 if name == "gstar" else 0, 1 if name in SHARES else None
-        beyond = [x for x in ends[-2:] if x < least or (most is not None and x > most)]
+        beyond = [x for x in ends if x < least or (most is not None and x > most)]
         if beyond:
             yield f"{name} has {beyond[0]}, beyond {least} to {'any' if most is None else most}"
     if not re.fullmatch(r"base|[1-9]\d* steps", row["stage"]):
