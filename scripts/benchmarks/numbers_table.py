@@ -63,6 +63,7 @@ class Row:
         worth_trl_default: rollouts of the unbiased estimate at its best G that do as much as one of
             TRL's default loss, at G = 8 and 256 rollouts an update.
         questions, completions: of the pool, the second of each question.
+        heavy_tails: whether its intervals are likely to cover less than 90 %.
         commit: of the code; null of an installed package, whose version says it.
         commands: that repeat the row.
     """
@@ -79,6 +80,7 @@ class Row:
     questions: Size
     completions: Size
     tokens: Size
+    heavy_tails: bool
     device: str
     precision: str
     versions: dict[str, str]
@@ -148,6 +150,7 @@ def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
             questions=result["questions"],
             completions=result["pool_completions"],
             tokens=result["cost"]["tokens"],
+            heavy_tails=result["metric"]["heavy_tails"],
             device=device_name(study, gpu),
             precision=result["precision"]["weights"] + " with TF32" * result["precision"]["tf32"],
             versions=result["versions"],
@@ -254,7 +257,7 @@ def table(rows: Sequence[dict]) -> str:
     """The table in Markdown."""
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in sorted(rows, key=key_of):
-        sizes = f"{row['questions']} x {row['completions']}"
+        sizes = f"{row['questions']} x {row['completions']}" + ", few" * row["heavy_tails"]
         names = [row[name] for name in ("model", "data", "stage", "space")]
         lines.append([*names, *(cell_text(row, x) for x in ESTIMATES), sizes, row["device"]])
     return "\n".join(f"|{'|'.join(line)}|".replace("*", "\\*") for line in lines)
