@@ -234,10 +234,10 @@ def file_name(*parts: str) -> str:
     return "_".join(plain)
 
 
-def key_of(row: dict) -> tuple[str, str, str, int]:
-    """Model, data, space, and steps before it: no two rows have the same."""
-    stage = row["stage"]
-    return row["model"], row["data"], row["space"], 0 if stage == BASE else int(stage.split()[0])
+def key_of(row: dict) -> tuple[str, str, int, bool]:
+    """Model, data, steps before it, and whether it is of adapters: no two rows have the same."""
+    steps = 0 if row["stage"] == BASE else int(row["stage"].split()[0])
+    return row["model"], row["data"], steps, row["space"] == ADAPTER
 
 
 def cell_text(row: dict, name: str) -> str:
