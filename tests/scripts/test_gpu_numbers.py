@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -217,28 +219,46 @@ def test_every_command_is_composed_and_priced(gpu_numbers, monkeypatch, tmp_path
     assert text.count("grpo-ustat train") == sum(cell.steps > 0 for cell in gpu_numbers.CELLS)
 
 
-@pytest.mark.slow(minutes=0.1)
-def test_a_row_that_no_longer_fits_is_left_out(gpu_numbers, monkeypatch, tmp_path, capsys):
-    duration, asked = gpu_numbers.duration, []
-
-    def three_minutes(plan):
-        asked.append(plan)
-        return duration(plan).__class__(180.0, 0.0, "", 0)
-
-    def failed(command, words, out, name, until):
-        return f"{command} failed"
-
-    monkeypatch.setattr(gpu_numbers, "duration", three_minutes)
-    monkeypatch.setattr(gpu_numbers, "finish", failed)
-    words = ["gpu_numbers.py", "--smoke", "--device", "cpu", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", [*words, "--minutes", "5"])
+def measured(gpu_numbers, monkeypatch, out, minutes):
+    """The exit code of the smallest plan."""
+    words = ["gpu_numbers.py", "--smoke", "--device", "cpu", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", [*words, "--minutes", str(minutes)])
     with pytest.raises(SystemExit) as ended:
         gpu_numbers.main()
+    return ended.value.code
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_a_row_that_no_longer_fits_is_left_out(gpu_numbers, monkeypatch, tmp_path, capsys):
+    duration = gpu_numbers.duration
+    three_minutes = dict(seconds=180.0, start=0.0, basis="", gpus=0)
+    monkeypatch.setattr(
+        gpu_numbers, "duration", lambda plan: replace(duration(plan), **three_minutes)
+    )
+    monkeypatch.setattr(gpu_numbers, "finish", lambda command, *_: f"{command} failed")
+    assert measured(gpu_numbers, monkeypatch, tmp_path, 5) == 1
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith("tiny_base_bare_base_full: measuring") and ended.value.code == 1
+    assert first.startswith("tiny_base_bare_base_full: measuring, 5 min left")
     assert second == "tiny_base_bare_base_full: failed, mse failed (tiny_base_bare_base_full.log)"
     assert third == "tiny_base_bare_2-steps_adapter: left out, needs 6 min, left are 5 min"
-    assert len(asked) == 3
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_a_row_under_way_when_the_minutes_end_is_stopped(
+    gpu_numbers, monkeypatch, tmp_path, capsys
+):
+    clock = [0.0]
+
+    def cut(command, words, out, name, until):
+        clock[0] = until
+        return "stopped by SIGTERM"
+
+    monkeypatch.setattr(gpu_numbers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(gpu_numbers, "finish", cut)
+    assert measured(gpu_numbers, monkeypatch, tmp_path, 40) == 0
+    _, second, third = capsys.readouterr().out.splitlines()
+    assert second == "tiny_base_bare_base_full: stopped after 40 minutes, type it again to go on"
+    assert third == "tiny_base_bare_2-steps_adapter: left out, needs unknown, left are 0 s"
 
 
 def smoke(out):
