@@ -127,8 +127,11 @@ def load_policy(
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = tokenizer or load_tokenizer(model_name_or_path, **common)
     with _one_line(model_name_or_path):
-        options = dict(attn_implementation=attn_implementation, merge=merge_adapters, **common)
-        model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
+        options = dict(attn_implementation=attn_implementation, **common)
+        model = _model(
+            resolve(model_name_or_path), merge=merge_adapters, dtype=getattr(torch, dtype),
+            **options,
+        )  # fmt: skip
         for name, parameter in model.named_parameters():
             if not torch.isfinite(parameter).all():
                 raise ConfigError(f"{name} is not finite: download the model again")

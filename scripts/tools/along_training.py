@@ -66,7 +66,8 @@ def row(name: str, step: int, group_size: int, result: dict) -> dict:
     losses = (x for x in result.get("losses", ()) if x["group_size"] == group_size)
     loss = next(losses, {})
     values = {"run": name, "step": step}
-    values |= {"quantity": result["policy"]["quantity"], "loss": loss.get("loss")}
+    values |= {"quantity": result["policy"]["quantity"], "questions": result["questions"]}
+    values["loss"] = loss.get("loss")
     for end in ENDS:
         values[f"mean_reward{end}"] = result["policy"][f"mean_reward{end}"]
         values |= {f"{key}{end}": scaling[f"{key}{end}"] for key in ("gstar", "c1", "c2", "c3")}
@@ -87,10 +88,12 @@ def table(rows: list[dict]) -> str:
         )
         return f"{value} [{low}, {high}]"
 
-    lines = [f"| run | step | {' | '.join(PANELS.values())} |", "|---" * (len(PANELS) + 2) + "|"]
+    names = " | ".join(("run", "step", "questions", *PANELS.values()))
+    lines = [f"| {names} |", "|---" * (len(PANELS) + 3) + "|"]
     for values in rows:
         cells = " | ".join(cell(values, name) for name in PANELS)
-        lines.append(f"| {values['run']} | {values['step']} | {cells} |")
+        places = " | ".join(str(values[name]) for name in ("run", "step", "questions"))
+        lines.append(f"| {places} | {cells} |")
     return "\n".join(lines)
 
 
