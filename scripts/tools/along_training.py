@@ -78,10 +78,17 @@ def row(name: str, step: int, group_size: int, result: dict) -> dict:
     return values | {"grad_sq": result["grad_sq"]["grad_sq"]}
 
 
+def is_known(values: dict, key: str) -> bool:
+    """Whether anything is known of a quantity: its estimate, or an end of its interval."""
+    return any(values[f"{key}{end}"] for end in ENDS)
+
+
 def table(rows: list[dict]) -> str:
     """The rows as Markdown, each number with its 95 % interval; `-`: unknown."""
 
     def cell(values: dict, name: str) -> str:
+        if not is_known(values, name):
+            return "-"
         value, low, high = (
             "-" if values[f"{name}{end}"] is None else f"{values[f'{name}{end}']:.3g}"
             for end in ENDS
@@ -99,7 +106,7 @@ def table(rows: list[dict]) -> str:
 
 def figure(rows: list[dict], path: Path) -> None:
     """Every quantity that is known against the step, with 95 % intervals; an arrow: no end."""
-    shown = [key for key in PANELS if any(r[f"{key}_low"] is not None for r in rows)]
+    shown = [key for key in PANELS if any(is_known(r, key) for r in rows)]
     image, panels = plt.subplots(
         1, len(shown), figsize=(3.1 * len(shown), 3.2), layout="constrained", squeeze=False
     )
@@ -108,11 +115,13 @@ def figure(rows: list[dict], path: Path) -> None:
     for axes, key in zip(panels[0], shown, strict=True):
         endless = []
         for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
-            own = [r for r in rows if r["run"] == run and r[f"{key}_low"] is not None]
+            own = [r for r in rows if r["run"] == run and is_known(r, key)]
             at = [r["step"] + apart * (2 * place - len(runs) + 1) for r in own]
             middle = [math.nan if r[key] is None else r[key] for r in own]
             axes.plot(at, middle, "o-", markersize=4, linewidth=1, color=colour, label=run)
             for x, r in zip(at, own, strict=True):
+                if r[f"{key}_low"] is None:
+                    continue
                 if r[f"{key}_high"] is None:
                     endless.append((x, r[f"{key}_low"], colour))
                 else:

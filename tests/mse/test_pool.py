@@ -384,4 +384,4 @@ def test_a_study_of_adapters_says_so(tmp_path):
     assert result["metric"]["parameters"] < 204032 and all("lora_" in name for name in names)
     config = compose("mse", *SMALL, *own)
     assert "(its adapters)" in config.plan
-    assert "adapters" not in compose("mse", *SMALL, *own, "study.merge_adapters=true").plan
+    assert "(its" not in compose("mse", *SMALL, *own, "study.merge_adapters=true").plan
