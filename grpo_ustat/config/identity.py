@@ -113,6 +113,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         study = keys["study"] = {k: v for k, v in keys["study"].items() if k != "part"}
         if study.get("metric") != "adam":
             study = {k: v for k, v in study.items() if not k.startswith("adam_")}
+        if not study.get("merge_adapters"):
+            study.pop("merge_adapters", None)
         if not study.get("corrections"):
             study = {k: v for k, v in study.items() if k != "correction_cap"}
         keys["study"] = study

@@ -217,6 +217,11 @@ def metric_text(config: MseConfig) -> str:
             f"{config.study.adam_group_size}, whatever the G; each half of the questions has those "
             "of the other."
         )
+    if config.scores_adapters:
+        text += (
+            " Errors are those of the adapters' parameters, not of all weights; "
+            "study.merge_adapters=true measures these."
+        )
     if config.study.parameters is not None:
         text += (
             " Errors are those of the parameters whose names fit study.parameters="
@@ -457,7 +462,8 @@ def _metric(
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
-    counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
+    whole = "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
+    counted = whole if pattern is None else f"those that fit {pattern}"
     tail_size, variance_carriers = population.tails
     return parts.Metric(
         parameters=facts.parameters,
