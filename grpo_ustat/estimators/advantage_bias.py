@@ -55,7 +55,7 @@ class MixedGroups(NamedTuple):
         return jackknife_interval(float(above / below), delete_one_P[None], level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """1/P(M) of the bin, by which the mean gradient of mixed groups is longer than that of all."""
+        """1/P(M): the mean gradient of mixed groups is longer by this than that of all."""
         kept, low, high = clustered_wilson(self.mixed_P, self.most, level)
         return Interval(*(1 / x if x > 0 else np.inf for x in (kept, high, low)))
 

@@ -362,7 +362,7 @@ def decide(
         _, low, high = interval_at(1 - chance)
         above = low > least or least == -math.inf
         below = high < most or most == math.inf
-        return (above and below) if inside else high < least or low > most
+        return (above and below) if inside else high <= least or low >= most
 
     low, high = math.log(LEAST_P_VALUE), 0.0
     if decides(LEAST_P_VALUE):
