@@ -382,5 +382,10 @@ def _percent(extra: Interval) -> str:
     >>> _percent(Interval(0.104, -0.004, 0.2))
     '+10 % [+0, +20]'
     """
-    value, low, high = (100 * x + 0.0 for x in extra)
-    return f"{value:+.0f} % [{round(low) + 0:+.0f}, {high:+.0f}]"
+    value, low, high = (f"{x:+.0f}" if math.isfinite(x) else "infinity" for x in _hundredths(extra))
+    return f"{value} % [{low}, {high}]"
+
+
+def _hundredths(extra: Interval) -> list[float]:
+    """In whole percent, without a negative 0."""
+    return [round(100 * x) + 0.0 if math.isfinite(x) else x for x in extra]

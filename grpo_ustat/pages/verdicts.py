@@ -9,6 +9,7 @@ from typing import Any
 from grpo_ustat.pages.tables import Table, open_interval
 
 ROUND = 100  # from which on a bound is a whole number
+LEAST_P_VALUE = 1e-6  # that is written out
 NOTE = (
     "95 % intervals for new questions. A verdict is said where the number lies wholly within or "
     "without the bounds, all verdicts corrected together (Holm, 5 %). Bounds are ours: claims are "
@@ -32,7 +33,7 @@ def verdicts_table(result: Mapping[str, Any]) -> Table | None:
             row["measured"],
             open_interval(row, "number"),
             bounds_text(row["least"], row["most"]),
-            "-" if row.get("holm_p") is None else f"{row['holm_p']:.2g}",
+            p_text(row.get("holm_p")),
             row["verdict"],
             row.get("reason") or row.get("beside") or "",
         ]
@@ -44,6 +45,17 @@ def verdicts_table(result: Mapping[str, Any]) -> Table | None:
         "Published claims on this policy", columns, cells, [NOTE], headings=True,
         sentences=sentences,
     )  # fmt: skip
+
+
+def p_text(p_value: float | None) -> str:
+    """A p-value; `-` of what is not measured.
+
+    >>> p_text(0.0312), p_text(2e-9), p_text(None)
+    ('0.031', 'below 1e-6', '-')
+    """
+    if p_value is None:
+        return "-"
+    return "below 1e-6" if p_value < LEAST_P_VALUE else f"{p_value:.2g}"
 
 
 def bounds_text(least: float | None, most: float | None) -> str:
