@@ -106,6 +106,9 @@ class StudyConfig:
         positive=True,
     )
     adam_group_size: int = field("of that step, its G", "completions", at_least=2)
+    verdicts: bool = field(
+        "judge published claims on this policy: their numbers with intervals and verdicts"
+    )
     parameters: str | None = field(
         "regular expression of the names of those whose entries count; null: all trainable ones"
     )

@@ -107,6 +107,7 @@ def study_result(
     losses: list[LossRow],
     recipes: list[LossRow],
     off_policy: OffPolicy | None,
+    verdicts: list[parts.ClaimVerdict],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -128,6 +129,7 @@ def study_result(
         losses: what a rollout of each is worth.
         recipes: the same of published losses, each at its own G.
         off_policy: what one is worth that another policy wrote; None: not asked for.
+        verdicts: on published claims.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
@@ -147,6 +149,7 @@ def study_result(
         losses=_losses(losses) or None,
         recipes=_losses(recipes),
         off_policy=off_policy and _off_policy(config, off_policy),
+        verdicts=verdicts or None,
         dynamic_sampling=_dynamic_sampling(population, pool),
         proxies=_proxies(pool),
         allocation=_allocation(pool),
