@@ -13,75 +13,84 @@ rewards are 0, so nothing is left out of the gradient's mean, whatever the basel
 
 A kept group of a prompt is longer by 1/(1 - h) exactly as it is kept less often. Of the mean of the
 others ghat has mean g, of the group's own mean (G-1)/G g, for easy and hard prompts alike.
+
+Which prompts are hard is said by another group that was all wrong: over prompts, E[ (1-p)^G x(p) ]
+for a mean x of a prompt's groups is what training sees after such a group.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import binom
 
-from grpo_ustat.estimators.intervals import (
-    CONFIDENCE,
-    Interval,
-    clustered_wilson,
-    jackknife_interval,
-)
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array
 
-BINS = {"hard": (0.0, 0.25), "middle": (0.25, 0.75), "easy": (0.75, 1.0)}  # of p
-LEAST_PROMPTS = 8  # of a bin, for a jackknife over them
+LEAST_PROMPTS = 8  # with a weight, for a jackknife over them
 
 
 class MixedGroups(NamedTuple):
-    """Mixed groups of the prompts of a bin.
+    """Mixed groups of prompts of some difficulty, each a mean over prompts times its weight.
 
     Attributes:
-        shift_P: unbiased estimates of E[(m - p) 1(M)] of every prompt.
-        mixed_P: of P(M).
-        most: independent groups behind the latter.
+        weight_P: unbiased estimates of w(p), the chance that another group was all wrong, or all
+            right.
+        shift_P: of w(p) E[(m - p) 1(M)].
+        mixed_P: of w(p) P(M).
     """
 
+    weight_P: Array
     shift_P: Array
     mixed_P: Array
-    most: int
 
     def shift(self, level: float = CONFIDENCE) -> Interval:
-        """E[m - p | M] of the bin's groups, with its interval for new prompts."""
-        above, below = self.shift_P.sum(), self.mixed_P.sum()
-        delete_one_P = (above - self.shift_P) / (below - self.mixed_P)
-        return jackknife_interval(float(above / below), delete_one_P[None], level)
+        """E[m - p | M], with its interval for new prompts."""
+        return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
         """1/P(M): the mean gradient of mixed groups is longer by this than that of all."""
-        kept, low, high = clustered_wilson(self.mixed_P, self.most, level)
-        return Interval(*(1 / x if x > 0 else np.inf for x in (kept, high, low)))
+        kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
+        return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
 
-def mixed_groups_by_chance(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
-    """Mixed groups of hard, middle and easy prompts, see `BINS`; those of which enough is known.
+def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
+    """Mixed groups of prompts of which another group was all wrong, `hard`, or all right, `easy`;
+    those of which enough is known.
 
-    One half of a prompt's completions says in which bin it is, the other what its groups are like:
-    the same ones would make hard prompts look harder than they are.
+    One half of a prompt's completions says whether another group would be so, the other what its
+    groups are like, both ways: the same ones would make hard prompts look harder than they are,
+    and a prompt that is called hard by its share of few completions may not be.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions.
         group_size: G.
     """
     half = rewards_PN.shape[1] // 2
-    chance_P, other_PN = rewards_PN[:, :half].mean(axis=1), rewards_PN[:, half:]
-    shift_P = mean_shift(other_PN, group_size)
-    mixed_P = 1 - silent_share(other_PN, group_size)
-    bins: dict[str, MixedGroups] = {}
-    for name, (low, high) in BINS.items():
-        own_P = (chance_P >= low) & ((chance_P < high) | (high == 1))
-        # without any one prompt there has to be a mixed group
-        if own_P.sum() >= LEAST_PROMPTS and (mixed_P[own_P] > 0).sum() > 1:
-            most = other_PN.shape[1] // group_size
-            bins[name] = MixedGroups(shift_P[own_P], mixed_P[own_P], most)
-    return bins
+    halves = rewards_PN[:, :half], rewards_PN[:, half : 2 * half]
+    found: dict[str, MixedGroups] = {}
+    for name, reward in (("hard", 0.0), ("easy", 1.0)):
+        orders: list[Array] = []
+        for one_PN, other_PN in (halves, halves[::-1]):
+            alike_P = np.asarray(binom((one_PN == reward).sum(axis=1), group_size))
+            weight_P = alike_P / binom(half, group_size)
+            mixed_P = 1 - silent_share(other_PN, group_size)
+            shift_P = mean_shift(other_PN, group_size)
+            orders.append(weight_P * np.stack([np.ones_like(mixed_P), shift_P, mixed_P]))
+        groups = MixedGroups(*np.mean(orders, axis=0))
+        if (groups.mixed_P > 0).sum() >= LEAST_PROMPTS:
+            found[name] = groups
+    return found
+
+
+def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
+    """The ratio of two means over prompts, jackknifed."""
+    above, below = above_P.sum(), below_P.sum()
+    delete_one_P = (above - above_P) / (below - below_P)
+    return jackknife_interval(float(above / below), delete_one_P[None], level)
 
 
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:

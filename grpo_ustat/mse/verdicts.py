@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpo_ustat.config.losses import LAGGED
-from grpo_ustat.estimators.advantage_bias import mixed_groups_by_chance
+from grpo_ustat.estimators.advantage_bias import mixed_groups_after
 from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
@@ -132,16 +132,16 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     claim = (
         "in mixed groups hard prompts get too low advantages",
         "arXiv 2601.08521",
-        f"mean of a mixed group of {size} less the prompt's own chance, where that is below 1/4",
+        f"mean of a mixed group of {size} less the prompt's chance, where another was all wrong",
     )
     if not is_binary(pool.rewards_PN):
         return [Judged(*claim, None, least=0.0, reason="rewards are not 0 or 1")]
     if pool.rewards_PN.shape[1] // 2 <= size:
         needed = f"groups of {size} need budget.pool_completions={2 * size + 2}"
         return [Judged(*claim, None, least=0.0, reason=needed)]
-    bins = mixed_groups_by_chance(pool.rewards_PN, size)
+    bins = mixed_groups_after(pool.rewards_PN, size)
     if "hard" not in bins:
-        few = "too few prompts with a chance below 1/4 have mixed groups"
+        few = "too few prompts have mixed groups beside one that is all wrong"
         return [Judged(*claim, None, least=0.0, reason=few)]
     longer = "; ".join(f"{name} {_text(one.longer())}" for name, one in bins.items())
     exact = Interval(1.0, 1.0, 1.0)
@@ -278,17 +278,18 @@ def _of_ratios(
                 )
             )  # fmt: skip
         found, share = against(UNBIASED, losses["token"]), drift.completions
-        joined = None
+        joined, reason = None, NO_DIRECTION
         if found is not None and share.low > 0:
-            joined = partial(_over, found, share)
+            joined, reason = partial(_over, found, share), None
+        elif found is not None:
+            reason = "a few completions decide the effective share"
         rows.append(
             Judged(
                 "the effective sample size says what they are worth",
                 "VCPO, arXiv 2602.17616",
                 "worth of a stale rollout weighted by tokens' ratios over the effective share of "
                 "completions",
-                joined, least=2 / 3, most=3 / 2, beside=shares,
-                reason=None if joined else NO_DIRECTION,
+                joined, least=2 / 3, most=3 / 2, beside=shares, reason=reason,
             )
         )  # fmt: skip
     others = {"sequence": "geometric mean", "whole_sequence": "product"}

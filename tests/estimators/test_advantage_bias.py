@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binom
 from tabular import TabularPolicy
 
-from grpo_ustat.estimators.advantage_bias import mean_shift, mixed_groups_by_chance
+from grpo_ustat.estimators.advantage_bias import mean_shift, mixed_groups_after
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.records import BaselineContext
 
@@ -56,26 +56,38 @@ def test_the_gradient_of_mixed_groups_is_longer_exactly_as_they_are_rarer(rule, 
         np.testing.assert_allclose(mixed_mean / mixed, mean / mixed, atol=1e-12)
 
 
-def test_bins_are_chosen_by_other_completions():
+@pytest.mark.parametrize(("name", "right"), [("hard", 0), ("easy", 3)])
+def test_what_follows_a_group_of_equal_rewards_is_unbiased(name, right):
+    """Over all pools of 8 completions, of two chances."""
+    pools = [np.array(bits, float) for bits in itertools.product((0, 1), repeat=8)]
+    pool_PN = np.array(pools)
+    counts = pool_PN.sum(axis=1)
+    found = mixed_groups_after(pool_PN, 3)[name]
+    for chance in (0.2, 0.6):
+        law = chance**counts * (1 - chance) ** (8 - counts)
+        weight = chance**right * (1 - chance) ** (3 - right)
+        mixed = 1 - chance**3 - (1 - chance) ** 3
+        shift = chance * (1 - chance) ** 3 - (1 - chance) * chance**3
+        assert law @ found.weight_P == pytest.approx(weight, abs=1e-12)
+        assert law @ found.mixed_P == pytest.approx(weight * mixed, abs=1e-12)
+        assert law @ found.shift_P == pytest.approx(weight * shift, abs=1e-12)
+
+
+def test_intervals_cover_what_follows_such_a_group():
     rng = np.random.default_rng(4)
-    chances = np.repeat([0.1, 0.5, 0.9], 4000)
-    rewards = (rng.random((12000, 20)) < chances[:, None]).astype(float)
-    bins = mixed_groups_by_chance(rewards, 4)
-    kinds = np.array([0.1, 0.5, 0.9])
-    mixed = 1 - kinds**4 - (1 - kinds) ** 4
-    shift = kinds * (1 - kinds) ** 4 - (1 - kinds) * kinds**4
-    for name, members in (("hard", range(3)), ("middle", range(3, 8)), ("easy", range(8, 11))):
-        law = binom.pmf(np.array(members)[:, None], 10, kinds).sum(axis=0)
-        found = bins[name].shift()
-        assert found.low < (law @ shift) / (law @ mixed) < found.high
-        assert bins[name].longer().estimate == pytest.approx(law.sum() / (law @ mixed), rel=0.02)
-    own = (rewards[:, :10].mean(axis=1) < 0.25) & (chances == 0.5)
-    assert own.sum() > 50
-    assert rewards[own, 10:].mean() == pytest.approx(0.5, abs=0.03)  # the other half is as ever
+    chances = rng.beta(1, 1.5, size=4000)
+    rewards = (rng.random((4000, 20)) < chances[:, None]).astype(float)
+    weight, mixed = (1 - chances) ** 4, 1 - chances**4 - (1 - chances) ** 4
+    shift = chances * (1 - chances) ** 4 - (1 - chances) * chances**4
+    found = mixed_groups_after(rewards, 4)["hard"]
+    low, high = found.shift()[1:]
+    assert low < (weight @ shift) / (weight @ mixed) < high < low + 0.03
+    low, high = found.longer()[1:]
+    assert low < weight.sum() / (weight @ mixed) < high < low + 0.2
 
 
-def test_bins_with_too_little_are_left_out():
+def test_what_too_few_prompts_say_is_left_out():
     rewards = np.zeros((30, 12))
-    rewards[:20, ::2] = 1  # those of the middle are all mixed, of the others none is
-    assert list(mixed_groups_by_chance(rewards, 4)) == ["middle"]
-    assert mixed_groups_by_chance(rewards[:7], 4) == {}
+    rewards[:20, ::2] = 1  # both halves mixed, with three wrong ones each; others all wrong
+    assert list(mixed_groups_after(rewards, 3)) == ["hard", "easy"]
+    assert mixed_groups_after(rewards, 4) == {}  # no group of 4 is all wrong beside a mixed one
