@@ -30,7 +30,7 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array
 
-LEAST_PROMPTS = 8  # with a weight, for a jackknife over them
+LEAST_PROMPTS = 8  # whose shift is not 0; of fewer a jackknife knows no error
 
 
 class MixedGroups(NamedTuple):
@@ -81,7 +81,7 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
             shift_P = mean_shift(other_PN, group_size)
             orders.append(weight_P * np.stack([np.ones_like(mixed_P), shift_P, mixed_P]))
         groups = MixedGroups(*np.mean(orders, axis=0))
-        if (groups.mixed_P > 0).sum() >= LEAST_PROMPTS:
+        if np.count_nonzero(groups.shift_P) >= LEAST_PROMPTS:
             found[name] = groups
     return found
 

@@ -88,6 +88,7 @@ def test_intervals_cover_what_follows_such_a_group():
 
 def test_what_too_few_prompts_say_is_left_out():
     rewards = np.zeros((30, 12))
-    rewards[:20, ::2] = 1  # both halves mixed, with three wrong ones each; others all wrong
-    assert list(mixed_groups_after(rewards, 3)) == ["hard", "easy"]
-    assert mixed_groups_after(rewards, 4) == {}  # no group of 4 is all wrong beside a mixed one
+    rewards[:20, ::3] = 1  # halves of four wrong ones and two right ones; others all wrong
+    assert list(mixed_groups_after(rewards, 3)) == ["hard"]
+    assert mixed_groups_after(rewards[13:], 3) == {}  # seven prompts
+    assert mixed_groups_after(rewards, 5) == {}  # no group of 5 is all wrong beside a mixed one
