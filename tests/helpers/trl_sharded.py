@@ -19,6 +19,7 @@ import trl_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_ustat.integrations.trl import sharding
+from grpo_ustat.policy.output_layer import replaced_forward
 
 SHARDED = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -122,17 +123,41 @@ def weights_of(trainer):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def needs_more(act):
-    """A way to gather whole weights that are larger than any memory."""
+def needs_more(act, by_layer):
+    """A way to gather weights that are larger than any memory, of a layer too or whole alone."""
 
     def larger(trainer):
-        model, sizes, gathered = act(trainer)
-        return model, [*sizes, 10**15], gathered
+        model, gather = act(trainer)
+
+        def gather_more(module, without):
+            sizes, gathered = gather(module, without)
+            fits = by_layer and (module is not model or without)
+            return sizes if fits else [*sizes, 10**15], gathered
+
+        return model, gather_more
 
     return larger
 
 
-def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, lora=0, **options):
+def breaks_once(scorer, error):
+    """A layer raises in the middle of a round, for the first group."""
+    scores = scorer._scores
+
+    def fails(*_, **__):
+        raise error
+
+    def attempt(model, group, layers):
+        scorer._scores = scores
+        with replaced_forward(layers.layers[1], fails):
+            return scores(model, group, layers)
+
+    scorer._scores = attempt
+
+
+def run(
+    folder, name, rank, *, table=None, fails_on=None, fails_in_round_on=None, runs_out_on=None,
+    no_memory_on=None, by_layer_fits=False, lora=0, **options,
+):  # fmt: skip
     """One case.
 
     Args:
@@ -140,7 +165,10 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, lor
         rank: this one.
         table: instead of what the policy samples.
         fails_on: rank whose scoring raises.
+        fails_in_round_on: rank of which a layer raises, of those in step.
+        runs_out_on: rank of which a layer runs out of memory, once.
         no_memory_on: rank whose memory does not hold the whole weights.
+        by_layer_fits: whether it holds those of one layer at a time.
         lora: rank of adapters; 0: all parameters are trained.
         options: of `trl_run.train`.
     """
@@ -150,6 +178,10 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, lor
             trainer._generate_single_turn = table
         if rank == fails_on:
             callback.scorer.scores = fails
+        if rank == fails_in_round_on:
+            breaks_once(callback.scorer, RuntimeError("no rule\nfor this layer"))
+        if rank == runs_out_on:
+            breaks_once(callback.scorer, torch.OutOfMemoryError("CUDA out of memory"))
 
     if lora:
         from peft import LoraConfig
@@ -159,22 +191,24 @@ def run(folder, name, rank, *, table=None, fails_on=None, no_memory_on=None, lor
     def fails(*_):
         raise RuntimeError("no rule\nfor this layer")
 
-    gathered = dict(sharding.GATHERED)
+    sharded = dict(sharding.SHARDED)
     if rank == no_memory_on:
-        sharding.GATHERED |= {way: needs_more(act) for way, act in gathered.items()}
+        more = {way: needs_more(act, by_layer_fits) for way, act in sharded.items()}
+        sharding.SHARDED |= more
     try:
         trainer, callback = trl_run.train(
             folder / name, rewards=(trl_run.right, trl_run.ones), prepare=prepare,
             **{"save_strategy": "no", "log_completions": False} | options,
         )  # fmt: skip
     finally:
-        sharding.GATHERED |= gathered
+        sharding.SHARDED |= sharded
     made = made_of(trainer)
     weights = weights_of(trainer)
     if rank == 0:
         torch.save(weights, folder / f"{name}.pt")
     if callback is not None:
         made |= {"precision": callback.precision, "seconds": callback.seconds}
+        made |= {"way": callback.way, "at_once": callback.scorer.at_once}
         terms = [one.terms for one in callback.windows]
         np.savez(folder / f"{name}-{rank}.npz", terms=np.array(terms))
     (folder / f"{name}-{rank}.json").write_text(json.dumps(made))

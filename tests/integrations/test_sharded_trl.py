@@ -28,17 +28,27 @@ from grpo_ustat.integrations.trl.sharding import INSTEAD, NO_MEMORY  # noqa: E40
 
 ROOT = Path(__file__).parents[2]
 STEPS = {"max_steps": 2, "gradient_accumulation_steps": 2}
+SMALL = {"max_steps": 4, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 TABLE = {"table": True, "max_steps": 3, "gradient_accumulation_steps": 2}
+LAYERS = {"measuring": {"by_layer": True}}
 CONSTANTS = {
     "sketched": TABLE | {"measuring": {"sketch": 1009}},  # signs are a function of the names
     "norms": TABLE | {"max_steps": 1, "measuring": {"parameters": "norm"}},
     "adapters": TABLE | {"max_steps": 1, "lora": 4},
+    "layers": TABLE | LAYERS,
+    "layers run out": TABLE | LAYERS | {"max_steps": 1, "runs_out_on": 1},
+    "layers of adapters": TABLE | LAYERS | {"max_steps": 1, "lora": 4},
 }
+PLAIN = "plain", "plain small"
 CASES = {
     "plain": STEPS | {"measure": False},
+    "plain small": SMALL | {"measure": False},
     "measured": STEPS,
     "fails": STEPS | {"fails_on": 1},
     "no memory": STEPS | {"no_memory_on": 1},
+    "by layer": STEPS | {"no_memory_on": 1, "by_layer_fits": True},
+    "fails by layer": STEPS | LAYERS | {"fails_in_round_on": 1},
+    "small batches": SMALL | LAYERS,
 } | CONSTANTS
 no_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
@@ -75,8 +85,15 @@ def constants(folder, case, rank):
 def single(tmp_path_factory):
     """The constants of one process by case."""
     folder = tmp_path_factory.mktemp("single")
-    more = {"gradient_accumulation_steps": 4}
-    trained(folder, "single", {case: one | more for case, one in CONSTANTS.items()}, ranks=1)
+    more, whole = {"gradient_accumulation_steps": 4}, {"measuring": {}}
+    trained(
+        folder, "single",
+        {
+            case: one | more | (whole if case.startswith("layers") else {})
+            for case, one in CONSTANTS.items()
+        },
+        ranks=1,
+    )  # fmt: skip
     return {case: constants(folder, case, 0) for case in CONSTANTS}
 
 
@@ -87,7 +104,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, trained(folder, request.param, CASES)
 
 
-@pytest.mark.nightly(minutes=1.0)
+@pytest.mark.nightly(minutes=2.0)
 def test_parameters_are_sharded(run):
     """Where there is no GPU accelerate makes DDP of FSDP without a word."""
     way, folder, said = run
@@ -99,8 +116,19 @@ def test_parameters_are_sharded(run):
         assert made["parameters"] == ["DTensor" if way == "fsdp2" else "Parameter"]
         assert ("DeepSpeedEngine" in modules) == way.startswith("zero")
         assert ("FullyShardedDataParallel" in modules) == (way == "fsdp1")
+        if name in (*PLAIN, "no memory"):
+            continue
+        in_step = "layer" in name or name == "small batches"
+        by_layer = in_step and not (way == "zero2" and name == "by layer")  # which holds them all
+        whole = "on whole weights" if way != "zero2" else ""
+        assert made["way"] == ("layer by layer" if by_layer else whole)
+        assert made["at_once"] == (4 if name == "layers run out" else 8)
     under = {"zero3": " under ZeRO-3", "fsdp1": " under FSDP1", "fsdp2": " under FSDP2"}
-    assert f"; scores in float32{under.get(way, '')};" in said["measured"]
+    for name in ("measured", "layers"):
+        way_of = json.loads((folder / f"{name}-0.json").read_text())["way"]
+        words = f"{under.get(way, '')}{way_of and ' '}{way_of}"
+        assert f"; scores in float32{words};" in said[name]
+        assert not way_of or f"; scored {way_of}; " in said[name]
 
 
 @pytest.mark.nightly(minutes=0.1)
@@ -116,18 +144,21 @@ def test_constants_are_those_of_one_process(run, single, case):
 
 
 @pytest.mark.nightly(minutes=0.1)
-@pytest.mark.parametrize("case", ["measured", "fails", "no memory"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in {*CONSTANTS, *PLAIN}])
 def test_training_ends_in_the_same_weights(run, case):
     way, folder, said = run
-    weights, expected = (torch.load(folder / f"{name}.pt") for name in (case, "plain"))
+    unmeasured = PLAIN[case == "small batches"]
+    weights, expected = (torch.load(folder / f"{name}.pt") for name in (case, unmeasured))
     assert weights.keys() == expected.keys() and len(weights) >= 50
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
     fault = {
         "fails": "RuntimeError: no rule for this layer",
-        "no memory": f"{NO_MEMORY}: {INSTEAD}",
+        "fails by layer": "RuntimeError: no rule for this layer",
+        "no memory": f"{NO_MEMORY}, and for those of one layer at a time: {INSTEAD}",
     }.get(case)
     lines = [line for line in said[case].splitlines() if line.startswith("grpo_ustat")]
     if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
-        assert "grpo_ustat step 1: " in said[case] and "no more" not in said[case]
+        assert "grpo_ustat: G*" in said[case] or "grpo_ustat: Your loss" in said[case]
+        assert "stopped" not in said[case] and "moved is unknown" not in said[case]
     else:
         assert lines == [f"grpo_ustat: stopped measuring at step 0: {fault}"]

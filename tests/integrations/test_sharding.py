@@ -35,16 +35,18 @@ from trl_run import MODEL
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl import sharding
+from grpo_ustat.integrations.trl.in_step import LayersInStep, separate_layers
 from grpo_ustat.integrations.trl.scoring import unchanged
 from grpo_ustat.integrations.trl.sharding import (
     check_sharding,
     precision_of,
+    scored_weights,
     sharding_of,
-    whole_weights,
 )
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores.backward import check_scores, completion_scores
 
+NO_MEMORY = f"{sharding.NO_MEMORY}, and for those of one layer at a time: {sharding.INSTEAD}"
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 9, 8, 7, 3]])
 ROWS = IDS, torch.ones_like(IDS), torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -60,11 +62,30 @@ def trainer_of(model=None, fsdp=None, **plugin):
     return SimpleNamespace(accelerator=accelerator, model=model, model_wrapped=model)
 
 
-def scores_of(model):
+def scores_of(model, layer_weights=None):
     """Squared norms and the pooled gradient by name."""
-    scores = completion_scores(model, *ROWS, weights_KB=torch.tensor([[1.0, -0.5]]))
+    scores = completion_scores(
+        model, *ROWS, weights_KB=torch.tensor([[1.0, -0.5]]), by_layer=layer_weights is not None,
+        layer_weights=layer_weights,
+    )  # fmt: skip
     gradients = {name: value.numpy() for name, value in scores.gradients_K[0].items()}
     return scores.sq_norm_B.numpy(), gradients
+
+
+def assert_same(scores, expected, rounding=1e-5):
+    """Scores and others but for rounding."""
+    np.testing.assert_allclose(scores[0], expected[0], rtol=rounding)
+    assert scores[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        least = rounding * abs(gradient).max()
+        np.testing.assert_allclose(scores[1][name], gradient, 0, least, err_msg=name)
+
+
+def assert_empty(layers):
+    """No layer has weights, nor any memory for them."""
+    for layer in layers.layers:
+        for parameter in layer.parameters():
+            assert parameter.isnan().all() and parameter.untyped_storage().nbytes() <= 8
 
 
 def sharded(version, checkpointing, policy=None):
@@ -108,22 +129,33 @@ def step(model):
     return loss.item(), float(torch.stack([p.norm() for p in parts]).norm())
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow(minutes=0.5)
+@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
-def test_scores_are_those_of_one_process(version, checkpointing):
-    norms, gradients = scores_of(load_policy(str(MODEL)).model)
+def test_scores_are_those_of_one_process(version, checkpointing, by_layer):
+    expected = scores_of(load_policy(str(MODEL)).model)
 
     def work(rank):
         PartialState(cpu=True)
         untouched = step(sharded(version, checkpointing))
         model = sharded(version, checkpointing)
         before = state_of(model)
-        with whole_weights(trainer_of(model, version)) as whole, unchanged(whole):
+        trainer, found = trainer_of(model, version), None
+        with scored_weights(trainer, by_layer) as (whole, layers), unchanged(whole):
             assert not any(isinstance(p, DTensor) for p in whole.parameters())
-            if rank == 0:  # no rank waits for another
-                check_scores(whole, *ROWS)
-            found, precision = scores_of(whole), precision_of(whole)
+            precision = precision_of(whole)
+            if layers is None:
+                if rank == 0:  # no rank waits for another
+                    check_scores(whole, *ROWS)
+                found = scores_of(whole)
+            else:
+                assert_empty(layers)
+                for done in range(2):
+                    with layers.round(1):
+                        if rank == done:  # the other has nothing to do
+                            found = scores_of(whole, layers.weights)
+                assert_empty(layers)
         after = state_of(model)
         assert before[:3] == after[:3]
         assert all(map(torch.equal, before[3], after[3]))
@@ -132,12 +164,9 @@ def test_scores_are_those_of_one_process(version, checkpointing):
 
     for found in in_ranks(2, work):
         assert not isinstance(found, str), found
-        (some_norms, some_gradients), precision = found
+        scores, precision = found
         assert precision == "float32"
-        np.testing.assert_array_equal(some_norms, norms)
-        assert list(some_gradients) == list(gradients)
-        for name, gradient in gradients.items():
-            np.testing.assert_array_equal(some_gradients[name], gradient, err_msg=name)
+        assert_same(scores, expected, 1e-5 if by_layer else 0)
 
 
 @contextmanager
@@ -153,17 +182,20 @@ def test_a_fault_of_one_rank_is_raised_on_all():
     def work(rank):
         PartialState(cpu=True)
         trainer = trainer_of(sharded(2, False, NARROW), 2, mixed_precision_policy=NARROW)
-        model, sizes, _ = sharding.GATHERED["FSDP2"](trainer)
+        model, gather = sharding.SHARDED["FSDP2"](trainer)
         before, said = state_of(model), []
         for more, way in (([10**15] if rank == 1 else [], None), ([], broken), ([], None)):
             if rank == 0 and way:
                 way = nullcontext
-            _, _, whole = sharding.GATHERED["FSDP2"](trainer)
-            found = model, sizes + more, way() if way else whole
+
+            def changed(*modules, more=more, way=way):
+                sizes, whole = gather(*modules)
+                return sizes + more, way() if way else whole
+
             try:
                 with (
-                    mock.patch.dict(sharding.GATHERED, FSDP2=lambda _, found=found: found),
-                    whole_weights(trainer) as whole,
+                    mock.patch.dict(sharding.SHARDED, FSDP2=lambda _, one=changed: (model, one)),
+                    scored_weights(trainer) as (whole, _),
                 ):
                     said.append(precision_of(whole))
                     if rank == 1:
@@ -173,9 +205,85 @@ def test_a_fault_of_one_rank_is_raised_on_all():
         assert all(map(torch.equal, before[3], state_of(model)[3]))
         return said
 
-    memory, gathering = f"{sharding.NO_MEMORY}: {sharding.INSTEAD}", "ValueError: no way"
-    expected = [memory, gathering, "bfloat16"]
+    expected = [NO_MEMORY, "ValueError: no way", "bfloat16"]
     assert in_ranks(2, work) == [expected, [*expected, "of this rank alone"]]
+
+
+class Elsewhere:
+    """Weights that a model's layers have only within blocks, as under ZeRO-3.
+
+    Attributes:
+        gathered: layers, as they were gathered.
+    """
+
+    def __init__(self, layers):
+        self.weights = {p: p.data for layer in layers for p in layer.parameters()}
+        self.gathered, self.whole = [], set()
+        for parameter in self.weights:
+            parameter.data = torch.empty(0)
+
+    def gather(self, layer, _):
+        return [p.nbytes for p in self.weights.values()], self.block(layer)
+
+    @contextmanager
+    def block(self, layer):
+        assert not self.whole, "one layer's weights at a time"
+        self.gathered.append(layer)
+        self.whole = set(layer.parameters())
+        for parameter in self.whole:
+            parameter.data = self.weights[parameter]
+        try:
+            yield
+        finally:
+            for parameter in self.whole:
+                parameter.data = torch.empty(0)
+            self.whole = set()
+
+
+def test_layers_have_their_weights_in_turn():
+    """Whatever is done in a round, the same layers are gathered in the same order."""
+    model = load_policy(str(MODEL)).model
+    expected = scores_of(model)
+    layers = separate_layers(model)
+    kept, elsewhere = dict(model.named_parameters()), Elsewhere(layers)
+    in_step = LayersInStep(layers, elsewhere.gather)
+
+    def fail(*_, **__):
+        raise ValueError("in a layer")
+
+    with in_step.in_place():
+        assert_empty(in_step)
+        elsewhere.gathered.clear()
+        with in_step.round(1):
+            found = scores_of(model, in_step.weights)
+        assert_same(found, expected)
+        sweep = [*layers, *reversed(layers)]
+        assert elsewhere.gathered == sweep
+        with in_step.round(2):  # nothing to do
+            pass
+        broken_layer = mock.patch.object(layers[1], "forward", fail)
+        with pytest.raises(ValueError), in_step.round(1), broken_layer:
+            scores_of(model, in_step.weights)
+        assert elsewhere.gathered == 4 * sweep
+        with in_step.round(1, backward=False), in_step.forward(), torch.no_grad():
+            assert model(IDS).logits.isfinite().all()
+        assert elsewhere.gathered == [*4 * sweep, *layers]
+        with pytest.raises(ConfigError, match="not computed in its turn"), in_step.round(1):
+            scores_of(model, in_step.weights)
+            scores_of(model, in_step.weights)
+        assert elsewhere.gathered == [*4 * sweep, *layers, *sweep]
+        assert_empty(in_step)
+    assert dict(model.named_parameters()) == kept
+
+
+def test_layers_that_share_weights_cannot_have_them_in_turn():
+    model = load_policy(str(MODEL)).model
+    first, second = separate_layers(model)[:2]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    assert separate_layers(model) == []
+    made_of = pytest.raises(ConfigError, match="by_layer=True, and Qwen2ForCausalLM is not made of")
+    with made_of, scored_weights(trainer_of(model), by_layer=True):
+        pass
 
 
 def test_what_shards_by_name():

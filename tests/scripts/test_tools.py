@@ -121,8 +121,8 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
     monkeypatch.setattr(subprocess, "run", fork)
     code, out, err = execute(ALONG, folder, *small)
     assert code == 0 and "is complete" not in " ".join(out.split()), err
-    rows = list(csv.DictReader((folder / "scaling_along_training.csv").open()))
+    rows = list(csv.DictReader((folder / "along_training.csv").open()))
     assert [row["step"] for row in rows] == ["1", "2"]
     assert all(float(row["c3"]) > 0 for row in rows) and rows[0]["c3"] != rows[1]["c3"]
-    assert (folder / "scaling_along_training.png").stat().st_size > 5000
+    assert (folder / "along_training.png").stat().st_size > 5000
     assert "is complete" in " ".join(execute(ALONG, folder, *small)[1].split())

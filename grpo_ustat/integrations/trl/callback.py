@@ -31,6 +31,7 @@ from grpo_ustat.integrations.trl.generation import (
     whole_groups,
 )
 from grpo_ustat.integrations.trl.images import row_images
+from grpo_ustat.integrations.trl.in_step import LayersInStep
 from grpo_ustat.integrations.trl.lines import end_lines, step_line
 from grpo_ustat.integrations.trl.objective import (
     EACH_REWARD,
@@ -55,7 +56,7 @@ from grpo_ustat.integrations.trl.scoring import (
     reason_of,
     unchanged,
 )
-from grpo_ustat.integrations.trl.sharding import precision_of, sharding_of, whole_weights
+from grpo_ustat.integrations.trl.sharding import precision_of, scored_weights, sharding_of
 from grpo_ustat.integrations.trl.support import check_parameters, check_trainer
 from grpo_ustat.integrations.trl.windows import (
     ScoredGroup,
@@ -105,6 +106,8 @@ class GradientNoiseCallback(TrainerCallback):
         sketch: numbers that are kept of a completion's score, for products between prompts.
         parameters: a regular expression; what is measured is the gradient of the parameters in
             whose names it occurs, such as "norm", in less time. None: of all.
+        by_layer: whether layers have their weights, and their graphs, one at a time in any case;
+            those of a sharded model have where a rank has no memory for whole weights.
         strict: whether a trainer that cannot be measured is an error; otherwise a line says why,
             and the run goes on without measuring.
 
@@ -121,6 +124,7 @@ class GradientNoiseCallback(TrainerCallback):
         completions_at_once: int | None = None,
         sketch: int = 4093,
         parameters: str | None = None,
+        by_layer: bool = False,
         strict: bool = False,
     ):
         if every < 1:
@@ -128,13 +132,13 @@ class GradientNoiseCallback(TrainerCallback):
         if audit_every is not None and audit_every < 1:
             raise ConfigError(f"audit_every={audit_every}: at least 1, or None for the first alone")
         self.trainer, self.every, self.audit_every = trainer, every, audit_every
-        self.parameters = parameters
+        self.parameters, self.by_layer = parameters, by_layer
         self.windows: list[Window] = []
         self.own_loss: OwnLoss | None = None
         self.audit: UpdateAudit | None = None
         self.warnings: list[str] = []
         self.seconds = 0.0
-        self.fault = self.precision = ""
+        self.fault = self.precision = self.way = ""
         self._groups: list[ScoredGroup] = []  # of the window that is open
         self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
         self._first: tuple[Group, Array] | None = None  # with its first policy's log-probabilities
@@ -212,12 +216,14 @@ class GradientNoiseCallback(TrainerCallback):
         start = time.perf_counter()
         try:
             with (
-                whole_weights(self.trainer) as model,
+                scored_weights(self.trainer, self.by_layer) as (model, layers),
                 unchanged(model),
                 only_these(model, self.parameters),
             ):
                 self.precision = precision_of(model)
-                self._measure(model, output, step)
+                whole = "on whole weights" if sharding_of(self.trainer) else ""
+                self.way = whole if layers is None else "layer by layer"
+                self._measure(model, layers, output, step)
             self._batches += 1
             self.seconds += time.perf_counter() - start
             if self._batches >= window_batches(max(1, len(self._groups) // self._batches)):
@@ -228,7 +234,9 @@ class GradientNoiseCallback(TrainerCallback):
             self._print(f"{PREFIX}: stopped measuring at step {step}: {self.fault}")
         return output
 
-    def _measure(self, model: Any, output: Mapping[str, Any], step: int) -> None:
+    def _measure(
+        self, model: Any, layers: LayersInStep | None, output: Mapping[str, Any], step: int
+    ) -> None:
         """Add a generation batch's groups to the window, and announce them to the audit.
 
         Completions travel to where their group is scored, so that every group is whole.
@@ -245,20 +253,20 @@ class GradientNoiseCallback(TrainerCallback):
         rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
-        own = places[accelerator.process_index :: accelerator.num_processes]
-        scored = dict(
-            from_all_ranks(lambda: [(p, self.scorer.scores(model, groups[p])) for p in own])
-        )
+        scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
         if step >= self._audit_due or step == self._audit_step:  # every batch of an update
             self._audit_step = step
             self._audit_due = step + self.audit_every if self.audit_every else float("inf")
+            own = places[accelerator.process_index :: accelerator.num_processes]
             self._announce(model, groups, {place: scored[place] for place in own})
         self._groups += [
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
         ]
         self._unknown += unknown
-        if window_batches(max(1, len(groups))) > 1 and accelerator.is_main_process:
-            self._follow(model, groups)
+        if window_batches(max(1, len(groups))) > 1:
+            with self.scorer.reads_group(layers):
+                if accelerator.is_main_process:
+                    self._follow(model, groups)
 
     def _follow(self, model: Any, groups: Sequence[Group]) -> None:
         """Find how far the policy has moved since the first group of the window whose rewards
@@ -422,7 +430,8 @@ class GradientNoiseCallback(TrainerCallback):
                 # TRL averages lists: a ratio stays one
                 metrics[f"{PREFIX}/{name}"] = [float(value)]
         line = step_line(estimate.intervals, self.own_loss)
-        self._print(f"{PREFIX} step {window.last}: {line}; {self._cost()} so far")
+        way = f"scored {self.way}; " if self.way else ""
+        self._print(f"{PREFIX} step {window.last}: {line}; {way}{self._cost()} so far")
 
     def _cost(self) -> str:
         """The time spent on measuring, and its share of all since training began."""
@@ -439,6 +448,7 @@ class GradientNoiseCallback(TrainerCallback):
         if self.trainer.accelerator.is_main_process:
             self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
+        under += f" {self.way}" if self.way else ""
         part = "" if self.parameters is None else f" of the parameters named {self.parameters!r}"
         first, *others = end_lines(
             estimate, self.recent(), self.own_loss, self.trainer.num_generations,

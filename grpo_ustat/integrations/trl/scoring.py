@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from accelerate.utils import gather_object
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.generation import Group, tokenizer_of
+from grpo_ustat.integrations.trl.in_step import LayersInStep
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
@@ -22,6 +24,10 @@ from grpo_ustat.policy.scores.groups import GroupScores, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.terminal.streams import single_line
+
+UNCHECKED = (
+    "Layer by layer scores are not compared with plain differentiation, which needs whole weights."
+)
 
 
 class GroupScorer:
@@ -49,35 +55,100 @@ class GroupScorer:
             self.sketch = Sketch(parameter_sizes(model), self.sketch_size)
         return self.sketch
 
+    def all_scores(
+        self, model: Any, groups: Mapping[int, Group], layers: LayersInStep | None
+    ) -> dict[int, GroupScores]:
+        """Scores of groups by place, each from one of the ranks; on all.
+
+        Args:
+            model: whose weights are whole, or in its layers in step.
+            groups: by place, the same on all ranks.
+            layers: those in step, for which ranks score a group each in one round; or None.
+
+        Raises:
+            ConfigError: a rank could not score one of its groups; on all ranks.
+        """
+        accelerator, places = self.trainer.accelerator, list(groups)
+        rank, world = accelerator.process_index, accelerator.num_processes
+        if layers is None:
+            own = places[rank::world]
+            return dict(from_all_ranks(lambda: [(p, self.scores(model, groups[p])) for p in own]))
+        self.at_once = min(from_all_ranks(lambda: [self.at_once]))  # with whole weights of its own
+        scores: dict[int, GroupScores] = {}
+        while len(scores) < len(places):
+            own = places[len(scores) :][:world][rank : rank + 1]
+
+            def attempt(own: Sequence[int] = own) -> list[tuple[int, GroupScores] | None]:
+                """Scores of this rank's group of the round; None where its memory ran out."""
+                with layers.round(self._passes()):
+                    try:
+                        return [(p, self._scores(model, groups[p], layers)) for p in own]
+                    except RuntimeError as error:
+                        if not out_of_memory(error):
+                            raise
+                return [None]
+
+            scored = from_all_ranks(attempt)
+            if None in scored:
+                self._halve()
+            else:
+                scores |= dict(scored)
+        return scores
+
     def scores(self, model: Any, group: Group) -> GroupScores:
         """Scores of one group; where memory runs out again, with half as many completions at once.
 
         Raises:
             ConfigError: not even one completion fits, or a layer's score rule is wrong.
         """
+        while True:
+            try:
+                return self._scores(model, group, None)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            self._halve()  # not in the handler: the error holds all that was allocated
+
+    def _scores(self, model: Any, group: Group, layers: LayersInStep | None) -> GroupScores:
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
         rollouts = group.rollouts()
         images = group.completions[0].images
-        if not self._checked:
+        if layers is None and not self._checked:
             self._check(policy, rollouts, images)
             self._checked = True
-        while True:
-            try:
-                return group_scores(
-                    policy, rollouts, 0, trainer.temperature, self.sketch_of(model), self.at_once,
-                    images,
-                )  # fmt: skip
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-            # Not in the handler: the error holds all that was allocated.
-            if self.at_once == 1:
-                raise ConfigError("out of memory with one completion at a time")
-            self.at_once //= 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        if layers is not None and UNCHECKED not in self.notes:
+            self.notes.append(UNCHECKED)
+        return group_scores(
+            policy, rollouts, 0, trainer.temperature, self.sketch_of(model), self.at_once, images,
+            None if layers is None else layers.weights,
+        )  # fmt: skip
+
+    def _passes(self) -> int:
+        """Passes of the model through a group."""
+        return math.ceil(self.trainer.num_generations / self.at_once)
+
+    def _halve(self) -> None:
+        """Half as many completions of a pass.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        if self.at_once == 1:
+            raise ConfigError("out of memory with one completion at a time")
+        self.at_once //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
+        """Within, `logprobs` can be asked for once; layers in step need it on all ranks."""
+        if layers is None:
+            yield
+            return
+        with layers.round(self._passes(), backward=False), layers.forward():
+            yield
 
     def logprobs(self, model: Any, group: Group) -> Array:
         """Log-probabilities of the tokens of a group's completions, [G, T], 0 on padding."""

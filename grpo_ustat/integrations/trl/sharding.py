@@ -1,22 +1,24 @@
 """Whole weights of a model that training shards: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
 
-Scores need all weights of a model, and every parameter as one of its own shape and name. They are
-gathered before scoring and dropped after it, and within the frameworks' hooks are off: these gather
-and drop a layer at a time, so that ranks would have to score in step. Without them no rank waits
-for another between the gathering and its end, and one that fails holds up none.
+Scores need every parameter as one of its own shape and name. All are gathered before scoring and
+dropped after it, and within the frameworks' hooks are off: these gather and drop a layer at a time,
+so that ranks would have to score in step. Without them no rank waits for another between the
+gathering and its end, and one that fails holds up none. Only where a rank has no memory for that
+does a layer at a time have its weights, see `in_step`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.integrations.trl.in_step import Gather, Gathered, LayersInStep, separate_layers
 from grpo_ustat.integrations.trl.scoring import from_all_ranks
 from grpo_ustat.policy.loading import out_of_memory
 
@@ -72,66 +74,97 @@ def _offloads(policy: Any) -> bool:
 
 
 @contextmanager
-def whole_weights(trainer: Any) -> Iterator[Any]:
-    """The model with all its weights on this rank, by the names and shapes of a single process.
+def scored_weights(
+    trainer: Any, by_layer: bool = False
+) -> Iterator[tuple[Any, LayersInStep | None]]:
+    """The model with its weights on this rank, by the names and shapes of a single process: whole,
+    and None; or, where a rank has no memory for that, with the layers that have theirs in step.
 
-    All ranks enter and leave together; within, each does what it likes. Where nothing shards the
-    model it is handed out as it is. Weights must not be changed within.
+    All ranks enter and leave together. Within, each does what it likes with whole weights, and
+    keeps to rounds with the layers. Weights must not be changed.
+
+    Args:
+        trainer: whose model. Where nothing shards it, its weights are whole.
+        by_layer: whether layers have theirs in step in any case.
 
     Raises:
-        ConfigError: a rank has no memory for them, or cannot gather them; on all ranks.
+        ConfigError: a rank has no memory for either, or cannot gather them; on all ranks.
     """
     sharding = sharding_of(trainer)
     with ExitStack() as stack:
+        model, gather = SHARDED[sharding](trainer)
+        sizes, gathered = gather(model, ())
+        layers = None
+        # Before any begins: one whose memory ran out within would leave the others waiting.
+        if by_layer or (sharding and not _fit_on_all_ranks(sizes, model.device)):
+            layers = LayersInStep(_layers(model, by_layer), gather)
+            sizes, gathered = gather(model, layers.layers)
+            largest = max((gather(layer, ())[0] for layer in layers.layers), key=sum)
+            if not _fit_on_all_ranks([*sizes, *largest], model.device):
+                raise ConfigError(f"{NO_MEMORY}, and for those of one layer at a time: {INSTEAD}")
+
+        def enter() -> list[None]:
+            """Gather; there is nothing to tell other ranks."""
+            stack.enter_context(gathered)
+            return []
+
         if sharding:
-            model, sizes, gathered = GATHERED[sharding](trainer)
-            # Before any begins: one whose memory ran out within would leave the others waiting.
-            _on_all_ranks(lambda: [_allocated(size, model.device) for size in sizes])
-            _on_all_ranks(lambda: stack.enter_context(gathered))
-        else:
-            model = trainer.accelerator.unwrap_model(trainer.model)
+            from_all_ranks(enter)
         stack.enter_context(_no_hooks_of_frameworks(model))
-        yield stack.enter_context(_unwrapped(model))
+        whole = stack.enter_context(_unwrapped(model))
+        if layers is not None:
+            stack.enter_context(layers.in_place())
+        yield whole, layers
 
 
-def _allocated(size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
+def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
+    """Whether every rank has memory for so many bytes."""
 
-
-def _on_all_ranks(act: Callable[[], Any]) -> None:
-    """Do something on every rank.
-
-    Raises:
-        ConfigError: it failed on some rank; on all.
-    """
-
-    def attempt() -> list[Any]:
-        """Act; lack of memory is said as such."""
+    def fits() -> bool:
         try:
-            act()
+            _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         except RuntimeError as error:
             if out_of_memory(error):
-                raise ConfigError(f"{NO_MEMORY}: {INSTEAD}") from None
+                return False
             raise
-        return []
+        return True
 
-    from_all_ranks(attempt)
-
-
-# a model, the bytes of all that gathering it allocates, and within what its weights are whole
-Gathering = tuple[Any, list[int], AbstractContextManager[None]]
+    return all(from_all_ranks(lambda: [fits()]))
 
 
-def _zero3(trainer: Any) -> Gathering:
+def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
+    """The layers of a model in FSDP1's wrappers or none.
+
+    Raises:
+        ConfigError: it has none whose weights could come one at a time.
+    """
+    with _unwrapped(model) as inner:
+        layers = separate_layers(inner)
+    if layers:
+        return layers
+    reason = f"{type(inner).__name__} is not made of layers with weights of their own"
+    if by_layer:
+        raise ConfigError(f"by_layer=True, and {reason}: use by_layer=False")
+    raise ConfigError(f"{NO_MEMORY}, and {reason}, of which one at a time had them: {INSTEAD}")
+
+
+def _whole(trainer: Any) -> tuple[Any, Gather]:
+    return trainer.accelerator.unwrap_model(trainer.model), lambda *_: ([], nullcontext())
+
+
+def _zero3(trainer: Any) -> tuple[Any, Gather]:
     import deepspeed  # pyright: ignore[reportMissingImports]
 
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    parameters = list(model.parameters())
-    sizes = [p.ds_numel * p.element_size() for p in parameters]
-    return model, sizes, deepspeed.zero.GatheredParameters(parameters)
+    def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
+        left = {id(p) for one in without for p in one.parameters()}
+        parameters: list[Any] = [p for p in module.parameters() if id(p) not in left]
+        sizes = [p.ds_numel * p.element_size() for p in parameters]
+        return sizes, deepspeed.zero.GatheredParameters(parameters)
+
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped), gather
 
 
-def _fsdp2(trainer: Any) -> Gathering:
+def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
     """Weights in the precision in which the units compute."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -139,40 +172,70 @@ def _fsdp2(trainer: Any) -> Gathering:
     policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
     narrow = policy and policy.param_dtype
     units: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
-
-    def sizes_of(module: nn.Module) -> list[int]:  # numel of a DTensor is that of the whole
-        return [p.numel() * (narrow or p.dtype).itemsize for p in module.parameters()]
-
-    # a unit's weights come in one buffer, from which they are copied
-    buffer = max(sum(sizes_of(unit)) for unit in units[1:] or units)
+    unit_of = {module: unit for unit in units for module in unit.modules()}  # the innermost is last
+    sizes_of: dict[nn.Module, dict[int, int]] = {unit: {} for unit in units}
+    for module, unit in unit_of.items():
+        for p in module.parameters(recurse=False):  # numel of a DTensor is that of the whole
+            sizes_of[unit][id(p)] = p.numel() * (narrow or p.dtype).itemsize
 
     @contextmanager
-    def gathered() -> Iterator[None]:
-        """Every unit's weights whole; sharded again afterwards."""
+    def gathered(some: Sequence[Any]) -> Iterator[None]:
+        """Weights of some units whole; sharded again afterwards."""
         try:
-            for unit in units:
+            for unit in some:
                 unit.unshard()
             yield
         finally:
-            for unit in units:
+            for unit in some:
                 unit.reshard()
 
-    return model, [*sizes_of(model), buffer], gathered()
+    def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
+        some = _units_within(module, without, units)
+        sizes = [list(sizes_of[unit].values()) for unit in some]
+        # a unit's weights come in one buffer, from which they are copied
+        return [*sum(sizes, []), max(map(sum, sizes), default=0)], gathered(some)
+
+    return model, gather
 
 
-def _fsdp1(trainer: Any) -> Gathering:
+def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
     """Weights in the precision in which the optimizer keeps them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.model
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
-    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
-    sizes = [p._unpadded_unsharded_size.numel() * p.element_size() for p in flat]
-    whole = FullyShardedDataParallel.summon_full_params(model, recurse=True, writeback=False)
-    return model, sizes, whole
+
+    @contextmanager
+    def gathered(some: Sequence[Any]) -> Iterator[None]:
+        """Weights of some units whole; sharded again afterwards."""
+        with ExitStack() as stack:
+            for unit in some:
+                stack.enter_context(unit.summon_full_params(unit, recurse=False, writeback=False))
+            yield
+
+    def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
+        if without and not all(unit._use_orig_params for unit in units):
+            raise ConfigError(
+                f"{NO_MEMORY}, and fsdp_use_orig_params=False hides those of layers: use "
+                "fsdp_use_orig_params=True"
+            )
+        some = _units_within(module, without, units)
+        flat = [unit._handle.flat_param for unit in some if unit._handle is not None]
+        sizes = [p._unpadded_unsharded_size.numel() * p.element_size() for p in flat]
+        return sizes, gathered(some)
+
+    return model, gather
 
 
-GATHERED = {"ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
+SHARDED = {"": _whole, "ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
+
+
+def _units_within(
+    module: nn.Module, without: Sequence[nn.Module], units: Sequence[Any]
+) -> list[Any]:
+    """Those of FSDP's units that belong to a module, but to none of these within it."""
+    within = set(module.modules()) - {inner for one in without for inner in one.modules()}
+    return [unit for unit in units if _inner(unit) in within]
 
 
 @contextmanager
@@ -202,25 +265,26 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     """The model within FSDP1's and activation checkpointing's wrappers, in which children are
     called, and parameters named, as if they had none.
     """
-
-    def inner(module: Any) -> nn.Module:
-        while within := [name for name in WRAPPED if name in module._modules]:
-            module = module._modules[within[0]]
-        return module
-
     wrapped = [
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent._modules.items()
-        if name not in WRAPPED and child is not None and inner(child) is not child
+        if name not in WRAPPED and child is not None and _inner(child) is not child
     ]
     try:
         for parent, name, child in wrapped:
-            parent._modules[name] = inner(child)
-        yield inner(model)
+            parent._modules[name] = _inner(child)
+        yield _inner(model)
     finally:
         for parent, name, child in wrapped:
             parent._modules[name] = child
+
+
+def _inner(module: Any) -> nn.Module:
+    """A module within its wrappers."""
+    while within := [name for name in WRAPPED if name in module._modules]:
+        module = module._modules[within[0]]
+    return module
 
 
 def precision_of(model: nn.Module) -> str:

@@ -28,7 +28,7 @@ from grpo_ustat.policy.output_layer import OutputLayer, Window, body, causal
 from grpo_ustat.policy.quantized import unpacked
 from grpo_ustat.policy.scores import layers
 from grpo_ustat.policy.scores.accumulate import Accumulator
-from grpo_ustat.policy.scores.by_layer import LayerByLayer
+from grpo_ustat.policy.scores.by_layer import LayerByLayer, LayerWeights
 from grpo_ustat.policy.scores.images import (
     outside_language,
     row_inputs,
@@ -74,6 +74,7 @@ def completion_scores(
     pooled: Sketch | None = None,
     metric: Metric | None = None,
     by_layer: bool = False,
+    layer_weights: LayerWeights | None = None,
     passes: Sequence[int] | None = None,
     contiguous: bool = False,
     images: Mapping[str, torch.Tensor] | None = None,
@@ -95,6 +96,8 @@ def completion_scores(
         metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
         by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
+        layer_weights: of a model whose layers have their weights only within a block; `by_layer`,
+            which it must be made for.
         passes: how many of the completions, in their order, each pass through the model reads,
             without the columns that are padding in all of them; None: all in one. The scores are
             the same but for rounding.
@@ -105,7 +108,8 @@ def completion_scores(
             or projector) are differentiated plainly, one completion at a time.
 
     Raises:
-        ConfigError: the model is in training mode, or has no parameter to train.
+        ConfigError: the model is in training mode, or has no parameter to train; with
+            `layer_weights`, a trainable parameter is of a kind without a rule.
     """
     assert input_ids_BT.shape == attention_mask_BT.shape == completion_mask_BT.shape
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
@@ -118,8 +122,15 @@ def completion_scores(
                 model, names, input_ids_BT, attention_mask_BT, totals, images or {}
             )
             passes = [batch] if passes is None else passes
-            backward_pass.run(completion_mask_BT, temperature, by_layer, passes, contiguous)
+            backward_pass.run(
+                completion_mask_BT, temperature, by_layer, layer_weights, passes, contiguous
+            )
         rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
+        if rest and layer_weights is not None:
+            raise ConfigError(
+                f"{rest[0][0]} has no score rule, and plain differentiation needs all weights at "
+                "once: choose other parameters, or freeze it (requires_grad=False)"
+            )
         rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
         one_by_one(model, rest, rows, temperature, totals, images)
     missing = set(covered_parameters(model)) - totals.names
@@ -268,6 +279,7 @@ class _Backward:
         completion_mask_BT: torch.Tensor,
         temperature: float,
         by_layer: bool,
+        layer_weights: LayerWeights | None,
         counts: Sequence[int],
         contiguous: bool,
     ) -> None:
@@ -289,7 +301,7 @@ class _Backward:
                 start, stop = stop, stop + count
                 pass_ = _Pass(
                     slice(start, stop), self.ids, self.attention,
-                    LayerByLayer(self.model) if by_layer else None,
+                    LayerByLayer(self.model, layer_weights) if by_layer else None,
                 )  # fmt: skip
                 self.passes.append(pass_)
                 places = row_inputs(self.images, pass_.attention, self.model.dtype)

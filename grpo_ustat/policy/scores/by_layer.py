@@ -9,7 +9,7 @@ transformers' own checkpointing would run the score rules' hooks twice, and only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.policy.output_layer import body
 
+LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
+"""Gives of a layer a block within which it has its weights."""
+
 
 @dataclass
 class _Call:
     """One call of one layer.
 
     Attributes:
+        layer: which.
         forward: the layer's own forward pass.
         inputs, structure: its arguments, flat, and how they belong together.
         grads: at its outputs that gradients flow through, as far as they have come.
     """
 
+    layer: nn.Module
     forward: Callable[..., Any]
     inputs: list[Any]
     structure: Any
@@ -61,12 +66,17 @@ class _Top(torch.autograd.Function):
 class LayerByLayer:
     """The forward and backward pass of a model's layers, one layer's graph at a time.
 
+    Args:
+        model: whose.
+        weights: of layers that have theirs only while they are computed; None: always.
+
     Attributes:
         computes: whether a layer is computed for the first time now, without a graph.
         recomputes: whether one is for the second time.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
+        self._weights = weights or (lambda _: nullcontext())
         layers = [m for m in body(model).modules() if isinstance(m, GradientCheckpointingLayer)]
         inside = {m for layer in layers for m in layer.modules() if m is not layer}
         self.layers = [m for m in layers if m not in inside]
@@ -86,7 +96,7 @@ class LayerByLayer:
         before = [vars(layer).get("forward") for layer in self.layers]
         try:
             for layer in self.layers:
-                layer.forward = self._first(layer.forward)
+                layer.forward = self._first(layer, layer.forward)
             yield
         finally:
             for layer, forward in zip(self.layers, before, strict=True):
@@ -110,14 +120,16 @@ class LayerByLayer:
                 continue
             inputs = [x.detach().requires_grad_() if _flows(x) else x for x in call.inputs]
             args, kwargs = tree_unflatten(inputs, call.structure)
-            self.recomputes = True
-            try:
-                outputs = tree_leaves(call.forward(*args, **kwargs))
-            finally:
-                self.recomputes = False
-            ends = [x for x, used in zip(filter(_is_real, outputs), reached, strict=True) if used]
             grads = [value for value in call.grads if value is not None]
-            torch.autograd.backward(ends, grads, inputs=list(filter(_flows, inputs)))
+            with self._weights(call.layer):
+                self.recomputes = True
+                try:
+                    outputs = tree_leaves(call.forward(*args, **kwargs))
+                finally:
+                    self.recomputes = False
+                real = filter(_is_real, outputs)
+                ends = [x for x, used in zip(real, reached, strict=True) if used]
+                torch.autograd.backward(ends, grads, inputs=list(filter(_flows, inputs)))
             for before, value in zip(call.inputs, inputs, strict=True):
                 if not _flows(before) or value.grad is None:
                     continue
@@ -132,19 +144,20 @@ class LayerByLayer:
             ends, grads = map(list, zip(*at_the_bottom.values(), strict=True))
             torch.autograd.backward(ends, grads, inputs=below)
 
-    def _first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _first(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             """The layer's output, at the bottom of a new graph."""
             inputs, structure = tree_flatten((args, kwargs))
             if not any(map(_flows, inputs)):
-                return forward(*args, **kwargs)
+                with self._weights(layer):
+                    return forward(*args, **kwargs)
             self.computes = True
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._weights(layer):
                     outputs, shape = tree_flatten(forward(*args, **kwargs))
             finally:
                 self.computes = False
-            call = _Call(forward, inputs, structure)
+            call = _Call(layer, forward, inputs, structure)
             self._calls.append(call)
             for place, output in enumerate(outputs):
                 if _is_real(output):

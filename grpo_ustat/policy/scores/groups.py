@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.scores.by_layer import LayerWeights
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Rollouts
@@ -57,6 +58,7 @@ def group_scores(
     sketch: Sketch,
     at_once: int,
     images: Mapping[str, torch.Tensor] | None = None,
+    layer_weights: LayerWeights | None = None,
 ) -> GroupScores:
     """Scores of the completions of prompt `p`.
 
@@ -66,7 +68,7 @@ def group_scores(
         temperature: divides the logits.
         sketch: of every score.
         at_once: completions of a pass of the model.
-        images: of the prompt, see `completion_scores`.
+        images, layer_weights: see `completion_scores`.
     """
     size = rollouts.mask_PGT.shape[1]
     features, grams = [], []
@@ -79,6 +81,7 @@ def group_scores(
             gram=True,
             features=sketch,
             images=images,
+            layer_weights=layer_weights,
         )
         assert scores.features_BR is not None and scores.gram_BB is not None
         features.append(scores.features_BR.cpu().numpy())

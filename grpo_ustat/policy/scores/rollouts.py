@@ -16,6 +16,7 @@ from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
+from grpo_ustat.policy.scores.by_layer import LayerWeights
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
@@ -37,6 +38,7 @@ def score_rollouts(
     pooled: Sketch | None = None,
     metric: Metric | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
+    layer_weights: LayerWeights | None = None,
 ) -> CompletionScores:
     """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
     layer by layer where the whole graph would take over half of the free memory.
@@ -51,6 +53,7 @@ def score_rollouts(
         token_weights_BT: of the tokens' log-probabilities in a score; None: 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
         images: of the one prompt whose completions these are, see `completion_scores`.
+        layer_weights: see `completion_scores`; with it all completions are read in one pass.
     """
     size = rollouts.mask_PGT.shape[1]
     assert not images or len(set(index // size)) == 1, "images are those of one prompt"
@@ -59,7 +62,9 @@ def score_rollouts(
     length_U = rollouts.lengths_PG.ravel()[index[first]]
     order = np.argsort(prompt_U + length_U, kind="stable")
     prompt_U, length_U = prompt_U[order], length_U[order]
-    passes = pass_sizes(prompt_U + length_U, tokens_of_overhead(policy.model))
+    passes = [len(first)]
+    if layer_weights is None:
+        passes = pass_sizes(prompt_U + length_U, tokens_of_overhead(policy.model))
     if len(passes) > 1:
         first, place_B = first[order], np.argsort(order)[place_B]
     weights = None
@@ -89,7 +94,9 @@ def score_rollouts(
         features=features,
         pooled=pooled,
         metric=metric,
-        by_layer=whole > GRAPH_MEMORY_SHARE * free_bytes(policy.model.device),
+        by_layer=layer_weights is not None
+        or whole > GRAPH_MEMORY_SHARE * free_bytes(policy.model.device),
+        layer_weights=layer_weights,
         passes=passes,
         contiguous=can_read_contiguous(policy),
         images=images,

@@ -1,0 +1,200 @@
+"""Layers of a sharded model that have their weights one at a time, gathered by ranks in step.
+
+A gathering needs all ranks, but each scores groups of its own: shorter ones, none, or one that
+fails. So a round has a fixed sequence of gatherings, through the layers and back, and a rank that
+has no use for one, or never comes to it, gathers and drops.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.loading import out_of_memory
+from grpo_ustat.policy.output_layer import causal, replaced_forward
+from grpo_ustat.policy.scores.by_layer import LayerByLayer
+
+Gathered = tuple[list[int], AbstractContextManager[object]]
+"""The bytes of all that gathering weights allocates, and a block within which they are whole."""
+
+Gather = Callable[[nn.Module, Sequence[nn.Module]], Gathered]
+"""Gathers the weights of a module, but not of those within it."""
+
+
+class LayersInStep:
+    """Layers of a model, each of which has its weights only within a block of `weights`.
+
+    Args:
+        layers: in the order in which the model calls them.
+        gather: their weights.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], gather: Gather):
+        self.layers, self._gather = layers, gather
+        self._places: dict[nn.Module, list[_Place]] = {}
+        self._ahead: deque[nn.Module] = deque()  # to be gathered in this round
+        self._largest: list[int] = []
+        self._reserve: list[torch.Tensor] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, layers are without weights; all ranks enter together."""
+        try:
+            for layer in self.layers:
+                sizes, gathered = self._gather(layer, ())
+                self._largest = max(self._largest, sizes, key=sum)
+                with gathered:
+                    places = _places(layer)
+                self._places[layer] = places
+                for place in places:
+                    place.leave()
+            yield
+        finally:
+            for place in sum(self._places.values(), []):
+                place.put(place.sharded)
+
+    @contextmanager
+    def round(self, sweeps: int, backward: bool = True) -> Iterator[None]:
+        """Within, layers can be gone through so many times, forward or forward and backward; all
+        ranks enter and leave together, whatever they do or fail to do within.
+        """
+        sweep = [*self.layers, *reversed(self.layers)] if backward else self.layers
+        self._ahead.extend([*sweep] * sweeps)
+        self._reserve = self._reserved()
+        try:
+            yield
+        finally:
+            while self._ahead:
+                self._skip()
+            self._reserve = []
+
+    @contextmanager
+    def weights(self, layer: nn.Module) -> Iterator[None]:
+        """Within, a layer has its weights.
+
+        Raises:
+            ConfigError: it has no turn any more in this round.
+        """
+        while self._ahead and self._ahead[0] is not layer:
+            self._skip()
+        if not self._ahead:
+            raise ConfigError(f"a layer, {type(layer).__name__}, is not computed in its turn")
+        with self._gathered(self._ahead.popleft()):
+            yield
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within, a layer has its weights while it is called."""
+
+        def compute(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def gathered(*args: Any, **kwargs: Any) -> Any:
+                """The output of the layer."""
+                with self.weights(layer):
+                    return forward(*args, **kwargs)
+
+            return gathered
+
+        with ExitStack() as patched:
+            for layer in self.layers:
+                patched.enter_context(replaced_forward(layer, compute(layer, layer.forward)))
+            yield
+
+    def _skip(self) -> None:
+        with self._gathered(self._ahead.popleft()):
+            pass
+
+    @contextmanager
+    def _gathered(self, layer: nn.Module) -> Iterator[None]:
+        places, self._reserve = self._places[layer], []
+        for place in places:  # FSDP1 would take a stand-in for a weight that was changed
+            place.put(place.sharded)
+        try:
+            with self._gather(layer, ())[1]:
+                whole = [place.fill() for place in places]
+                try:
+                    yield
+                finally:
+                    for place, parameter in zip(places, whole, strict=True):
+                        place.put(parameter)
+        finally:
+            for place in places:
+                place.leave()
+            self._reserve = self._reserved()
+
+    def _reserved(self) -> list[torch.Tensor]:
+        """Memory for the next layer's weights, as far as there is some: a rank whose memory ran
+        out in a gathering would leave the others waiting.
+        """
+        try:
+            device = next(iter(self.layers[0].parameters())).device
+            return [torch.empty(size, dtype=torch.uint8, device=device) for size in self._largest]
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return []
+
+
+class _Place:
+    """The place of a trainable parameter in a layer.
+
+    Its stand-in has its shape throughout, and NaN while the layer has no weights, so that it would
+    show if something were computed from them.
+    """
+
+    def __init__(self, module: nn.Module, name: str, stand_in: nn.Parameter):
+        self.module, self.name, self.stand_in = module, name, stand_in
+        self.sharded: nn.Parameter | None = None
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        """Have a parameter in this place."""
+        self.module._parameters[self.name] = parameter
+
+    def fill(self) -> nn.Parameter:
+        """Put the stand-in here, with the weights of the parameter that is; return the latter."""
+        whole = self.module._parameters[self.name]
+        assert whole is not None
+        self.stand_in.data = whole.data
+        self.put(self.stand_in)
+        return whole
+
+    def leave(self) -> None:
+        """Put the stand-in here, without weights; the sharded parameter is kept."""
+        self.sharded = self.module._parameters[self.name]
+        self.stand_in.data = _nothing(self.stand_in)
+        self.put(self.stand_in)
+
+
+def _places(layer: nn.Module) -> list[_Place]:
+    stand_ins: dict[int, nn.Parameter] = {}
+    places: list[_Place] = []
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                stand_in = stand_ins.setdefault(id(parameter), nn.Parameter(_nothing(parameter)))
+                places.append(_Place(module, name, stand_in))
+    return places
+
+
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def separate_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers of a model that can have their weights one at a time; none where the model is not
+    made of such, or where one shares a weight with something else.
+    """
+    by_layer = LayerByLayer(causal(model))
+    layer_of = {module: layer for layer in by_layer.layers for module in layer.modules()}
+    homes: dict[int, nn.Module | None] = {}
+    for module in model.modules():
+        home = layer_of.get(module)
+        for parameter in module.parameters(recurse=False):
+            if homes.setdefault(id(parameter), home) is not home:
+                return []
+    return [*by_layer.layers] if by_layer.fits else []
