@@ -43,14 +43,17 @@ def test_the_site_sees_the_blocks_that_github_sees(page):
     and four more for what is code by its indentation. GitHub takes less.
     """
     lines = (ROOT / "docs" / page).read_text().splitlines()
-    items, unseen = [], []
+    items, unseen, last = [], [], None
     for token in MarkdownIt().enable("table").parse("\n".join(lines)):
         if token.type == "list_item_open":
-            items.append(token.map[0])
-        elif token.type == "list_item_close":
-            items.pop()
-        elif token.type in BLOCKS:
             start = token.map[0]
+            if last is not None and "" in lines[last : start - 1] and lines[start - 1]:
+                unseen.append(f"{page}:{start + 1}: needs an empty line before it")
+            items.append(start)
+        elif token.type == "list_item_close":
+            last = items.pop()
+        elif token.type in BLOCKS:
+            start, last = token.map[0], None
             line, indent = lines[start], 4 * (len(items) + (token.type == "code_block"))
             if items and start != items[-1] and not line.startswith(" " * indent):
                 unseen.append(f"{page}:{start + 1}: indent it by {indent}")
