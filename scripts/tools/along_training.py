@@ -90,7 +90,7 @@ def table(rows: list[dict]) -> str:
         if not is_known(values, name):
             return "-"
         value, low, high = (
-            "-" if values[f"{name}{end}"] is None else f"{values[f'{name}{end}']:.3g}"
+            "-" if values[f"{name}{end}"] is None else f"{float(f'{values[name + end]:.3g}'):g}"
             for end in ENDS
         )
         return f"{value} [{low}, {high}]"
@@ -111,7 +111,8 @@ def figure(rows: list[dict], path: Path) -> None:
         1, len(shown), figsize=(3.1 * len(shown), 3.2), layout="constrained", squeeze=False
     )
     runs = list(dict.fromkeys(r["run"] for r in rows))
-    apart = 0.012 * max(r["step"] for r in rows)  # of the runs' marks
+    last = max(r["step"] for r in rows)
+    apart = 0.012 * last  # of the runs' marks
     for axes, key in zip(panels[0], shown, strict=True):
         endless = []
         for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
@@ -135,7 +136,7 @@ def figure(rows: list[dict], path: Path) -> None:
             axes.plot([x, x], [low, top], color=colour)
             axes.plot(x, top, "^", color=colour, clip_on=False)
         axes.set_ylim(min([bottom, *(low for _, low, _ in endless)]), top)
-        axes.set(title=PANELS[key], xlabel="training step")
+        axes.set(title=PANELS[key], xlabel="training step", xlim=(-0.06 * last, 1.06 * last))
         axes.set_xticks(sorted({r["step"] for r in rows}))
         axes.grid(alpha=0.3)
     panels[0][0].legend(frameon=False)

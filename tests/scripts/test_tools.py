@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import runpy
+import shutil
 import subprocess
 import symtable
 import sys
@@ -96,6 +97,19 @@ def test_a_run_without_checkpoints_is_refused(tmp_path, execute):
     code, _, err = execute(ALONG, tmp_path)
     assert code == 2 and "has no checkpoint-* with a model: train first" in err
     assert execute(ALONG, tmp_path / "nowhere")[0] == 2
+
+
+@pytest.mark.slow
+def test_the_table_of_smollm2_is_drawn_again_from_its_records(tmp_path, execute):
+    for name in ("full", "lora"):
+        shutil.copytree(ROOT / "docs/examples/smollm2" / name, tmp_path / name)
+    code, out, err = execute(ALONG, tmp_path / "full", tmp_path / "lora")
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith(("| full |", "| lora |"))]
+    assert len(lines) == 10
+    page = (ROOT / "docs/models-and-data.md").read_text()
+    assert [line for line in lines if line not in page] == []
+    assert (tmp_path / "full/along_training.png").stat().st_size > 5000
 
 
 @pytest.mark.nightly
