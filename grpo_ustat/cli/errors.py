@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from hydra.errors import HydraException, OverrideParseException
@@ -311,6 +311,11 @@ def fits(file: Path, schema: type) -> bool:
         return not is_dataclass(node) or keys <= {field.name for field in fields(node)}
     keys |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
     if not keys <= top_names(schema):
+        return False
+    # a node of several types is told by its kind
+    told = r"^(\w+):\n(?: +.*\n)*? +kind:"
+    kinds = {name for name, type_ in get_type_hints(schema).items() if type_ is Any}
+    if not keys & kinds <= set(re.findall(told, text, re.MULTILINE)):
         return False
     try:
         params = dict(yaml.safe_load(text)["hydra"]["sweeper"]["params"])
