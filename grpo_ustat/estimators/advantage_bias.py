@@ -24,11 +24,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import binom
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.records import Array
+from grpo_ustat.records import Array, Integers
 
 LEAST_PROMPTS = 8  # whose shift is not 0; of fewer a jackknife knows no error
 
@@ -75,8 +74,8 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
     for name, reward in (("hard", 0.0), ("easy", 1.0)):
         orders: list[Array] = []
         for one_PN, other_PN in (halves, halves[::-1]):
-            alike_P = np.asarray(binom((one_PN == reward).sum(axis=1), group_size))
-            weight_P = alike_P / binom(half, group_size)
+            alike_P = _choose((one_PN == reward).sum(axis=1), group_size)
+            weight_P = alike_P / math.comb(half, group_size)
             mixed_P = 1 - silent_share(other_PN, group_size)
             shift_P = mean_shift(other_PN, group_size)
             orders.append(weight_P * np.stack([np.ones_like(mixed_P), shift_P, mixed_P]))
@@ -108,7 +107,12 @@ def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     count = rewards_PN.shape[1]
     right_P = rewards_PN.sum(axis=1)
     wrong_P = count - right_P
-    groups = binom(count, group_size) * (count - group_size)
-    all_wrong_P = np.asarray(binom(wrong_P, group_size)) * right_P
-    all_right_P = np.asarray(binom(right_P, group_size)) * wrong_P
+    groups = math.comb(count, group_size) * (count - group_size)
+    all_wrong_P = _choose(wrong_P, group_size) * right_P
+    all_right_P = _choose(right_P, group_size) * wrong_P
     return (all_wrong_P - all_right_P) / groups
+
+
+def _choose(counts_P: Array | Integers, size: int) -> Array:
+    """Groups of a size among so many completions."""
+    return np.array([math.comb(int(count), size) for count in counts_P], dtype=np.float64)

@@ -144,7 +144,11 @@ def corrected_correlation(
     whole = [linear_covariance(x[None], y[None]) for x, y in ((x_P, y_P), (x_P, x_P), (y_P, y_P))]
     own_x, own_y = (float(part.var(axis=2, ddof=1).mean()) for part in (x_2SP, y_2SP))
     reliability = (_ratio(xx.whole, own_x), _ratio(yy.whole, own_y))
-    return correlation(xy, xx, yy, level), correlation(*whole).estimate, reliability
+    return (
+        correlation(xy, xx, yy, level),
+        correlation(whole[0], whole[1], whole[2]).estimate,
+        reliability,
+    )
 
 
 def completion_correlation(x_PN: Array, y_PN: Array) -> Interval:
@@ -158,14 +162,16 @@ def completion_correlation(x_PN: Array, y_PN: Array) -> Interval:
         covariances.append(
             Covariance(whole, np.mean([part.delete_one_n for part in parts], axis=0))
         )
-    return correlation(*covariances)
+    xy, xx, yy = covariances
+    return correlation(xy, xx, yy)
 
 
 def within_correlation(x_PN: Array, y_PN: Array) -> Interval:
     """Spearman's correlation over the N >= 4 completions of one prompt, covariances averaged over
     prompts; both sides without error.
     """
-    return correlation(*within_covariances(x_PN, y_PN))
+    xy, xx, yy = within_covariances(x_PN, y_PN)
+    return correlation(xy, xx, yy)
 
 
 def within_covariances(x_PN: Array, y_PN: Array) -> list[Covariance]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from grpo_ustat.config.losses import LAGGED
@@ -36,6 +36,7 @@ USUAL_SIZE, LARGE_SIZE = 8, 64
 TOLERANCE = 0.1  # of rollouts, or of an error
 STEP, SPLITS = 8192, (16, 32, 64)  # rollouts of a step, and its group sizes, of arXiv 2510.01135
 VARIANCE_SHARE = 0.9  # top-p of RAGEN-2
+PROXY_PAIR = ("variance", "noise")
 NO_DIRECTION = "its direction is not known from these questions"
 FILTERED = Loss("filtered", "leave_one_out", {}, "sum", 1,
                 rows=RowFilter(reward_variance_share=VARIANCE_SHARE))  # fmt: skip
@@ -53,7 +54,7 @@ class Judged:
     claim: str
     source: str
     measured: str
-    interval_at: Callable[[float], Interval] | None
+    interval_at: Callable[[float], Interval] | None = None
     least: float = -math.inf
     most: float = math.inf
     beside: str | None = None
@@ -129,24 +130,25 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
 
 def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     """Whether hard prompts get too low an advantage."""
-    claim = (
+    claim = Judged(
         "in mixed groups hard prompts get too low advantages",
         "arXiv 2601.08521",
         f"mean of a mixed group of {size} less the prompt's chance, where another was all wrong",
+        least=0.0,
     )
     if not is_binary(pool.rewards_PN):
-        return [Judged(*claim, None, least=0.0, reason="rewards are not 0 or 1")]
+        return [replace(claim, reason="rewards are not 0 or 1")]
     if pool.rewards_PN.shape[1] // 2 <= size:
         needed = f"groups of {size} need budget.pool_completions={2 * size + 2}"
-        return [Judged(*claim, None, least=0.0, reason=needed)]
+        return [replace(claim, reason=needed)]
     bins = mixed_groups_after(pool.rewards_PN, size)
     if "hard" not in bins:
         few = "too few prompts have mixed groups beside one that is all wrong"
-        return [Judged(*claim, None, least=0.0, reason=few)]
+        return [replace(claim, reason=few)]
     longer = "; ".join(f"{name} {_text(one.longer())}" for name, one in bins.items())
     exact = Interval(1.0, 1.0, 1.0)
     return [
-        Judged(*claim, bins["hard"].shift, least=0.0),
+        replace(claim, interval_at=bins["hard"].shift),
         Judged(
             "an update weighs hard prompts too little", "arXiv 2601.08521",
             "weight of their gradient in an update of all groups, by theory", lambda _: exact,
@@ -160,19 +162,20 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
     """The reward-variance filter, and the mean over each completion's tokens."""
     where = f"n = {rollouts}, G = {size}"
     claims = {
-        FILTERED: (
+        FILTERED: Judged(
             "a filter by reward variance raises signal over noise",
             "RAGEN-2, arXiv 2604.06268",
             f"worth of a sampled rollout, groups of {VARIANCE_SHARE} of the reward variance, "
             f"{where}",
+            least=1.0,
         ),
-        BY_MEAN: (
+        BY_MEAN: Judged(
             "the mean over a completion's tokens harms",
             "Dr. GRPO, arXiv 2503.20783",
             f"worth of a rollout with the mean in place of the sum, {where}",
+            most=1 - TOLERANCE,
         ),
     }
-    bounds = {FILTERED: {"least": 1.0}, BY_MEAN: {"most": 1 - TOLERANCE}}
     reasons = {loss: refusal(pool, loss, size, rollouts) for loss in (UNBIASED, *claims)}
     measured = {loss: [size] for loss, reason in reasons.items() if reason is None}
     errors: dict[tuple[Loss, int], LossError] = {}
@@ -184,24 +187,22 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
         error = errors.get((loss, size))
         if reason or error is None or not error.known:
             line = refusal_line(LossRow(loss, size, rollouts, None, reason=reason))
-            rows.append(Judged(*claim, None, **bounds[loss], reason=line or NO_DIRECTION))
+            rows.append(replace(claim, reason=line or NO_DIRECTION))
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
         found = worth(error, size, unbiased, pool.metrics)
         beside = f"cos^2 of its direction {_text(found.direction, 3)}"
         if loss is FILTERED:
-            shape = pool.rewards_PN.shape
-            batches = drawn_batches(*shape, rollouts // size, size, draws, seed)
+            questions, completions = pool.rewards_PN.shape
+            batches = drawn_batches(questions, completions, rollouts // size, size, draws, seed)
             share = counted_share(pool, loss, list(batches))
             beside += (
                 f"; {share:.2f} of the rollouts count, so one of these is worth "
                 f"{found.worth.estimate / share:.2f}"
             )
         relative_D = unbiased[size] / error.error_D
-        rows.append(
-            Judged(*claim, partial(positive, relative_D, pool.metrics), **bounds[loss],
-                   beside=beside)
-        )  # fmt: skip
+        at = partial(positive, relative_D, pool.metrics)
+        rows.append(replace(claim, interval_at=at, beside=beside))
     return rows
 
 
@@ -319,13 +320,14 @@ def _over(found: Callable[[float], Interval], share: Interval, level: float) -> 
 
 def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
     """Whether replacing groups of equal rewards saves rollouts."""
-    claim = (
+    claim = Judged(
         "replacing groups of equal rewards saves rollouts",
         "DAPO, arXiv 2503.14476",
         f"share of the error saved at the same number generated, G = {size}",
+        least=TOLERANCE,
     )
     if size > pool.rewards_PN.shape[1]:
-        return Judged(*claim, None, least=TOLERANCE, reason=f"groups of {size} are too large")
+        return replace(claim, reason=f"groups of {size} are too large")
     silent_P = silent_share(pool.rewards_PN, size)
     most = pool.rewards_PN.shape[1] // size
 
@@ -335,34 +337,40 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
 
     kept = kept_groups(silent_P, size, Interval(math.nan, math.nan, math.nan), most).kept
     beside = f"{_text(kept)} of the groups are kept"
-    return Judged(*claim, saved, least=TOLERANCE, beside=beside)
+    return replace(claim, interval_at=saved, beside=beside)
 
 
 def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
     """What p(1-p) and length say of the noise."""
     count, completions = pool.rewards_PN.shape
-    claims = (
-        ("the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
-         f"correlation of the reward's variance and the noise of a group of {size} over prompts"),
-        ("the noise of a completion goes with its length", "VL-Norm, arXiv 2509.07558",
-         "rank correlation of length and squared score norm within a prompt"),
+    of_variance = Judged(
+        "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
+        f"correlation of the reward's variance and the noise of a group of {size} over prompts",
+        least=0.9,
     )  # fmt: skip
-    bounds = ({"least": 0.9}, {"least": 0.5})
+    of_length = Judged(
+        "the noise of a completion goes with its length", "VL-Norm, arXiv 2509.07558",
+        "rank correlation of length and squared score norm within a prompt", least=0.5,
+    )  # fmt: skip
     if count < LEAST_PROMPTS or completions < LEAST_COMPLETIONS:
         few = f"use {LEAST_PROMPTS} questions or more with {LEAST_COMPLETIONS} completions"
-        return [
-            Judged(*claim, None, **bound, reason=few)
-            for claim, bound in zip(claims, bounds, strict=True)
-        ]
+        return [replace(claim, reason=few) for claim in (of_variance, of_length)]
     halves, whole = halves_of(pool)
     for part in (halves, whole):
         part["noise"] = group_error(part["first"], part["second"], size)
     within = within_covariances(pool.lengths_PN.astype(float), pool.sq_norm_PN)
-    names = ("variance", "noise")
-    values = [part[name] for part in (halves, whole) for name in names]
+    x_2SP, y_2SP, x_P, y_P = (part[name] for part in (halves, whole) for name in PROXY_PAIR)
+
+    def over_prompts(level: float) -> Interval:
+        return corrected_correlation(x_2SP, y_2SP, x_P, y_P, level)[0]
+
+    def within_a_prompt(level: float) -> Interval:
+        xy, xx, yy = within
+        return correlation(xy, xx, yy, level)
+
     return [
-        Judged(*claims[0], lambda level: corrected_correlation(*values, level)[0], **bounds[0]),
-        Judged(*claims[1], lambda level: correlation(*within, level), **bounds[1]),
+        replace(of_variance, interval_at=over_prompts),
+        replace(of_length, interval_at=within_a_prompt),
     ]
 
 
