@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import NoReturn, get_type_hints
 
 import yaml
 from hydra.errors import HydraException, OverrideParseException
@@ -312,11 +312,11 @@ def fits(file: Path, schema: type) -> bool:
     keys |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
     if not keys <= top_names(schema):
         return False
-    # a node of several types is told by its kind
-    told = r"^(\w+):\n(?: +.*\n)*? +kind:"
-    kinds = {name for name, type_ in get_type_hints(schema).items() if type_ is Any}
-    if not keys & kinds <= set(re.findall(told, text, re.MULTILINE)):
-        return False
+    for name in keys & kinds_of(schema).keys():
+        known = {field.name for kind in kinds_of(schema)[name].values() for field in fields(kind)}
+        within = re.search(rf"^{name}:\n((?: .*\n)*)", text, re.MULTILINE)
+        if within and not set(re.findall(r"^  (\w+):", within[1], re.MULTILINE)) <= known:
+            return False
     try:
         params = dict(yaml.safe_load(text)["hydra"]["sweeper"]["params"])
     except (yaml.YAMLError, LookupError, TypeError, ValueError):  # it says nothing of a sweep
