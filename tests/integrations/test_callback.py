@@ -6,6 +6,7 @@ trainer.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from trl_room import GRPOTrainer
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.noise import group_terms, noise_estimate
 from grpo_ustat.integrations.trl import callback as callback_module
@@ -25,6 +27,7 @@ from grpo_ustat.integrations.trl import scoring, windows
 from grpo_ustat.integrations.trl.callback import GradientNoiseCallback
 from grpo_ustat.integrations.trl.generation import Completion, Group
 from grpo_ustat.integrations.trl.in_step import LayersInStep
+from grpo_ustat.integrations.trl.lines import numbers
 from grpo_ustat.integrations.trl.scoring import GroupScorer, unchanged
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.policy.scores.groups import GroupScores
@@ -204,6 +207,15 @@ def test_two_completions_of_a_prompt_give_bounds(capsys):
     lines = callback.summary()
     assert lines[0].startswith("grpo_ustat: Raise num_generations from 2: at the same n 3 have no")
     assert "G* in [" in lines[1] and "under Assumption 2), noise scale" in lines[1]
+
+
+def test_a_number_of_which_nothing_is_known_is_unknown():
+    """And no number of rollouts."""
+    nothing, some = Interval(math.nan, 0.0, math.inf), Interval(math.nan, 27.0, math.inf)
+    intervals = {"zero_variance": Interval(0.0, 0.0, 0.5), "gstar": nothing}
+    line = numbers(intervals | {"noise_scale": nothing})
+    assert line == "G* unknown, noise scale unknown, 0 % of groups have equal rewards"
+    assert "at least 27 rollouts" in numbers(intervals | {"noise_scale": some})
 
 
 def test_a_window_of_two_groups_at_the_end_counts(monkeypatch):
