@@ -295,6 +295,22 @@ def test_a_layer_that_breaks_its_rule_is_refused_by_name():
         check_scores(policy.model, *arguments)
 
 
+@pytest.mark.parametrize("scale", [1, 120, 150, 200])
+def test_a_policy_that_is_nearly_certain_is_not_refused(scale):
+    """In float32 its scores are mostly the rounding of 1 - p."""
+    policy = random_policy(tied=False, dtype=torch.float32)
+    policy.model.lm_head.weight.data *= scale
+    rows = pack(random_rollouts([3], group_size=2, longest=4), np.arange(2), 0, "cpu")
+    ids_BT, attention_BT, completion_BT = (
+        rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
+    )  # fmt: skip
+    for t in range(1, ids_BT.shape[1]):  # its own choices
+        with torch.no_grad():
+            likeliest_B = policy.model(ids_BT, attention_BT).logits[:, t - 1].argmax(dim=1)
+        ids_BT[:, t] = torch.where(completion_BT[:, t].bool(), likeliest_B, ids_BT[:, t])
+    check_scores(policy.model, ids_BT, attention_BT, completion_BT)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_are_compared_a_few_parameters_at_a_time(monkeypatch, tied):
     """What a check of a large model holds is a group's; the same layer is refused in any group."""

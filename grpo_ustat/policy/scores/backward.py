@@ -450,6 +450,7 @@ class _Backward:
 
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+FLAT = 10.0  # a temperature at which no token is nearly certain
 PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
 
 
@@ -465,7 +466,8 @@ def check_scores(
     """Compare a pooled gradient of these completions with plain differentiation, by parameter.
 
     A layer that used its inputs in a way its rule does not know would differ. Unequal weights make
-    rows that were mixed up show. With `images` the rows are of one prompt, see
+    rows that were mixed up show, and a high temperature keeps a peaked policy's scores from being
+    little but the rounding of 1 - p. With `images` the rows are of one prompt, see
     `completion_scores`.
 
     Raises:
@@ -478,10 +480,11 @@ def check_scores(
     for group in _compared_together(parameters):
         with _only_trainable(parameters, group), unpacked(model), same_positions(model):
             gradients = completion_scores(
-                model, *rows, weights_KB=weights[None], contiguous=contiguous, images=images
-            ).gradients_K[0]
+                model, *rows, weights_KB=weights[None], temperature=FLAT, contiguous=contiguous,
+                images=images,
+            ).gradients_K[0]  # fmt: skip
             logprobs = (
-                weight * logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0, images)
+                weight * logprob(model, ids[mask.bool()], completion[mask.bool()], FLAT, images)
                 for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
             )
             plain = torch.autograd.grad(
