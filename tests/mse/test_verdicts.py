@@ -157,13 +157,13 @@ def test_a_study_leaves_them_in_its_result_and_on_its_page(tmp_path, capsys):
 @pytest.mark.slow(minutes=1)
 def test_a_study_judges_a_samplers_gap(tmp_path, capsys):
     """Log-probabilities 0.04 nats a token off on average, the same verdicts whatever the other
-    losses. Short completions are right, whose gradient a few questions show.
+    losses. Right are the shorter ones of a question, whose gradient a few questions show.
     """
     rollouts, _, _ = sampled(questions=40, completions=12)
     noise = np.random.default_rng(0).normal(scale=0.05, size=rollouts.logprobs_PGT.shape)
     off = replace(rollouts, logprobs_PGT=rollouts.logprobs_PGT + noise * rollouts.mask_PGT)
     lengths_PG = rollouts.mask_PGT.sum(axis=-1)
-    rewards_PG = (lengths_PG < np.median(lengths_PG)).astype(float)
+    rewards_PG = (lengths_PG < np.median(lengths_PG, axis=1, keepdims=True)).astype(float)
     path = write(tmp_path / "r.parquet", rows_of(off, rewards_PG))
     words = ("experiment=verdicts", "model=tiny_base", "launch.workers=1", "group_sizes=[4]",
              "study.rollouts=16", "budget.loss_draws=4")  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_study_judges_a_samplers_gap(tmp_path, capsys):
         rows = {row["claim"]: row for row in result["verdicts"]}
         found[objectives] = [rows[claim] for claim in GAP_CLAIMS]
         page, printed = (folder / "report.html").read_text(), capsys.readouterr().out
-        assert "within 0.0" in printed and "gap has to be" in printed
+        assert "within 0.0" in printed and "a sampler's gap" in printed
         assert "vllm_importance_sampling_correction" in page and "trl#4493" in page
     corrected, by_sequence = found["[]"]
     assert corrected["number"] == pytest.approx(1, abs=0.1)  # such a gap changes little
@@ -188,7 +188,7 @@ def test_a_study_judges_a_samplers_gap(tmp_path, capsys):
     config = compose("mse", *words, f"pool={bare}", BOTH)
     with pytest.raises(ConfigError, match="has no log-probabilities .*column logprobs.* log them"):
         study_run.run(config, RunFolder(tmp_path / "bare", config))
-    assert not (tmp_path / "bare").exists()
+    assert not list((tmp_path / "bare").rglob("*.json"))
 
 
 def test_one_correction_says_nothing_of_claims(logged):
