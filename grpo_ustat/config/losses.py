@@ -15,6 +15,7 @@ LAGGED = {  # losses that differ by the level of their ratio alone, judged by st
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
+TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}  # that claims are about
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,25 @@ class MeasuredLosses:
             for name in self.study.corrections:
                 corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
                 losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
-        if self.study.verdicts and self.study.policy is not None:
-            losses += LAGGED.values()
+        if self.study.policy is not None:
+            losses += self.judged.values()
         return losses
+
+    @property
+    def judged(self) -> dict[str, Loss]:
+        """The losses that `study.verdicts` compares, by the level of the ratio that alone tells
+        them apart: of a later policy, or of the corrections of a sampler's gap.
+        """
+        study = self.study
+        if study.verdicts and study.policy is not None:
+            return LAGGED
+        if not (study.verdicts and study.corrections):
+            return {}
+        weights = {"none": TokenWeights()} | {
+            level: TokenWeights(correction=name, cap=study.correction_cap)
+            for level, name in TRUNCATED.items()
+        }
+        return {level: replace(LAGGED["none"], tokens=tokens) for level, tokens in weights.items()}
 
     def check(self) -> None:
         """Refuse losses that are none, or that a study of this pool cannot measure.
@@ -125,6 +142,13 @@ class MeasuredLosses:
                 f"study.corrections={study.corrections} with pool={self.pool}: they need the "
                 "log-probabilities that a sampler logged, give pool=FILE.parquet with a column "
                 "logprobs"
+            )
+        missing = [name for name in TRUNCATED.values() if name not in study.corrections]
+        if study.verdicts and study.corrections and missing:
+            needed = ",".join(study.corrections + missing)
+            raise ConfigError(
+                f"study.verdicts=true with study.corrections={study.corrections}: claims compare "
+                f"tokens' truncated ratios with the completion's, use study.corrections=[{needed}]"
             )
         if study.reference is not None and not any(x.tokens and x.tokens.beta for x in losses):
             raise ConfigError(

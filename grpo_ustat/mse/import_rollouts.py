@@ -84,12 +84,6 @@ def import_pool(
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
-    elif config.study.corrections:
-        raise ConfigError(
-            f"study.corrections={config.study.corrections}: {config.pool} has no log-probabilities "
-            "of the sampler (column logprobs), which corrections are made of; log them, or use "
-            "study.corrections=[]"
-        )
     sketches, sampler = score_sketches(config.budget, policy), config.sampler_options
     if (rewards_PN == rewards_PN[0, 0]).all():
         for row, prompt in enumerate(prompts):
@@ -132,11 +126,18 @@ def logged_rollouts(config: MseConfig) -> list[Rollout]:
     """The rows of `config.pool`; which of them ended is known or follows from `study.cut_at`.
 
     Raises:
-        ConfigError: the file cannot be used, see `read_rollouts`, or nothing says what ended.
+        ConfigError: the file cannot be used, see `read_rollouts`; nothing says what ended; there
+            are no log-probabilities to make corrections of.
     """
     assert config.pool is not None  # `config.imports_pool`
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
+    if config.study.corrections and rollouts[0].logprobs is None:
+        raise ConfigError(
+            f"study.corrections={config.study.corrections}: {path} has no log-probabilities "
+            "of the sampler (column logprobs), which corrections are made of; log them, or use "
+            "study.corrections=[]"
+        )
     has_ended = rollouts[0].ended is not None
     if rollouts[0].is_exact and cut_at is not None:
         raise ConfigError(

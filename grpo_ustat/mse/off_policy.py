@@ -26,6 +26,7 @@ from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.estimators.losses import LossRow, loss_worths
+from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import (
     EXACT,
     TokenWeights,
@@ -76,6 +77,7 @@ class OffPolicy:
         question: lag, gap or penalty, see `runs.study_parts.OffPolicy`.
         drift: how far the two are apart.
         rows: of each loss at each G.
+        judged: losses of which claims are judged, see `MeasuredLosses.judged`.
         compared: the pool of what they are compared with.
         weighted: the pool of the losses with each kind of token weights.
     """
@@ -83,6 +85,7 @@ class OffPolicy:
     question: str
     drift: Drift
     rows: list[LossRow]
+    judged: Mapping[str, Loss]
     compared: ScorePool
     weighted: Mapping[TokenWeights, ScorePool]
 
@@ -133,7 +136,9 @@ def off_policy_worths(
     is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
     question = "lag" if study.policy is not None else "gap" if is_logged else "penalty"
     at_hand, losses = replace(config, model=config.later_model), config.measured.off_policy
-    wanted = list(dict.fromkeys(loss.tokens for loss in losses if loss.tokens is not None))
+    judged = config.measured.judged
+    scored = [*losses, *judged.values()]
+    wanted = list(dict.fromkeys(loss.tokens for loss in scored if loss.tokens is not None))
     if question == "gap" and EXACT not in wanted:
         wanted.append(EXACT)  # of what the losses are compared with
     parts, cost = _scored(config, wanted, prompts, rollouts, pool.rewards_PN, folder)
@@ -165,7 +170,7 @@ def off_policy_worths(
         loss_worths, compared, losses, config.group_sizes, study.rollouts, budget.loss_draws,
         config.seed, weighted,
     )  # fmt: skip
-    return OffPolicy(question, drift, rows, compared, weighted), cost
+    return OffPolicy(question, drift, rows, judged, compared, weighted), cost
 
 
 def _scored(

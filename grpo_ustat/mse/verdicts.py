@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from grpo_ustat.config.losses import LAGGED
 from grpo_ustat.estimators.advantage_bias import mixed_groups_after
 from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
@@ -139,7 +138,9 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     if not is_binary(pool.rewards_PN):
         return [replace(claim, reason="rewards are not 0 or 1")]
     if pool.rewards_PN.shape[1] // 2 <= size:
-        needed = f"groups of {size} need budget.pool_completions={2 * size + 2}"
+        needed = (
+            f"groups of {size} need budget.pool_completions={2 * size + 2}, or so many in a file"
+        )
         return [replace(claim, reason=needed)]
     bins = mixed_groups_after(pool.rewards_PN, size)
     if "hard" not in bins:
@@ -242,26 +243,20 @@ def _of_ratios(
         drift.completions
     )
     beside = f"{shares}; {drift.kl.estimate:.2g} nats a token apart"
-    losses: dict[str, Loss] = dict(LAGGED)
-    if off_policy.question == "gap":
-        corrections = {row.loss.tokens.correction: row.loss for row in off_policy.rows
-                       if row.loss.tokens}  # fmt: skip
-        losses = {
-            level: corrections[f"{level}_truncate"] for level in ("token", "sequence")
-            if f"{level}_truncate" in corrections
-        }  # fmt: skip
-    elif off_policy.question != "lag":
-        losses = {}
-    losses = {level: loss for level, loss in losses.items() if loss.tokens in weighted}
-    if not losses or refusal(off_policy.compared, UNBIASED, size, rollouts):
+    losses = off_policy.judged
+    if not losses:
         return []
-    measured = {UNBIASED: [size]} | {loss: [size] for loss in losses.values()}
-    errors = loss_errors(off_policy.compared, measured, rollouts, draws, seed, weighted)
+    refused = refusal(off_policy.compared, UNBIASED, size, rollouts)
+    absent = refusal_line(LossRow(UNBIASED, size, rollouts, None, reason=refused)) or NO_DIRECTION
+    errors: dict[tuple[Loss, int], LossError] = {}
+    if refused is None:
+        measured = {loss: [size] for loss in (UNBIASED, *losses.values())}
+        errors = loss_errors(off_policy.compared, measured, rollouts, draws, seed, weighted)
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
         """Worth of a rollout of the second loss in those of the first."""
-        both = errors[left, size], errors[right, size]
-        if not all(error.known for error in both):
+        both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
+        if not both or not all(error.known for error in both):
             return None
         return partial(positive, both[0].error_D / both[1].error_D, 1)
 
@@ -275,11 +270,11 @@ def _of_ratios(
                     f"stale rollouts {word} are as good", "arXiv 2605.17570",
                     f"worth of a stale rollout {word}, G = {size}",
                     found, least=1 - TOLERANCE, beside=beside,
-                    reason=None if found else NO_DIRECTION,
+                    reason=None if found else absent,
                 )
             )  # fmt: skip
         found, share = against(UNBIASED, losses["token"]), drift.completions
-        joined, reason = None, NO_DIRECTION
+        joined, reason = None, absent
         if found is not None and share.low > 0:
             joined, reason = partial(_over, found, share), None
         elif found is not None:
@@ -293,20 +288,29 @@ def _of_ratios(
                 joined, least=2 / 3, most=3 / 2, beside=shares, reason=reason,
             )
         )  # fmt: skip
-    others = {"sequence": "geometric mean", "whole_sequence": "product"}
-    for level, word in others.items():
-        if level not in losses or "token" not in losses:
-            continue
-        name, short = f"the {word} of a completion's ratios", word
-        if off_policy.question == "gap":
-            name, short = "the completion's truncated ratio", "truncated"
+    others = {
+        "sequence": ("geometric mean", "the geometric mean of a completion's ratios"),
+        "whole_sequence": ("product", "the product of a completion's ratios"),
+    }
+    if off_policy.question == "gap":
+        others = {"sequence": ("truncated", "the completion's truncated ratio")}
+        found = against(losses["token"], losses["none"])
+        rows.append(
+            Judged(
+                "a sampler's gap has to be corrected",
+                "TRL's vllm_importance_sampling_correction",
+                f"worth of a rollout without ratios, in those weighted by tokens', G = {size}",
+                found, most=1 - TOLERANCE, beside=beside, reason=None if found else absent,
+            )
+        )  # fmt: skip
+    for level, (word, name) in others.items():
         found = against(losses["token"], losses[level])
         rows.append(
             Judged(
-                f"ratios of the sequence ({short}) beat those of tokens",
+                f"ratios of the sequence ({word}) beat those of tokens",
                 "trl#4493, NeMo-RL#2269",
-                f"worth of a rollout weighted by {name}, in those weighted by tokens'",
-                found, least=1.0, beside=beside, reason=None if found else NO_DIRECTION,
+                f"worth of a rollout weighted by {name}, in those weighted by tokens', G = {size}",
+                found, least=1.0, beside=beside, reason=None if found else absent,
             )
         )  # fmt: skip
     return rows

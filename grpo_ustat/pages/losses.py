@@ -238,7 +238,8 @@ def loss_details(
         return []
     columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth in {AT_BEST}",
                "cos of its mean and the gradient", "share of noise"]  # fmt: skip
-    return [Table(f"Losses{wrote} at every G", columns, rows, [*notes, NOISE_NOTE])]
+    of = f", a rollout{wrote}" if wrote else ""
+    return [Table(f"Losses at every G{of}", columns, rows, [*notes, NOISE_NOTE])]
 
 
 def losses_figure(

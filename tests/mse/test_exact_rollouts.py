@@ -30,16 +30,17 @@ from test_pool import build  # noqa: E402
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 
 
-def sampled(*overrides):
-    """Completions of the first six study questions, their rewards and the policy."""
+def sampled(*overrides, questions=6, completions=8):
+    """Completions of the first study questions, their rewards and the policy."""
     config = compose("mse", *SMALL, *overrides)
     policy, task = (
         configured_policy(config.policy_options),
         configured_task(config.task_options, config.model),
     )
     rollouts = sample(
-        policy, task.prompts("study")[:6], 8, Sampling.of(config.sampler_options, "pool")
-    )
+        policy, task.prompts("study")[:questions], completions,
+        Sampling.of(config.sampler_options, "pool"),
+    )  # fmt: skip
     return rollouts, summed_rewards(task, rollouts), policy
 
 

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from commands import compose
 from prompt_pools import whole_pool
+from pyarrow import parquet
+from test_exact_rollouts import rows_of, sampled, write
 
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.token_weights import EXACT
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.closed_form import Request, closed_form
+from grpo_ustat.mse.off_policy import Drift, OffPolicy
 from grpo_ustat.mse.verdicts import BY_MEAN, FILTERED, claim_verdicts
 from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.runs.claims import holm_adjust
 from grpo_ustat.runs.folder import RunFolder
 
 DRAWS, SEED, ROLLOUTS = 20, 3, 32
+BOTH = "study.corrections=[token_truncate,sequence_truncate]"
+GAP_CLAIMS = (
+    "a sampler's gap has to be corrected", "ratios of the sequence (truncated) beat those of tokens"
+)  # fmt: skip
 
 
 def a_pool(questions, completions, shared=1.5):
@@ -31,10 +42,50 @@ def a_pool(questions, completions, shared=1.5):
     return whole_pool(rng.normal(size=(*shape, 4)) + common, rewards, rng.integers(1, 9, shape))
 
 
-def verdicts(pool, sizes=(2, 4, 8)):
+def verdicts(pool, sizes=(2, 4, 8), off_policy=None):
     request = Request([], {}, len(pool.rewards_PN), True, {})
     population = closed_form(pool, request, "questions")
-    return claim_verdicts(pool, population, sizes, ROLLOUTS, DRAWS, SEED)
+    return claim_verdicts(pool, population, sizes, ROLLOUTS, DRAWS, SEED, off_policy)
+
+
+@pytest.fixture
+def logged(tmp_path):
+    """A pool's name, of which nothing is read."""
+    path = tmp_path / "r.parquet"
+    path.touch()
+    return f"pool={path}"
+
+
+def gap_verdicts(logged, pool, noises, sizes=(2, 4, 8)):
+    """Verdicts on a sampler's gap of which each correction adds so much noise to the scores."""
+    rng, scores = np.random.default_rng(4), pool.features_PNR
+    judged = compose("mse", "study.verdicts=true", logged, BOTH).measured.judged
+    weighted = {EXACT: pool} | {
+        loss.tokens: whole_pool(
+            scores + noises[level] * rng.normal(size=scores.shape), pool.rewards_PN, pool.lengths_PN
+        )
+        for level, loss in judged.items()
+    }
+    known = Interval(0.9, 0.8, 1.0)
+    gap = OffPolicy("gap", Drift(known, known, known), [], judged, pool, weighted)
+    rows = {row.claim: row for row in verdicts(pool, sizes, gap)}
+    return [rows[claim] for claim in GAP_CLAIMS]
+
+
+@pytest.mark.parametrize("noises, words", [
+    ({"none": 0, "token": 0, "sequence": 3}, ("does not hold", "does not hold")),
+    ({"none": 3, "token": 2, "sequence": 0}, ("holds", "holds")),
+], ids=["no gap", "a gap"])  # fmt: skip
+def test_a_samplers_gap_is_judged_by_what_its_corrections_are_worth(logged, noises, words):
+    rows = gap_verdicts(logged, a_pool(120, 20), noises)
+    assert tuple(row.verdict for row in rows) == words
+    if noises["none"] == noises["token"]:
+        assert rows[0].number == pytest.approx((1, 1, 1))
+
+
+def test_a_gap_that_groups_are_too_large_for_has_a_reason(logged):
+    rows = gap_verdicts(logged, a_pool(120, 6), {"none": 0, "token": 0, "sequence": 0}, sizes=(8,))
+    assert all("the pool has 6: use" in row.reason for row in rows)
 
 
 def test_losses_have_the_worth_that_they_have_anywhere():
@@ -101,3 +152,48 @@ def test_a_study_leaves_them_in_its_result_and_on_its_page(tmp_path, capsys):
     assert "Published claims on this policy" in page and "arXiv 2605.17570" in page
     assert len(table.rows) == len(claims)
     assert all(math.isfinite(row["holm_p"]) for row in result["verdicts"] if "number" in row)
+
+
+@pytest.mark.slow(minutes=1)
+def test_a_study_judges_a_samplers_gap(tmp_path, capsys):
+    """Log-probabilities 0.04 nats a token off on average, the same verdicts whatever the other
+    losses. Right are the shorter ones of a question, whose gradient a few questions show.
+    """
+    rollouts, _, _ = sampled(questions=40, completions=12)
+    noise = np.random.default_rng(0).normal(scale=0.05, size=rollouts.logprobs_PGT.shape)
+    off = replace(rollouts, logprobs_PGT=rollouts.logprobs_PGT + noise * rollouts.mask_PGT)
+    lengths_PG = rollouts.mask_PGT.sum(axis=-1)
+    rewards_PG = (lengths_PG < np.median(lengths_PG, axis=1, keepdims=True)).astype(float)
+    path = write(tmp_path / "r.parquet", rows_of(off, rewards_PG))
+    words = ("experiment=verdicts", "model=tiny_base", "launch.workers=1", "group_sizes=[4]",
+             "study.rollouts=16", "budget.loss_draws=4")  # fmt: skip
+    found = {}
+    for objectives in ("[]", "[trl_grpo]"):
+        config = compose("mse", *words, f"pool={path}", BOTH, f"objectives={objectives}")
+        folder = tmp_path / objectives.strip("[]") / "run"
+        study_run.run(config, RunFolder(folder, config))
+        result = json.loads((folder / "result.json").read_text())
+        rows = {row["claim"]: row for row in result["verdicts"]}
+        found[objectives] = [rows[claim] for claim in GAP_CLAIMS]
+        page, printed = (folder / "report.html").read_text(), capsys.readouterr().out
+        assert "within 0.0" in printed and "a sampler's gap" in printed
+        assert "vllm_importance_sampling_correction" in page and "trl#4493" in page
+    corrected, by_sequence = found["[]"]
+    assert corrected["number"] == pytest.approx(1, abs=0.1)  # such a gap changes little
+    assert by_sequence["number"] > 0 and "nats a token apart" in by_sequence["beside"]
+    numbers = [[row["number"] for row in rows] for rows in found.values()]
+    assert numbers[0] == pytest.approx(numbers[1])
+    bare = tmp_path / "bare.parquet"
+    parquet.write_table(parquet.read_table(path).drop_columns(["logprobs"]), bare)
+    config = compose("mse", *words, f"pool={bare}", BOTH)
+    with pytest.raises(ConfigError, match="has no log-probabilities .*column logprobs.* log them"):
+        study_run.run(config, RunFolder(tmp_path / "bare", config))
+    assert not list((tmp_path / "bare").rglob("*.json"))
+
+
+def test_one_correction_says_nothing_of_claims(logged):
+    words = ("experiment=verdicts", logged)
+    line = r"use study.corrections=\[token_mask,token_truncate,sequence_truncate\]"
+    with pytest.raises(ConfigError, match=line):
+        compose("mse", *words, "study.corrections=[token_mask]")
+    assert compose("mse", *words, BOTH).measured.judged.keys() == {"none", "token", "sequence"}
