@@ -38,6 +38,7 @@ def test_the_nightly_job_runs_what_a_push_leaves_out_and_the_living_packages():
     assert "trl @ git+" in workflow["jobs"]["trl"]["strategy"]["matrix"]["package"][-1]
     assert "--nightly tests/integrations" in steps["trl"] and "matrix.package" in steps["trl"]
     assert "verl_run.py tests/data/verl_gradients.json" in steps["verl"]
+    assert "mkdocs build --strict -f .mkdocs.yml" in steps["site"]
     assert "verl_dump.py" in steps["verl"] and "TransferQueue" in steps["verl"]
 
 

@@ -312,6 +312,11 @@ def fits(file: Path, schema: type) -> bool:
     keys |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
     if not keys <= top_names(schema):
         return False
+    for name in keys & kinds_of(schema).keys():
+        known = {field.name for kind in kinds_of(schema)[name].values() for field in fields(kind)}
+        within = re.search(rf"^{name}:\n((?: .*\n)*)", text, re.MULTILINE)
+        if within and not set(re.findall(r"^  (\w+):", within[1], re.MULTILINE)) <= known:
+            return False
     try:
         params = dict(yaml.safe_load(text)["hydra"]["sweeper"]["params"])
     except (yaml.YAMLError, LookupError, TypeError, ValueError):  # it says nothing of a sweep

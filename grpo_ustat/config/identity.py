@@ -81,8 +81,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     These are the model's size, from which costs are estimated; what a model or a data set has for
     fields that are not set, since the fields count; where local data and a server are, of which
     the content counts; which part of a pool is filled; a number of minibatches beside their size,
-    which counts then; settings of AdamW's metric and of a sampler's corrections where these are
-    not used; weights of reward functions that are all 1; and `tf32` where no product is TF32.
+    which counts then; settings of AdamW's metric, of a sampler's corrections and of verdicts where
+    these are not used; weights of reward functions that are all 1; and `tf32` where no product is
+    TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -113,8 +114,12 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         study = keys["study"] = {k: v for k, v in keys["study"].items() if k != "part"}
         if study.get("metric") != "adam":
             study = {k: v for k, v in study.items() if not k.startswith("adam_")}
+        if not study.get("merge_adapters"):
+            study.pop("merge_adapters", None)
         if not study.get("corrections"):
             study = {k: v for k, v in study.items() if k != "correction_cap"}
+        if not study.get("verdicts"):  # which change nothing else
+            study.pop("verdicts", None)
         keys["study"] = study
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}

@@ -11,6 +11,11 @@ from grpo_ustat.config.study import StudyConfig
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 
+LAGGED = {  # losses that differ by the level of their ratio alone, judged by study.verdicts
+    level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
+    for level in ("none", "token", "sequence", "whole_sequence")
+}
+
 
 @dataclass(frozen=True)
 class MeasuredLosses:
@@ -70,6 +75,8 @@ class MeasuredLosses:
             for name in self.study.corrections:
                 corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
                 losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
+        if self.study.verdicts and self.study.policy is not None:
+            losses += LAGGED.values()
         return losses
 
     def check(self) -> None:

@@ -18,7 +18,13 @@ from grpo_ustat.config.baseline import (
 )
 from grpo_ustat.config.common import Common
 from grpo_ustat.config.losses import MeasuredLosses
-from grpo_ustat.config.model import ModelConfig, check_model, tf32_in_use
+from grpo_ustat.config.model import (
+    ModelConfig,
+    adapter_base,
+    check_model,
+    model_folder,
+    tf32_in_use,
+)
 from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
@@ -104,8 +110,9 @@ class MseConfig(Common):
         sampler = ""
         if self.rollout.name == "vllm":
             sampler = "; vLLM writes the completions, one process samples and scores"
+        policy = f"{self.model.name} (its adapters)" if self.scores_adapters else self.model.name
         return (
-            f"mse: {self.model.name} on {source}; gradient error of {', '.join(self.baselines)} at "
+            f"mse: {policy} on {source}; gradient error of {', '.join(self.baselines)} at "
             f"G = {sizes} ({', '.join(self.study.methods)}){reward}{sampler}"
         )
 
@@ -122,8 +129,10 @@ class MseConfig(Common):
     @property
     def policy_options(self) -> PolicyOptions:
         """See `Common.policy_options`."""
-        parameters = self.study.parameters
-        return replace(super().policy_options, tf32=self.computes_tf32, parameters=parameters)
+        return replace(
+            super().policy_options, tf32=self.computes_tf32, parameters=self.study.parameters,
+            merge_adapters=self.study.merge_adapters,
+        )  # fmt: skip
 
     @property
     def sampler_options(self) -> SamplerOptions:
@@ -153,6 +162,12 @@ class MseConfig(Common):
             return self.model
         name = place.partition(":")[2] or place  # as model=NAME and model=FOLDER have it
         return replace(self.model, name=name, model_name_or_path=place, revision=None)
+
+    @property
+    def scores_adapters(self) -> bool:
+        """Whether errors are those of LoRA adapters, with their model's weights as they are."""
+        is_adapted = adapter_base(model_folder(self.model.model_name_or_path)) is not None
+        return is_adapted and not self.study.merge_adapters
 
     @property
     def rule_options(self) -> dict[str, dict[str, float]]:

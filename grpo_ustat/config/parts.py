@@ -24,6 +24,7 @@ class PolicyOptions:
         num_threads: of OpenMP, in this process.
         tf32: whether float32 products are TF32.
         parameters: regular expression of the names of those that have a gradient; None: all.
+        merge_adapters: whether LoRA adapters are added to the weights, which then have it.
     """
 
     model: ModelConfig
@@ -32,6 +33,7 @@ class PolicyOptions:
     num_threads: int
     tf32: bool = False
     parameters: str | None = None
+    merge_adapters: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ CHANCE = 0.025  # that any worth misses its interval, and as much that a group s
 
 @dataclass(frozen=True)
 class Recipe:
-    """A loss that can be typed, and G; docs/objectives.md has the sources.
+    """A loss that can be typed, and G.
 
     Attributes:
         name: whose, and where it is published.

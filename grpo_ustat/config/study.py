@@ -106,8 +106,15 @@ class StudyConfig:
         positive=True,
     )
     adam_group_size: int = field("of that step, its G", "completions", at_least=2)
+    verdicts: bool = field(
+        "judge published claims on this policy: their numbers with intervals and verdicts"
+    )
     parameters: str | None = field(
         "regular expression of the names of those whose entries count; null: all trainable ones"
+    )
+    merge_adapters: bool = field(
+        "whether LoRA adapters of model=FOLDER are added to its weights, of which errors are then; "
+        "false: errors are those of the adapters, which their run trains"
     )
     policy: str | None = field(
         "a later checkpoint of model, whose gradient the losses are to estimate from the "

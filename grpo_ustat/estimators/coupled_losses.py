@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.row_weights import (
     COUPLED,
     Loss,
     RowFilter,
     mixed_groups,
     row_weights,
+    rows_that_count,
 )
 from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
@@ -132,6 +133,22 @@ def drawn_mixed_batches(
             for half, own in enumerate((found[:prompts], found[prompts : 2 * prompts]))
         )  # fmt: skip
         yield first, second
+
+
+def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batch]]) -> float:
+    """The share of an update's rows that count, see `rows_that_count`, over drawn batches.
+
+    Args:
+        pool: scored completions.
+        loss: of a rule that reads rewards alone.
+        draws: pairs of batches, as of `drawn_batches`.
+    """
+    shares: list[float] = []
+    for batch in (one for both in draws for one in both):
+        rewards_BG = pool.rewards_PN[batch.prompt_B[:, None], batch.place_BG]
+        advantage_BG = advantages(loss.rule, rewards_BG, BaselineContext(), loss.options)
+        shares.append(float(rows_that_count(loss.rows, rewards_BG, advantage_BG).mean()))
+    return float(np.mean(shares))
 
 
 def coupled_moments(

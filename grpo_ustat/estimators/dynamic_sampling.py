@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import Interval, clustered_wilson
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, clustered_wilson
 from grpo_ustat.records import Array
 
 
@@ -49,7 +49,9 @@ class KeptGroups(NamedTuple):
     break_even: Interval
 
 
-def kept_groups(silent_P: Array, group_size: int, scale: Interval, most: int = 1) -> KeptGroups:
+def kept_groups(
+    silent_P: Array, group_size: int, scale: Interval, most: int = 1, level: float = CONFIDENCE
+) -> KeptGroups:
     """What dynamic sampling costs and saves.
 
     Args:
@@ -57,6 +59,7 @@ def kept_groups(silent_P: Array, group_size: int, scale: Interval, most: int = 1
         group_size: G.
         scale: n_c(G), in rollouts; an end that is not known is NaN, no upper end infinite.
         most: groups behind an estimate of q_x, at least 1.
+        level: of the interval of K, and that of `scale`.
 
     >>> silent = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
     >>> groups = kept_groups(silent, 8, Interval(80.0, 40.0, math.inf))
@@ -65,7 +68,7 @@ def kept_groups(silent_P: Array, group_size: int, scale: Interval, most: int = 1
     >>> groups.break_even.low
     0.0
     """
-    kept = clustered_wilson(1 - np.asarray(silent_P), most)
+    kept = clustered_wilson(1 - np.asarray(silent_P), most, level)
     generated = Interval(*(1 / x if x > 0 else math.inf for x in (kept[0], kept[2], kept[1])))
 
     def threshold(more: float, noise: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array
 
 CONFIDENCE = 0.95
 LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
+LEAST_P_VALUE, P_VALUE_STEPS = 1e-9, 24  # to which one is known, and how well
 
 
 class Interval(NamedTuple):
@@ -315,3 +316,58 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
         trials = p * (1 - p) / variance * float(limits[0] / limits[1]) ** 2
     trials = float(np.clip(trials, count, most * count))
     return wilson(p * trials, trials, level)
+
+
+class Decision(NamedTuple):
+    """Whether a number lies within bounds.
+
+    Attributes:
+        number: with its 95 % interval.
+        inside: whether the estimate lies within; None where there is none.
+        p_value: of the hypothesis that the number lies on the other side.
+    """
+
+    number: Interval
+    inside: bool | None
+    p_value: float
+
+
+def decide(
+    interval_at: Callable[[float], Interval], least: float = -math.inf, most: float = math.inf
+) -> Decision:
+    """Whether `least < number < most`, or on the contrary the number lies beyond one of the two.
+
+    An interval that lies wholly on one side of a bound decides. The p-value is 1 less the largest
+    level at which it does, so that of decisions at a level of 95 % at most 5 % are wrong; against
+    one bound at most 2.5 %, since intervals are two-sided.
+
+    Args:
+        interval_at: the interval at a level of coverage, nested in it.
+        least, most: the bounds; an infinite one is none.
+
+    >>> of_level = lambda level: t_interval(1.96, 1.0, math.inf, level)
+    >>> decision = decide(of_level, least=0.0)
+    >>> decision.inside, round(decision.p_value, 3)
+    (True, 0.05)
+    >>> decide(of_level, most=1.96 + 1.64).p_value > 0.1, decide(of_level, most=0.0).inside
+    (True, False)
+    """
+    number = interval_at(CONFIDENCE)
+    if not math.isfinite(number.estimate):
+        return Decision(number, None, 1.0)
+    inside = least < number.estimate < most
+
+    def decides(chance: float) -> bool:
+        """Whether the interval that misses with this chance is on the estimate's side."""
+        _, low, high = interval_at(1 - chance)
+        above = low > least or least == -math.inf
+        below = high < most or most == math.inf
+        return (above and below) if inside else high <= least or low >= most
+
+    low, high = math.log(LEAST_P_VALUE), 0.0
+    if decides(LEAST_P_VALUE):
+        return Decision(number, inside, LEAST_P_VALUE)
+    for _ in range(P_VALUE_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if decides(math.exp(middle)) else (middle, high)
+    return Decision(number, inside, math.exp(high))

@@ -42,8 +42,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
+from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
     Interval,
     jackknife_interval,
     ratio_interval,
@@ -67,6 +70,7 @@ CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
 LEAST_GSTAR = 1 + math.sqrt(2)  # of any policy, since C3 >= 2 C1
 LOST = 0.01  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
 TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
+LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)  # of G - 1, between which one is sought
 
 
 def noise_scale(
@@ -75,6 +79,7 @@ def noise_scale(
     group_size: float,
     prompt_cost: float = 0.0,
     completion_cost: float = 1.0,
+    level: float = CONFIDENCE,
 ) -> Interval:
     """n_c(G) with Fieller's interval: no upper end where ||grad J||^2 may be 0.
 
@@ -84,6 +89,7 @@ def noise_scale(
         group_size: G > 1; at the estimate of G* the interval is to first order that of the least
             n_c, whose slope in G is 0. NaN gives NaN.
         prompt_cost, completion_cost: k and c; by default the unit is a rollout.
+        level: of the interval.
 
     >>> whole = {"c1": 1.0, "c2": 2.0, "c3": 9.0, "grad_sq": 0.5}
     >>> exact = {name: np.full((1, 4), value) for name, value in whole.items()}
@@ -95,18 +101,21 @@ def noise_scale(
     unit = completion_cost + prompt_cost / group_size
     return ratio_interval(
         unit * float(_n_mse(whole, group_size)), float(whole["grad_sq"]),
-        unit * np.asarray(_n_mse(delete_one, group_size)), delete_one["grad_sq"],
+        unit * np.asarray(_n_mse(delete_one, group_size)), delete_one["grad_sq"], level,
     )  # fmt: skip
 
 
 def prompt_share(
-    whole: Mapping[str, Array | float], delete_one: Mapping[str, Array], group_size: float
+    whole: Mapping[str, Array | float],
+    delete_one: Mapping[str, Array],
+    group_size: float,
+    level: float = CONFIDENCE,
 ) -> Interval:
     """G C1 / ( G C1 + C2 + C3/(G-1) ): the share of the noise that comes from which prompts are
     drawn, which no rollouts of the same prompts would average out; within [0, 1].
 
     Args:
-        whole, delete_one, group_size: see `noise_scale`.
+        whole, delete_one, group_size, level: see `noise_scale`.
 
     >>> whole = {"c1": 1.0, "c2": 2.0, "c3": 9.0}
     >>> exact = {name: np.full((1, 4), value) for name, value in whole.items()}
@@ -117,9 +126,50 @@ def prompt_share(
         return UNDETERMINED
     share = ratio_interval(
         group_size * float(whole["c1"]), float(_n_mse(whole, group_size)),
-        group_size * delete_one["c1"], np.asarray(_n_mse(delete_one, group_size)),
+        group_size * delete_one["c1"], np.asarray(_n_mse(delete_one, group_size)), level,
     )  # fmt: skip
     return Interval(*(min(max(x, 0.0), 1.0) for x in share))
+
+
+def equal_noise_size(scaling: ScalingEstimate, level: float = CONFIDENCE) -> Interval:
+    """G at which as much of the noise comes from which prompts are drawn as from their completions:
+    `G C1 = C2 + C3/(G-1)`, with Fieller's set.
+
+    The prompts' share rises with G, so there is one such G > 1, the larger root of
+    `C1 G^2 - (C1 + C2) G + C2 - C3`; a G belongs to the set where that does not differ from 0.
+
+    Args:
+        scaling: C1, C2, C3 with the covariance of their errors.
+        level: of the interval; no upper end where C1 may be 0.
+
+    >>> exact = ScalingEstimate(np.array([1.0, 2.0, 9.0]), np.zeros((3, 3)), 100.0)
+    >>> [round(x, 3) for x in equal_noise_size(exact)]  # 4.541 = 2 + 9/3.541
+    [4.541, 4.541, 4.541]
+    """
+    c1, c2, c3 = map(float, scaling.constants_3)
+    if not (np.isfinite(scaling.covariance_33).all() and c1 > 0 and c2 + c3 > 0):
+        return UNDETERMINED
+    half = (c1 + c2) / 2
+    size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
+    critical = float(stdtrit(scaling.dof, (1 + level) / 2))
+
+    def outside(log_gap: float, side: int) -> float:
+        """Above 0 where the shares differ significantly at G = 1 + exp(log_gap)."""
+        gap = math.exp(log_gap)
+        weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
+        error = math.sqrt(max(float(weights_3 @ scaling.covariance_33 @ weights_3), 0.0))
+        return side * float(weights_3 @ scaling.constants_3) - critical * error
+
+    ends: list[float] = []
+    for side, far in ((-1, LEAST_LOG_GAP), (1, MOST_LOG_GAP)):
+        near = math.log(size - 1)
+        if outside(near, side) >= 0:  # no error
+            ends.append(size)
+        elif outside(far, side) <= 0:
+            ends.append(1.0 if side < 0 else math.inf)
+        else:
+            ends.append(1 + math.exp(brentq(outside, min(near, far), max(near, far), (side,))))
+    return Interval(size, *ends)
 
 
 def noise_share(scale: Interval, rollouts: float) -> Interval:

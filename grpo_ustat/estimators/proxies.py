@@ -13,7 +13,7 @@ reliability of half a pool). Covariances are averaged over random halvings.
 
 The same on ranks is not consistent: the mean rank of half a pool is no linear function of the true
 rank, above all where many halves have rewards all equal. It is far too large (in simulations .58
-for .41, or .23 for -.18, with 16 completions a prompt; see `docs/group-size-disputes.md`), and no
+for .41, or .23 for -.18, with 16 completions a prompt; see `scripts/benchmarks/proxies.py`), and no
 estimate from the pool alone says how much. Proportionality is a claim on values, not on ranks.
 
 *Completions.* Length and squared score norm of a completion are known without error, so here ranks
@@ -47,7 +47,12 @@ from grpo_ustat.estimators.halves import (
     group_error,
     halves_of,
 )
-from grpo_ustat.estimators.intervals import Interval, is_binary, jackknife_interval
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    Interval,
+    is_binary,
+    jackknife_interval,
+)
 from grpo_ustat.estimators.noise import UNDETERMINED
 from grpo_ustat.records import Array, Integers, ScorePool
 
@@ -124,7 +129,7 @@ def proxy_correlations(pool: ScorePool, group_size: int = 8) -> list[ProxyCorrel
 
 
 def corrected_correlation(
-    x_2SP: Array, y_2SP: Array, x_P: Array, y_P: Array
+    x_2SP: Array, y_2SP: Array, x_P: Array, y_P: Array, level: float = CONFIDENCE
 ) -> tuple[Interval, float, tuple[float, float]]:
     """The correlation over prompts corrected for attenuation, that of whole pools' estimates, and
     the reliabilities of half a pool.
@@ -132,13 +137,18 @@ def corrected_correlation(
     Args:
         x_2SP, y_2SP: unbiased estimates from the two halves of each of S halvings.
         x_P, y_P: the same from whole pools.
+        level: of the interval.
     """
     xy = linear_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
     xx, yy = linear_covariance(*x_2SP), linear_covariance(*y_2SP)
     whole = [linear_covariance(x[None], y[None]) for x, y in ((x_P, y_P), (x_P, x_P), (y_P, y_P))]
     own_x, own_y = (float(part.var(axis=2, ddof=1).mean()) for part in (x_2SP, y_2SP))
     reliability = (_ratio(xx.whole, own_x), _ratio(yy.whole, own_y))
-    return correlation(xy, xx, yy), correlation(*whole).estimate, reliability
+    return (
+        correlation(xy, xx, yy, level),
+        correlation(whole[0], whole[1], whole[2]).estimate,
+        reliability,
+    )
 
 
 def completion_correlation(x_PN: Array, y_PN: Array) -> Interval:
@@ -152,19 +162,26 @@ def completion_correlation(x_PN: Array, y_PN: Array) -> Interval:
         covariances.append(
             Covariance(whole, np.mean([part.delete_one_n for part in parts], axis=0))
         )
-    return correlation(*covariances)
+    xy, xx, yy = covariances
+    return correlation(xy, xx, yy)
 
 
 def within_correlation(x_PN: Array, y_PN: Array) -> Interval:
     """Spearman's correlation over the N >= 4 completions of one prompt, covariances averaged over
     prompts; both sides without error.
     """
+    xy, xx, yy = within_covariances(x_PN, y_PN)
+    return correlation(xy, xx, yy)
+
+
+def within_covariances(x_PN: Array, y_PN: Array) -> list[Covariance]:
+    """Those of grades of x and y, of x and of y, that `within_correlation` is made of."""
     covariances: list[Covariance] = []
     for first_PN, second_PN in ((x_PN, y_PN), (x_PN, x_PN), (y_PN, y_PN)):
         each_P = _within_prompts(first_PN, second_PN)
         delete_one_P = (each_P.sum() - each_P) / (len(each_P) - 1)
         covariances.append(Covariance(float(each_P.mean()), delete_one_P))
-    return correlation(*covariances)
+    return covariances
 
 
 def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
@@ -250,7 +267,9 @@ def concordance(x_n: Integers, y_n: Integers) -> Array:
     return signs_n
 
 
-def correlation(xy: Covariance, xx: Covariance, yy: Covariance) -> Interval:
+def correlation(
+    xy: Covariance, xx: Covariance, yy: Covariance, level: float = CONFIDENCE
+) -> Interval:
     """xy / sqrt(xx yy) with its jackknife interval on Fisher's scale, within [-1, 1].
 
     From .99 on the interval is that of r itself. NaN where xx or yy is not positive, with one unit
@@ -262,9 +281,9 @@ def correlation(xy: Covariance, xx: Covariance, yy: Covariance) -> Interval:
     ratio = xy.whole / math.sqrt(xx.whole * yy.whole)
     delete_one_n = xy.delete_one_n / np.sqrt(xx.delete_one_n * yy.delete_one_n)
     if max(abs(ratio), np.abs(delete_one_n).max()) < LARGEST_CORRELATION:
-        scaled = jackknife_interval(math.atanh(ratio), np.arctanh(delete_one_n)[None])
+        scaled = jackknife_interval(math.atanh(ratio), np.arctanh(delete_one_n)[None], level)
         return Interval(*map(math.tanh, scaled))
-    plain = jackknife_interval(ratio, delete_one_n[None])
+    plain = jackknife_interval(ratio, delete_one_n[None], level)
     return Interval(*(min(max(x, -1.0), 1.0) for x in plain))
 
 

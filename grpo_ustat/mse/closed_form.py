@@ -37,7 +37,7 @@ from grpo_ustat.estimators.moments import (
     delete_one_moments,
     pool_moments,
 )
-from grpo_ustat.estimators.noise import noise_scale, prompt_share
+from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT, noise_scale, prompt_share
 from grpo_ustat.estimators.scaling import (
     ScalingEstimate,
     group_size_interval,
@@ -117,12 +117,14 @@ class ClosedForm:
         parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every point; tau is grad J, in
             the setting one_question each question's own gradient, averaged over questions.
         scaling: C1, C2, C3 with the covariance of their errors, over questions; NaN given them.
+        constants: C1, C2, C3 and ||grad J||^2 by name, and the same without one unit.
         tails: of the squared score norms, and of A_0, A_V and C3 whose parts decide the curves.
     """
 
     statistics: dict[str, Interval]
     parts: dict[CurvePoint, tuple[float, ...]]
     scaling: ScalingEstimate
+    constants: tuple[Arrays, Arrays]
     tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
@@ -185,7 +187,11 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         point: tuple(map(float, _point_moments(point, means, *levels, request)[1:]))
         for point in request.points
     }
-    return ClosedForm(intervals, parts, scaling, pool_tails)
+    whole, without = (
+        {name: values[name] for name in CONSTANTS_AND_GRADIENT}
+        for values in (estimates, delete_one)
+    )
+    return ClosedForm(intervals, parts, scaling, (whole, without), pool_tails)
 
 
 def _of_training(

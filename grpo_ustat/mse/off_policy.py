@@ -76,11 +76,15 @@ class OffPolicy:
         question: lag, gap or penalty, see `runs.study_parts.OffPolicy`.
         drift: how far the two are apart.
         rows: of each loss at each G.
+        compared: the pool of what they are compared with.
+        weighted: the pool of the losses with each kind of token weights.
     """
 
     question: str
     drift: Drift
     rows: list[LossRow]
+    compared: ScorePool
+    weighted: Mapping[TokenWeights, ScorePool]
 
 
 def check_tokenizers(config: MseConfig) -> None:
@@ -161,7 +165,7 @@ def off_policy_worths(
         loss_worths, compared, losses, config.group_sizes, study.rollouts, budget.loss_draws,
         config.seed, weighted,
     )  # fmt: skip
-    return OffPolicy(question, drift, rows), cost
+    return OffPolicy(question, drift, rows, compared, weighted), cost
 
 
 def _scored(

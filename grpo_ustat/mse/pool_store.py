@@ -38,6 +38,7 @@ from grpo_ustat.config.identity import (
     reward_funcs_fingerprint,
     weights_fingerprint,
 )
+from grpo_ustat.config.model import adapter_base, model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.config.reward_funcs import as_typed
@@ -54,6 +55,7 @@ from grpo_ustat.runs.log import attempt, write_rows
 MOST_SAMPLED_COMPLETIONS = 2000  # completions of a study's completions.parquet
 SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
 PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")  # question, first and number of its completions
+SPELT = {None: "null", True: "true", False: "false"}  # on a command line
 SCORING_PACKAGES = ("torch", "transformers")  # packages that a completion and its score depend on
 
 
@@ -70,6 +72,8 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
     draws = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
     for key in ("study_size", "train_size", "test_size"):
         draws["dataset"].pop(key, None)
+    if adapter_base(model_folder(config.model.model_name_or_path)) is not None:
+        draws["merge_adapters"] = config.study.merge_adapters
     return draws | {  # weights of reward functions are of the sum alone, which no pool holds
         "rollout": config.rollout.name,
         "tf32": config.computes_tf32,
@@ -129,11 +133,11 @@ class PoolStore:
                     f"{self.folder} holds scores of tf32={str(there).lower()}, asked is "
                     f"{str(own).lower()}: use tf32={str(there).lower()} or another pool=DIR"
                 )
-            if key == "parameters" and there != own:
-                there, own = ("null" if x is None else x for x in (there, own))
+            if key in ("parameters", "merge_adapters") and there != own:
+                there, own = (SPELT.get(x, x) for x in (there, own))
                 raise ConfigError(
-                    f"{self.folder} holds scores of study.parameters={there}, asked is {own}: use "
-                    f"study.parameters={there} or another pool=DIR"
+                    f"{self.folder} holds scores of study.{key}={there}, asked is {own}: use "
+                    f"study.{key}={there} or another pool=DIR"
                 )
             if key == "reward_funcs" and there != own:
                 texts = [as_typed(x) if isinstance(x, list) else str(x) for x in (there, own)]

@@ -107,6 +107,7 @@ def study_result(
     losses: list[LossRow],
     recipes: list[LossRow],
     off_policy: OffPolicy | None,
+    verdicts: list[parts.ClaimVerdict],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -128,6 +129,7 @@ def study_result(
         losses: what a rollout of each is worth.
         recipes: the same of published losses, each at its own G.
         off_policy: what one is worth that another policy wrote; None: not asked for.
+        verdicts: on published claims.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
@@ -147,6 +149,7 @@ def study_result(
         losses=_losses(losses) or None,
         recipes=_losses(recipes),
         off_policy=off_policy and _off_policy(config, off_policy),
+        verdicts=verdicts or None,
         dynamic_sampling=_dynamic_sampling(population, pool),
         proxies=_proxies(pool),
         allocation=_allocation(pool),
@@ -216,6 +219,11 @@ def metric_text(config: MseConfig) -> str:
             f"its root mean square in steps of {config.study.adam_rollouts} rollouts in groups of "
             f"{config.study.adam_group_size}, whatever the G; each half of the questions has those "
             "of the other."
+        )
+    if config.scores_adapters:
+        text += (
+            " Errors are those of the adapters' parameters, not of all weights; "
+            "study.merge_adapters=true measures these."
         )
     if config.study.parameters is not None:
         text += (
@@ -457,7 +465,8 @@ def _metric(
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
-    counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
+    whole = "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
+    counted = whole if pattern is None else f"those that fit {pattern}"
     tail_size, variance_carriers = population.tails
     return parts.Metric(
         parameters=facts.parameters,

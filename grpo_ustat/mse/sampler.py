@@ -9,6 +9,7 @@ import torch
 
 from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.distributed.ranks import RefusedByRank, world
+from grpo_ustat.policy.adapters import check_vllm_reads
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.records import Rollouts
@@ -42,6 +43,7 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
     if "vllm" not in _STARTED_ENGINES or _STARTED_ENGINES["vllm"][0] != needs:
         _STARTED_ENGINES.clear()  # its memory is needed for the next one
         policy = configured_policy(options)
+        check_vllm_reads(policy.model, sampler.rollout.name, f"model={options.model.name}")
         _STARTED_ENGINES["vllm"] = (needs, policy, make_engine(sampler, options.model, policy))
     _, policy, engine = _STARTED_ENGINES["vllm"]
     return policy, engine, configured_task(sampling.task, options.model)

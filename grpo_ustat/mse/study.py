@@ -50,6 +50,7 @@ from grpo_ustat.mse.replay import (
 )
 from grpo_ustat.mse.result import batch_settings, closed_form_request, of_population, study_result
 from grpo_ustat.mse.rule_sizes import rule_sizes
+from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
 from grpo_ustat.pages.findings import further_findings, study_answer
@@ -61,6 +62,7 @@ from grpo_ustat.pages.recipes import recipes_figure
 from grpo_ustat.pages.reward_functions import reward_tables
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
+from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
@@ -101,7 +103,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     for sentence in asked[:MOST_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     worths = off_policy_tables(result)[:1] or losses_tables(result)
-    for table in (*worths, *study_tables(result), *reward_tables(result)):
+    verdicts = [table for table in (verdicts_table(result),) if table]
+    for table in (*verdicts, *worths, *study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
@@ -213,6 +216,12 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         written = rollouts or stored_completions(config, prompts, pool_folder, size)
         off_policy, further = off_policy_worths(config, pool, prompts, written, folder)
         pool_cost += further
+    verdicts = []
+    if config.study.verdicts:
+        verdicts = main_only(
+            claim_verdicts, pool, population, config.group_sizes, config.study.rollouts,
+            config.budget.loss_draws, config.seed, off_policy,
+        )  # fmt: skip
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
@@ -236,7 +245,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, request, curves, losses, recipes, off_policy, facts,
+        config, pool, statistics, population, request, curves, losses, recipes, off_policy,
+        verdicts, facts,
         pool_cost, replicate_cost, moved=moved, sizes=sizes, refusals=refusals, left_out=left_out,
         remarks=remarks,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from grpo_ustat.pages.tables import (
     rows_table,
     with_interval,
 )
+from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
@@ -214,7 +215,9 @@ def mse_tables(run: RunRecord) -> list[Table]:
     reasons = [run.result[key].get("reason") for key in ("scaling", "assumption2", "grad_sq")]
     note = ". ".join(dict.fromkeys(reason for reason in reasons if reason))
     columns = ["quantity", "estimate", "low", "high"]
+    verdicts = verdicts_table(run.result)
     tables = [
+        *([verdicts] if verdicts else []),
         *losses_tables(run.result),
         *loss_details(run.result),
         *off_policy_tables(run.result),

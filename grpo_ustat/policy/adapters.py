@@ -53,35 +53,67 @@ def with_adapters(
     except ValueError as error:
         reason = single_line(error, 300)
         raise ConfigError(f"lora.target_modules={names}: {reason}") from error
-    shared = adapted_shared_layers(adapted)
-    if shared and rollout != "local":
-        layer = next(iter(shared)).rpartition(".")[2]
-        raise ConfigError(
-            f"lora.target_modules={names} with rollout={rollout}: {layer} shares its "
-            "weight with another layer, which vLLM would change too: leave it out, or use "
-            "rollout=local"
-        )
+    check_vllm_reads(adapted, rollout, f"lora.target_modules={names}")
     return adapted
 
 
-def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with a folder's adapters added to its weights, all of them trainable again.
+def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
+    """Refuse vLLM where adapters are on a weight that layers share, see `adapted_shared_layers`.
 
-    In a model of 16 bits the sums are rounded. Where adapters are on an embedding that is the
-    output layer's too, the two are two weights from then on, as they are two layers to PEFT.
+    Args:
+        model: with or without adapters.
+        rollout: the name of what samples.
+        what: has the adapters, as they were asked for.
 
     Raises:
-        ConfigError: peft is missing, or the adapters are of another model.
+        ConfigError: naming the layer.
+    """
+    shared = adapted_shared_layers(model)
+    if shared and rollout != "local":
+        layer = next(iter(shared)).rpartition(".")[2]
+        raise ConfigError(
+            f"{what} with rollout={rollout}: {layer} shares its weight with another layer, which "
+            "vLLM would change too: leave it out, or use rollout=local"
+        )
+
+
+def with_stored_adapters(
+    model: PreTrainedModel, folder: str, *, merge: bool = False
+) -> torch.nn.Module:
+    """The model with a folder's adapters on it, which alone are trainable, as in the run that
+    trained them; or with them added to its weights, all of which are trainable again.
+
+    In a model of 16 bits the sums are rounded. Where adapters are on an embedding that is the
+    output layer's too, the two are two weights once they are merged, as they are two layers to
+    PEFT.
+
+    Args:
+        model: the adapters' own.
+        folder: of the adapters.
+        merge: whether they are added to the weights.
+
+    Raises:
+        ConfigError: peft is missing, or the adapters are of another model or of a kind that not
+            every token passes through (aLoRA).
     """
     peft = _peft(f"{folder} with LoRA adapters")
     try:
         with _quiet():
-            adapted = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
-            report = adapted.load_adapter(folder, "default", torch_device="cpu")
-            for layer in adapted_shared_layers(adapted).values():
-                layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
-                model.config.get_text_config().tie_word_embeddings = False
-            result = adapted.merge_and_unload()
+            options = peft.PeftConfig.from_pretrained(folder)
+            if tokens := getattr(options, "alora_invocation_tokens", None):
+                raise ValueError(
+                    f"after alora_invocation_tokens={tokens} alone they are part of it"
+                )
+            options.inference_mode = merge
+            adapted = peft.PeftModel(model, options)
+            report = adapted.load_adapter(
+                folder, "default", torch_device="cpu", is_trainable=not merge
+            )
+            if merge:
+                for layer in adapted_shared_layers(adapted).values():
+                    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+                    model.config.get_text_config().tie_word_embeddings = False
+                adapted = adapted.merge_and_unload()
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = single_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(f"the adapters do not fit their base model: {reason}") from error
@@ -90,9 +122,10 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ConfigError(
             f"the adapters do not fit their base model: {differing[0]} is in one only"
         )
-    result.requires_grad_(True)
-    result.name_or_path = os.path.abspath(folder)  # what adapters on top of it name as their base
-    return result
+    if merge:
+        adapted.requires_grad_(True)
+        adapted.name_or_path = os.path.abspath(folder)  # what adapters on top name as their base
+    return adapted
 
 
 def adapted_shared_layers(model: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Load a causal language model and its tokenizer: a folder, embedded or cached, or a hub id.
 
-A folder may hold LoRA adapters, which are merged into the model that they name.
+A folder may hold LoRA adapters: on the model that they name, or merged into it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from grpo_ustat.config.model import (
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, own_device
-from grpo_ustat.policy.adapters import merged
+from grpo_ustat.policy.adapters import with_stored_adapters
 from grpo_ustat.policy.chat import ChatFormat, writes_turns
 from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.records import Prompt
@@ -104,8 +104,9 @@ def load_policy(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    merge_adapters: bool = True,
 ) -> Policy:
-    """Load a policy in evaluation mode, all parameters trainable.
+    """Load a policy in evaluation mode, all parameters trainable, or LoRA adapters alone.
 
     Args:
         model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, also
@@ -116,6 +117,8 @@ def load_policy(
         attn_implementation: of transformers, None: its own choice.
         trust_remote_code: whether to run code that comes with the model.
         tokenizer: the model's, None: it is loaded.
+        merge_adapters: whether a folder's LoRA adapters are added to the weights of their model,
+            which are then trainable; else they stay on it and are trainable alone.
 
     Raises:
         ConfigError: no model or tokenizer can be loaded from there.
@@ -125,7 +128,10 @@ def load_policy(
     tokenizer = tokenizer or load_tokenizer(model_name_or_path, **common)
     with _one_line(model_name_or_path):
         options = dict(attn_implementation=attn_implementation, **common)
-        model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
+        model = _model(
+            resolve(model_name_or_path), merge=merge_adapters, dtype=getattr(torch, dtype),
+            **options,
+        )  # fmt: skip
         for name, parameter in model.named_parameters():
             if not torch.isfinite(parameter).all():
                 raise ConfigError(f"{name} is not finite: download the model again")
@@ -153,14 +159,16 @@ def load_policy(
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
 
-def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
+def _model(source: str, *, revision: str | None, merge: bool, **options: Any) -> PreTrainedModel:
     """The causal language model at a source; LoRA adapters are merged into the base model they
-    name.
+    name, or stay on it. Those of the base model itself are merged into it.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
         base, revision = adapters
-        return merged(_model(resolve(base), revision=revision, **options), source)
+        model = _model(resolve(base), revision=revision, merge=True, **options)
+        # a PeftModel passes on what it is asked for to the model below it
+        return cast(PreTrainedModel, with_stored_adapters(model, source, merge=merge))
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
     if (file := Path(source) / "generation_config.json").is_file():
@@ -337,7 +345,7 @@ def configured_policy(
     policy = load_policy(
         model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
         attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, merge_adapters=options.merge_adapters,
     )  # fmt: skip
     if options.parameters is not None:
         train_only(policy.model, options.parameters)

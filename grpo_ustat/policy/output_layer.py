@@ -7,6 +7,7 @@ temperature. Only completion positions are computed, and never all logits of a l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -279,6 +280,14 @@ def body(model: PreTrainedModel) -> nn.Module:
     """
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
+
+
+def cache_name(module: nn.Module) -> str | None:
+    """The argument by which `forward` takes what was read before: `past_key_values`, from
+    transformers 5.24 on `cache`; None where it takes neither.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in ("past_key_values", "cache") if name in parameters), None)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions
-from grpo_ustat.policy.output_layer import Head, Window, body, causal
+from grpo_ustat.policy.output_layer import Head, Window, body, cache_name, causal
 from grpo_ustat.policy.quantized import unpacked
 from grpo_ustat.records import Rollouts
 
@@ -80,8 +80,8 @@ class SharedPromptReader:
                 input_ids=ids,
                 attention_mask=mask if self.padded else None,
                 position_ids=positions(mask)[:, -ids.shape[1] :],
-                past_key_values=cache,
                 use_cache=True,
+                **{str(cache_name(self.below)): cache},
             )
         self.output = type(output)
         return output.last_hidden_state
@@ -149,10 +149,11 @@ def can_share(policy: Policy) -> bool:
     """Whether a prompt can be read once for its whole group: its layers pass on keys and values
     alone, and continuing from copies of these gives the log-probabilities of a single pass.
     """
-    parameters = inspect.signature(body(causal(policy.model)).forward).parameters
+    below = body(causal(policy.model))
+    takes = cache_name(below) and "position_ids" in inspect.signature(below.forward).parameters
     layers = DynamicCache(config=causal(policy.model).config).layers
     plain = all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in layers)
-    if not plain or not layers or not {"position_ids", "past_key_values"} <= set(parameters):
+    if not plain or not layers or not takes:
         return False
     return all(
         _agrees(policy, SharedPromptReader, prompts, at_once=2)

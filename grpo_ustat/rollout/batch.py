@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import left_padded, positions
+from grpo_ustat.policy.output_layer import cache_name, causal
 from grpo_ustat.rollout.cache import growing_cache, replaceable_rows
 from grpo_ustat.rollout.decoding import choose
 from grpo_ustat.rollout.sampling import Sampling
@@ -107,6 +108,7 @@ class DecodingBatch:
         began: what `drawn` was when each row began.
         drawn: tokens drawn so far, of the batch.
         length: columns read so far.
+        cache_name: the argument by which the model takes the cache.
         shortcut: writes tokens by CUDA graphs; None: one operation after the other.
         moved: whether tensors are other ones than when the shortcut wrote tokens last.
     """
@@ -115,6 +117,7 @@ class DecodingBatch:
         """Read each prompt once, repeat it, and draw the first tokens."""
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
+        self.cache_name = str(cache_name(causal(policy.model)))
         self.width = sampling.max_completion_length
         self.rows, self.drawn = np.array(rows), 0
         self.began = np.zeros_like(self.rows)
@@ -183,9 +186,9 @@ class DecodingBatch:
             input_ids=self.token_R[:, None],
             attention_mask=mask,
             position_ids=(self.prompt_lengths_R + self.lengths_R - 1)[:, None],
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_name: cache},
         ).logits[:, -1]
 
     def count(self, tokens: int) -> None:
@@ -314,9 +317,9 @@ class DecodingBatch:
             input_ids=ids_PL,
             attention_mask=mask_PL if min(map(len, ids)) < length else None,
             position_ids=positions(mask_PL),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_name: cache},
         )
         return cache, length, output.logits[:, -1]
 

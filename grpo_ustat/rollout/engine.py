@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from grpo_ustat.config.model import ModelConfig
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import Policy, context_length
-from grpo_ustat.policy.output_layer import causal
+from grpo_ustat.policy.output_layer import cache_name, causal
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.rollout.vllm_server import VllmServerEngine
 
-MODELS_WITH_OWN_CACHE = ("recurrent_gemma",)  # whose past_key_values is no transformers.Cache
+MODELS_WITH_OWN_CACHE = ("recurrent_gemma",)  # which is no transformers.Cache
 
 
 class Engine(Protocol):
@@ -59,18 +59,20 @@ class LocalEngine:
 
 
 def check_cache(model: PreTrainedModel) -> None:
-    """Refuse a model that ignores the `past_key_values` it is called with: every token after the
-    first would be drawn as if nothing stood before it.
+    """Refuse a model that ignores the cache it is called with, when every token after the first
+    would be drawn as if nothing stood before it; and one of recurrent layers alone, which would
+    take the mask of all tokens for that of the new ones (Mamba).
 
     Raises:
         ConfigError: naming the architecture.
     """
     kind = model.config.model_type
-    keeps_it = "past_key_values" in inspect.signature(causal(model).forward).parameters
-    if keeps_it and kind not in MODELS_WITH_OWN_CACHE:
+    layers = DynamicCache(config=model.config).layers
+    recurrent = layers and not any(isinstance(layer, DynamicLayer) for layer in layers)
+    if cache_name(causal(model)) and not recurrent and kind not in MODELS_WITH_OWN_CACHE:
         return
     raise ConfigError(
-        f"rollout=local cannot sample from {kind}, which continues no text from past_key_values: "
+        f"rollout=local cannot sample from {kind}, which continues no text from a cache: "
         "use rollout=vllm, or study rollouts that were made elsewhere (pool=FILE.parquet)"
     )
 

@@ -102,6 +102,7 @@ class StudyResult(RunResult):
     Attributes:
         recipes: published losses, each at its own G, by the names of `config.recipes`; their
             intervals hold together, see `mse.recipes`.
+        verdicts: published claims judged on this policy, where `study.verdicts` asks for them.
         questions, pool_completions: of the pool, the second of each question.
         summary: the verdict in words, with warnings.
         pool_versions: completions by the versions that scored them.
@@ -116,6 +117,7 @@ class StudyResult(RunResult):
     losses: Sometimes[list[parts.LossWorth]] = None
     off_policy: Sometimes[parts.OffPolicy] = None
     recipes: Sometimes[list[parts.LossWorth]] = None
+    verdicts: Sometimes[list[parts.ClaimVerdict]] = None
     dynamic_sampling: list[parts.DynamicSampling]
     proxies: list[parts.Proxy]
     allocation: list[parts.Allocation]

@@ -16,6 +16,10 @@ Setting = Annotated[
     str, ("all_questions_once", "with_replacement", "without_replacement", "one_question")
 ]
 Three = tuple[float, float, float]
+HOLDS, FAILS, UNDECIDED, UNMEASURED = VERDICTS = (
+    "holds", "does not hold", "not decided", "not measured",
+)  # fmt: skip
+ClaimWord = Annotated[str, VERDICTS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +199,33 @@ class OffPolicy:
     effective_tokens: Estimate
     effective_completions: Estimate
     losses: list[LossWorth]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimVerdict:
+    """A published claim judged on this policy, see `mse.verdicts`.
+
+    Attributes:
+        claim, source: what is claimed, and where.
+        measured: the number that stands for it, in words.
+        number: with its interval, for new questions.
+        least, most: between which it lies where the claim holds; null: no bound.
+        holm_p: of the hypothesis that it lies on the other side, corrected for all rows.
+        verdict: what is said.
+        beside: further numbers, in a sentence.
+        reason: why nothing is measured.
+    """
+
+    claim: str
+    source: str
+    measured: str
+    number: Sometimes[Estimate] = None
+    least: NumberOrNull
+    most: NumberOrNull
+    holm_p: Sometimes[float] = None
+    verdict: ClaimWord
+    beside: Sometimes[str] = None
+    reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ LOSSES = [
     Loss("leave_one_out, grpo", "leave_one_out", {}, "grpo", LONGEST),
     Loss("group_std, grpo", "group_std", STD, "grpo", LONGEST),
     Loss("group_std, dapo", "group_std", STD, "dapo", LONGEST),
+    Loss("group_std, bnpo", "group_std", STD, "bnpo", LONGEST, micro_batch_size=8),
     Loss("batch_std, sum", "batch_std", STD, "sum", LONGEST),
 ]
 

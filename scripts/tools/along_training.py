@@ -1,9 +1,13 @@
-"""C1, C2, C3, G* and accuracy or mean reward along a training run: a study of every checkpoint.
+"""G*, n_c, the prompts' share and a loss's worth along training runs: a study of every checkpoint.
 
-    python scripts/tools/along_training.py outputs/train/NAME/seed-0 [mse overrides]
+    python scripts/tools/along_training.py outputs/train/NAME/seed-0 [more runs] [mse overrides]
+    python scripts/tools/along_training.py docs/examples/smollm2/full docs/examples/smollm2/lora
 
-Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated; the questions, the
-prompt and the temperature are the run's. Writes `scaling_along_training.csv` and `.png` there.
+Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated: of a run whose
+checkpoints are gone the finished ones are read. The questions, the prompt and the temperature are
+the run's, and so is the G of n_c, share and worth; `objective=trl_dapo study.rollouts=64` asks for
+the worth of a rollout of TRL's default loss in updates of 64. Prints the table, and writes it to
+`along_training.csv` and `.png` in the first run.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -18,66 +23,123 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import yaml
 
-COLUMNS = ("c1", "c2", "c3", "gstar")
+ENDS = ("", "_low", "_high")
+PANELS = {
+    "mean_reward": "accuracy or mean reward",
+    "gstar": "G*",
+    "noise_scale": "n_c, rollouts",
+    "prompt_share": "prompts' share of the noise",
+    "worth": "worth of a rollout",
+}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
-def checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, in order."""
-    found = [(int(path.name.split("-")[1]), path) for path in run.glob("checkpoint-*")]
+def steps_of(run: Path) -> list[int]:
+    """Steps with a checkpoint or a finished study, in order."""
     models = ("config.json", "adapter_config.json")
-    return sorted((s, path) for s, path in found if any((path / name).is_file() for name in models))
+    saved = [path.parent for name in models for path in run.glob(f"checkpoint-*/{name}")]
+    studied = [path.parent for path in run.glob("mse/checkpoint-*/result.json")]
+    return sorted({int(path.name.split("-")[1]) for path in (*saved, *studied)})
 
 
-def study(run: Path, step: int, checkpoint: Path, overrides: list[str]) -> dict:
-    """The result of one checkpoint's study, run unless it is there."""
-    trained = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
-    folder = run / "mse" / checkpoint.name
-    subprocess.run(
-        [
-            sys.executable, "-m", "grpo_ustat.mse", "model=hub", f"model.name=step-{step}",
-            f"model.model_name_or_path={checkpoint.resolve()}", f"hydra.run.dir={folder}",
-            f"dataset={trained['dataset']['name']}", f"prompt={trained['prompt']['name']}",
-            f"temperature={trained['temperature']}",
-            f"max_completion_length={trained['max_completion_length']}", *overrides,
-        ],
-        check=True,
-    )  # fmt: skip
+def study(run: Path, step: int, trained: dict, overrides: list[str]) -> dict:
+    """The result of one checkpoint's study, run unless its folder is finished."""
+    checkpoint, folder = run / f"checkpoint-{step}", run / "mse" / f"checkpoint-{step}"
+    if checkpoint.is_dir():
+        subprocess.run(
+            [
+                sys.executable, "-m", "grpo_ustat.mse", "model=hub", f"model.name=step-{step}",
+                f"model.model_name_or_path={checkpoint.resolve()}", f"hydra.run.dir={folder}",
+                f"dataset={trained['dataset']['name']}", f"prompt={trained['prompt']['name']}",
+                f"temperature={trained['temperature']}",
+                f"max_completion_length={trained['max_completion_length']}", *overrides,
+            ],
+            check=True,
+        )  # fmt: skip
     return json.loads((folder / "result.json").read_text())
 
 
-def row(step: int, result: dict) -> dict:
-    """One line of the table."""
-    scaling, policy = result["scaling"], result["policy"]
-    ends = ("", "_low", "_high")
-    return (
-        {"step": step, "quantity": policy["quantity"]}
-        | {f"mean_reward{end}": policy[f"mean_reward{end}"] for end in ends}
-        | {f"{name}{end}": scaling[f"{name}{end}"] for name in COLUMNS for end in ends}
-        | {"corr": result["assumption2"]["corr"], "a0": result["assumption2"]["a0"]}
-        | {"a_v": result["assumption2"]["a_v"], "grad_sq": result["grad_sq"]["grad_sq"]}
-    )
+def row(name: str, step: int, group_size: int, result: dict) -> dict:
+    """One line of the table; n_c, share and worth at the run's G, null where it is not measured."""
+    scaling, noises = result["scaling"], result["noise"]["curve"]
+    noise = next((x for x in noises if x["group_size"] == group_size), {})
+    losses = (x for x in result.get("losses", ()) if x["group_size"] == group_size)
+    loss = next(losses, {})
+    values = {"run": name, "step": step}
+    values |= {"quantity": result["policy"]["quantity"], "questions": result["questions"]}
+    values["loss"] = loss.get("loss")
+    for end in ENDS:
+        values[f"mean_reward{end}"] = result["policy"][f"mean_reward{end}"]
+        values |= {f"{key}{end}": scaling[f"{key}{end}"] for key in ("gstar", "c1", "c2", "c3")}
+        values[f"noise_scale{end}"] = noise.get(f"rollouts{end}")
+        values[f"prompt_share{end}"] = noise.get(f"prompt_share{end}")
+        values[f"worth{end}"] = loss.get(f"worth{end}")
+    values |= {key: result["assumption2"][key] for key in ("corr", "a0", "a_v")}
+    return values | {"grad_sq": result["grad_sq"]["grad_sq"]}
+
+
+def is_known(values: dict, key: str) -> bool:
+    """Whether anything is known of a quantity: its estimate, or an end of its interval."""
+    return any(values[f"{key}{end}"] for end in ENDS)
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown, each number with its 95 % interval; `-`: unknown."""
+
+    def cell(values: dict, name: str) -> str:
+        if not is_known(values, name):
+            return "-"
+        value, low, high = (
+            "-" if values[f"{name}{end}"] is None else f"{float(f'{values[name + end]:.3g}'):g}"
+            for end in ENDS
+        )
+        return f"{value} [{low}, {high}]"
+
+    names = " | ".join(("run", "step", "questions", *PANELS.values()))
+    lines = [f"| {names} |", "|---" * (len(PANELS) + 3) + "|"]
+    for values in rows:
+        cells = " | ".join(cell(values, name) for name in PANELS)
+        places = " | ".join(str(values[name]) for name in ("run", "step", "questions"))
+        lines.append(f"| {places} | {cells} |")
+    return "\n".join(lines)
 
 
 def figure(rows: list[dict], path: Path) -> None:
-    """The constants and G* against the step, with 95 % intervals; an arrow: no upper end."""
-    image, panels = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    steps = [r["step"] for r in rows]
-    for name, colour in zip(COLUMNS, ("#D55E00", "#009E73", "#0072B2", "#000000"), strict=True):
-        axes = panels[1 if name == "gstar" else 0]
-        known = [r for r in rows if r[name] is not None and r[f"{name}_low"] is not None]
-        open_ended = [r[f"{name}_high"] is None for r in known]
-        lower = [r[name] - r[f"{name}_low"] for r in known]
-        upper = [0 if r[f"{name}_high"] is None else r[f"{name}_high"] - r[name] for r in known]
-        axes.errorbar(
-            [r["step"] for r in known], [r[name] for r in known], [lower, upper], lolims=open_ended,
-            marker="o", markersize=4, capsize=3, color=colour, label=name,
-        )  # fmt: skip
-    panels[0].set_yscale("log")
-    for axes in panels:
-        axes.set_xlabel("training step")
-        axes.set_xticks(steps)
+    """Every quantity that is known against the step, with 95 % intervals; an arrow: no end."""
+    shown = [key for key in PANELS if any(is_known(r, key) for r in rows)]
+    image, panels = plt.subplots(
+        1, len(shown), figsize=(3.1 * len(shown), 3.2), layout="constrained", squeeze=False
+    )
+    runs = list(dict.fromkeys(r["run"] for r in rows))
+    last = max(r["step"] for r in rows)
+    apart = 0.012 * last  # of the runs' marks
+    for axes, key in zip(panels[0], shown, strict=True):
+        endless = []
+        for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
+            own = [r for r in rows if r["run"] == run and is_known(r, key)]
+            at = [r["step"] + apart * (2 * place - len(runs) + 1) for r in own]
+            middle = [math.nan if r[key] is None else r[key] for r in own]
+            axes.plot(at, middle, "o-", markersize=4, linewidth=1, color=colour, label=run)
+            for x, r in zip(at, own, strict=True):
+                if r[f"{key}_low"] is None:
+                    continue
+                if r[f"{key}_high"] is None:
+                    endless.append((x, r[f"{key}_low"], colour))
+                else:
+                    axes.plot(
+                        [x, x], [r[f"{key}_low"], r[f"{key}_high"]], "_-", linewidth=1, color=colour
+                    )
+        if key == "noise_scale":
+            axes.set_yscale("log")
+        bottom, top = axes.get_ylim()
+        for x, low, colour in endless:
+            axes.plot([x, x], [low, top], color=colour)
+            axes.plot(x, top, "^", color=colour, clip_on=False)
+        axes.set_ylim(min([bottom, *(low for _, low, _ in endless)]), top)
+        axes.set(title=PANELS[key], xlabel="training step", xlim=(-0.06 * last, 1.06 * last))
+        axes.set_xticks(sorted({r["step"] for r in rows}))
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    panels[0][0].legend(frameon=False)
     image.savefig(path, dpi=150)
 
 
@@ -85,19 +147,27 @@ def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a training run with checkpoints")
-    parser.add_argument("overrides", nargs="*", help="of the studies: study.questions=50")
+    parser.add_argument("more", nargs="*", help="further runs; of the studies: study.questions=50")
     arguments = parser.parse_args()
-    run = arguments.run
-    saved = checkpoints(run)
-    if not saved:
-        parser.error(f"{run} has no checkpoint-* with a model: train first")
-    rows = [row(step, study(run, step, path, arguments.overrides)) for step, path in saved]
-    with (run / "scaling_along_training.csv").open("w", newline="") as file:
+    overrides = [word for word in arguments.more if "=" in word]
+    rows, runs = [], [arguments.run, *(Path(x) for x in arguments.more if "=" not in x)]
+    apart = len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        steps = steps_of(run)
+        if not steps:
+            parser.error(f"{run} has no checkpoint-* with a model: train first")
+        trained = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
+        for step in steps:
+            result = study(run, step, trained, overrides)
+            name = run.name if apart else str(run)
+            rows.append(row(name, step, trained["group_size"], result))
+    print(table(rows))
+    with (arguments.run / "along_training.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    figure(rows, run / "scaling_along_training.png")
-    print(f"Wrote {run / 'scaling_along_training.csv'} and .png")
+    figure(rows, arguments.run / "along_training.png")
+    print(f"Wrote {arguments.run / 'along_training.csv'} and .png")
 
 
 if __name__ == "__main__":

@@ -98,12 +98,14 @@ class Trial:
         commands: words, the first of them a program of the environment.
         leaves: a file that the commands leave, as a pattern; "" for none.
         alone: the packages that come, where they are counted.
+        unconstrained: a package of which it needs another version than the constraints name.
     """
 
     extras: str
     commands: tuple[tuple[str, ...], ...]
     leaves: str = ""
     alone: frozenset[str] = frozenset()
+    unconstrained: str = ""
 
 
 def words(*lines: str) -> tuple[tuple[str, ...], ...]:
@@ -138,10 +140,13 @@ TRIALS = {
     "tensorboard": Trial(
         "cli,tensorboard", words(f"{STEPS} logger=tensorboard"), leaves="**/events.out.tfevents.*"
     ),
-    "trackio": Trial("cli,trackio", words(f"{STEPS} logger=trackio"), leaves="**/*.db"),
+    "trackio": Trial(
+        "cli,trackio", words(f"{STEPS} logger=trackio"), leaves="**/*.db", unconstrained="pillow"
+    ),
     "wandb": Trial("cli,wandb", words(f"{STEPS} logger=wandb"), leaves="**/offline-run-*/*.wandb"),
 }
 OTHERS = {  # extras that are not tried here, and where they are
+    "docs": "the pages of a checkout as a site, in a nightly job of their own",
     "test": "the tests of a checkout",
     "vllm": "scripts/tools/try_vllm.py, on CPUs; this one is gigabytes for GPUs",
 }
@@ -159,7 +164,7 @@ def run(command: list[str], **options) -> str:
     """
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode:
-        said = (done.stdout + done.stderr)[-4000:]
+        said = done.stdout[-2000:] + done.stderr[-2000:]
         raise Failure(f"{' '.join(command)[:200]} ended with code {done.returncode}:\n{said}")
     return done.stdout
 
@@ -168,7 +173,7 @@ def environment(folder: Path, *wanted: str) -> Path:
     """The programs of a new environment, into which pip has installed these."""
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "install", "-q", *wanted], cwd=folder)
+    run([*pip, "install", *wanted], cwd=folder)  # with -q it does not say why versions conflict
     run([*pip, "check"], cwd=folder)
     return folder / "bin"
 
@@ -231,7 +236,12 @@ def check_metadata(metadata: Message, tag: str) -> None:
 
 def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -> str:
     """Install and run; a line with what came and how long both took."""
-    limits = [word for file in constraints for word in ("-c", str(file))]
+    limits = []
+    for number, file in enumerate(constraints):
+        kept = scratch / f"constraints-{number}.txt"
+        lines = file.read_text().splitlines(keepends=True)
+        kept.write_text("".join(x for x in lines if x.split("==")[0] != trial.unconstrained))
+        limits += ["-c", str(kept)]
     start = time.monotonic()
     wanted = f"{wheel}[{trial.extras}]" if trial.extras else str(wheel)
     programs = environment(scratch / "environment", *limits, wanted)

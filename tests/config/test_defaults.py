@@ -49,6 +49,7 @@ OVERLAYS = {  # of each overlay that names a model or a data set: learning rate,
     "mse": {
         "experiment=monte_carlo_check": 96,
         "experiment=smollm2": 4,
+        "experiment=verdicts": 96,
         "policy=qwen2_5_0_5b": 256,
         "policy=qwen2_5_0_5b_instruct": 256,
         "policy=qwen2_5_0_5b_instruct_icl": 256,

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from grpo_ustat.estimators.intervals import (
     clustered_mean,
     clustered_wilson,
+    decide,
     jackknife_variance,
     mean_reward,
     paired_difference,
@@ -69,3 +73,23 @@ def test_a_mean_reward_has_the_interval_of_its_kind(rng):
 
 def test_pooled_dof_of_equal_variances_adds_up():
     assert pooled_dof(np.ones(5), 7) == pytest.approx(35)
+
+
+@pytest.mark.parametrize("estimate", [-3.0, 0.4, 2.5])
+def test_a_decision_against_one_bound_is_student_s_test(estimate):
+    found = decide(lambda level: t_interval(estimate, 1.0, 7, level), least=0.0)
+    assert found.inside == (estimate > 0)
+    assert found.p_value == pytest.approx(2 * t.sf(abs(estimate), 7), rel=1e-4)
+
+
+def test_a_decision_for_the_inside_has_to_exclude_both_bounds():
+    found = decide(lambda level: t_interval(0.2, 1.0, 7, level), -2.0, 2.0)
+    assert found.inside
+    assert found.p_value == pytest.approx(2 * t.sf(1.8, 7), rel=1e-4)
+    outside = decide(lambda level: t_interval(3.0, 1.0, 7, level), -2.0, 2.0)
+    assert (outside.inside, round(outside.p_value, 4)) == (False, round(2 * t.sf(1.0, 7), 4))
+
+
+def test_nothing_known_decides_nothing():
+    found = decide(lambda level: t_interval(math.nan, 1.0, 7, level))
+    assert (found.inside, found.p_value) == (None, 1.0)

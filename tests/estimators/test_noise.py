@@ -12,6 +12,7 @@ from tabular import TabularPolicy
 from grpo_ustat.estimators.intervals import Interval, ratio_interval
 from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
 from grpo_ustat.estimators.noise import (
+    equal_noise_size,
     group_terms,
     noise_estimate,
     noise_of_steps,
@@ -381,3 +382,19 @@ def test_what_drifting_policies_say_is_withheld(rng):
         "1.1 nats a completion within a window, so c1 may be too large by 0.0"
         in everything["gstar"]
     )
+
+
+def test_the_prompts_share_is_a_half_at_the_size_of_equal_noise_and_may_be_at_its_ends(rng):
+    constants = np.array([1.0, 20.0, 30.0])
+    deviates = rng.normal(size=(3, 40)) * constants[:, None] / 20 / np.sqrt(40)
+    deviates -= deviates.mean(axis=1, keepdims=True)
+    names = ("c1", "c2", "c3")
+    whole = dict(zip(names, constants, strict=True))
+    delete_one = {x: (whole[x] + own)[None] for x, own in zip(names, deviates, strict=True)}
+    size, low, high = equal_noise_size(scaling_estimate(whole, delete_one, 1.0))
+    assert low < size < high
+    assert prompt_share(whole, delete_one, size).estimate == pytest.approx(0.5)
+    assert prompt_share(whole, delete_one, low).high == pytest.approx(0.5, abs=1e-6)
+    assert prompt_share(whole, delete_one, high).low == pytest.approx(0.5, abs=1e-6)
+    wider = {x: whole[x] + 40 * (own - whole[x]) for x, own in delete_one.items()}
+    assert equal_noise_size(scaling_estimate(whole, wider, 1.0)).high == np.inf

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -229,6 +231,23 @@ CASES = [
     for tied in (True, False)
 ]  # fmt: skip
 every_architecture = pytest.mark.parametrize("name, tied", CASES)
+
+
+def takes_cache_as(name, forward):
+    """A forward pass that takes what was read before by this name, whatever transformers calls it;
+    by no other.
+    """
+    own = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+    def by_new_name(input_ids, attention_mask=None, position_ids=None, cache=None, **others):
+        return forward(input_ids, attention_mask, position_ids, **{own: cache}, **others)
+
+    def by_old_name(
+        input_ids, attention_mask=None, position_ids=None, past_key_values=None, **others
+    ):
+        return by_new_name(input_ids, attention_mask, position_ids, past_key_values, **others)
+
+    return by_new_name if name == "cache" else by_old_name
 
 
 def build(name, tied, dtype=torch.float64, seed=0):

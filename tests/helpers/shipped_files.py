@@ -23,6 +23,7 @@ OTHER_TAKERS = {  # files that are not as others of their group
     ("study", "best_group_size_start"): ("mse",),
     ("experiment", "algorithm2"): ("mse", "train"),
     ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
+    ("experiment", "verdicts"): ("mse",),
     ("experiment", "theorems"): ("gap",),
     ("rollout", "vllm_server"): ("train",),
     ("debug", "mse"): ("mse",), ("debug", "train"): ("train",),

@@ -1,5 +1,5 @@
 """Settings of TRL's notebooks, launch lines and pages, and of open-r1's recipes, each trained with
-an embedded policy and the callback; as a script under torchrun too.
+a small model and the callback; as a script under torchrun too.
 
     torchrun --nproc_per_node 2 tests/helpers/trl_settings.py FOLDER grpo_vlm.py
 
@@ -9,7 +9,8 @@ What a setting keeps of its file: rows of a batch, the group size, how often a b
 loss, sampling, adapters, precision, quantisation, sharding. What it does not: the model and its
 data; vLLM, in whose place transformers generates; Liger and 8-bit optimizers, whose kernels need a
 GPU; lengths of completions, which are cut; and the number of processes, of which there are two
-with so many rows each that all together have those of the file.
+with so many rows each that all together have those of the file. Models that read images have random
+weights, and each picture is of a few pixels.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import trl_images
 import trl_run
 import trl_sharded
 
@@ -53,7 +55,7 @@ class Setting:
         processes: of the file.
         tools: "": none; "tool"; "environment"; "boards": every reset hands out another task.
         refused: words of the line by which it is refused; "": it is measured.
-        images: whether the file's model reads images.
+        images: what kind of model the file's is, of those in `trl_images`; "": it reads no images.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Setting:
     processes: int = 1
     tools: str = ""
     refused: str = ""
-    images: bool = False
+    images: str = ""
 
     def words(self) -> str:
         """In short, for a table."""
@@ -73,7 +75,7 @@ class Setting:
             parts.append(f"LoRA r={self.lora['r']} dropout={self.lora.get('lora_dropout', 0)}")
         parts += ["4-bit"] * self.four_bit + [self.dtype] * (self.dtype != "float32")
         parts += [f"{self.way} x {self.processes}"] * (self.way != "single")
-        return ", ".join(parts + [self.tools] * bool(self.tools)) or "defaults"
+        return ", ".join([*parts, *filter(None, (self.images, self.tools))]) or "defaults"
 
 
 def batch(rows, accumulation=1, size=8, **others):
@@ -84,7 +86,13 @@ def batch(rows, accumulation=1, size=8, **others):
     )  # fmt: skip
 
 
-VISION_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+VISION_LORA = {
+    "r": 8,
+    "lora_alpha": 32,
+    "lora_dropout": 0.1,
+    "target_modules": ["q_proj", "v_proj"],
+}
+VISION_LINE = COMMAND_LINE | {"target_modules": ["q_proj", "v_proj"]}  # of a command line
 GSPO = batch(
     8, 2, steps_per_generation=8, importance_sampling_level="sequence", epsilon=3e-4,
     epsilon_high=4e-4, beta=0.0, loss_type="grpo", learning_rate=1e-5,
@@ -107,8 +115,13 @@ SETTINGS = {
     "openenv_wordle_grpo.ipynb": Setting(
         batch(1, 64, 2, learning_rate=1e-6), tools="environment"
     ),
-    "grpo_qwen3_vl.ipynb": Setting(batch(2, size=2), images=True),
-    "grpo_ministral3_vl.ipynb": Setting(batch(2, size=2), images=True),
+    "grpo_qwen3_vl.ipynb": Setting(
+        batch(2, size=2, learning_rate=2e-5), VISION_LORA, four_bit=True, images="qwen3_vl"
+    ),
+    "grpo_ministral3_vl.ipynb": Setting(
+        batch(2, size=2, learning_rate=2e-5, bf16=False), VISION_LORA, four_bit=True,
+        images="mistral3",
+    ),
     # trl/docs/source/lora_without_regret.md
     "lora_without_regret.md, Python": Setting(
         batch(1, 4, 8, generation_batch_size=8, learning_rate=5e-5),
@@ -142,13 +155,23 @@ SETTINGS = {
         {"num_generations": 32}, COMMAND_LINE, way="zero3", processes=8
     ),
     "gspo.py": Setting(
-        GSPO, COMMAND_LINE | {"target_modules": ["q_proj", "v_proj"]}, dtype="bfloat16",
-        way="zero3", processes=8,
+        GSPO, VISION_LINE, dtype="bfloat16", way="zero3", processes=8,
     ),
-    "grpo_vlm.py, Qwen2.5-VL": Setting(images=True, way="zero3", processes=8),
-    "grpo_vlm.py, SmolVLM2": Setting(batch(1, 2, 2), images=True, way="zero3", processes=8),
-    "grpo_trainer.md, VLM": Setting(images=True, way="zero3", processes=8),
-    "gspo_vlm.py": Setting(GSPO, images=True, way="zero3", processes=8),
+    "grpo_vlm.py, Qwen2.5-VL": Setting(
+        {"learning_rate": 1e-5}, VISION_LINE, dtype="bfloat16", way="zero3", processes=8,
+        images="qwen2_5_vl",
+    ),
+    "grpo_vlm.py, SmolVLM2": Setting(
+        batch(1, 2, 2, learning_rate=1e-5), VISION_LINE, dtype="bfloat16", way="zero3",
+        processes=8, images="smolvlm",
+    ),
+    "grpo_trainer.md, VLM": Setting(
+        {"learning_rate": 1e-5}, VISION_LINE, dtype="bfloat16", way="zero3", processes=8,
+        images="qwen2_5_vl",
+    ),
+    "gspo_vlm.py": Setting(
+        GSPO, VISION_LINE, dtype="bfloat16", way="zero3", processes=8, images="qwen2_5_vl"
+    ),
     "harbor/data_agent.py": Setting(batch(8, learning_rate=1e-6), way="zero2", processes=2),
     "seta.py, colocate": Setting(batch(1, 1, 2, learning_rate=5e-7), way="zero2", processes=4),
     "seta.py, server": Setting(batch(1, 1, 2, learning_rate=5e-7), way="zero2", processes=2),
@@ -180,6 +203,11 @@ def on_text(reward):
         return reward([text_of(one) for one in completions], **columns)
 
     return rewarded
+
+
+def letters(completions, **_):
+    """The share of letters, in which completions of random weights differ too."""
+    return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
 
 
 def look_up(key: str) -> str:
@@ -232,11 +260,25 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
     """What came of as many updates as the first window needs: `accepted`, `line` and more."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+        BitsAndBytesConfig,
+    )
     from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 
     from grpo_ustat.integrations.trl import GradientNoiseCallback
 
+    auto, model = AutoModelForCausalLM, str(trl_run.MODEL)  # TRL loads it, under ZeRO-3 in parts
+    if setting.images:  # before GRPOConfig, from which on DeepSpeed partitions what is made
+        auto, reader = AutoModelForImageTextToText, trl_images.processor(setting.images)
+        model = str(folder / f"model-{os.environ.get('RANK', 0)}")
+        trl_images.model_of(setting.images, reader.tokenizer).save_pretrained(model)
+        data = trl_images.questions(200)
+    else:
+        reader = AutoTokenizer.from_pretrained(trl_run.MODEL)
+        data = trl_run.questions(2000)
     arguments = dict(setting.arguments)
     rows = arguments.get("per_device_train_batch_size", 8) * setting.processes
     if setting.way != "single":
@@ -252,16 +294,13 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
     groups = max(1, rows * ranks * args.steps_per_generation // args.num_generations)
     reused = args.steps_per_generation / args.gradient_accumulation_steps
     args.max_steps = int((windows.window_batches(groups) - 1) * reused) + 1
-    tokenizer = AutoTokenizer.from_pretrained(trl_run.MODEL)
-    data = trl_run.questions(2000)
     if setting.tools:
-        tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+        reader.chat_template = chat_template_utils.qwen3_chat_template
         data = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in data]
-    model = str(trl_run.MODEL)  # TRL loads it, under ZeRO-3 in parts
     args.model_init_kwargs = {"dtype": MODELS[setting.dtype]}
     if setting.four_bit:
         args.model_init_kwargs = None
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto.from_pretrained(
             model, dtype=MODELS[setting.dtype], device_map="cpu",
             quantization_config=BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_type="nf4",
@@ -269,8 +308,8 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
             ),
         )  # fmt: skip
     trainer = GRPOTrainer(
-        model=model, args=args, processing_class=tokenizer,
-        reward_funcs=[on_text(trl_run.right), on_text(trl_run.ones)],
+        model=model, args=args, processing_class=reader,
+        reward_funcs=[on_text(trl_run.right), on_text(letters if setting.images else trl_run.ones)],
         train_dataset=Dataset.from_list(data),
         peft_config=None if setting.lora is None else LoraConfig(**setting.lora),
         tools=[look_up] if setting.tools == "tool" else None,

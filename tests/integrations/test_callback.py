@@ -6,8 +6,10 @@ trainer.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import hostile
@@ -17,12 +19,15 @@ import torch
 from trl_room import GRPOTrainer
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.noise import group_terms, noise_estimate
 from grpo_ustat.integrations.trl import callback as callback_module
 from grpo_ustat.integrations.trl import scoring, windows
 from grpo_ustat.integrations.trl.callback import GradientNoiseCallback
 from grpo_ustat.integrations.trl.generation import Completion, Group
+from grpo_ustat.integrations.trl.in_step import LayersInStep
+from grpo_ustat.integrations.trl.lines import numbers
 from grpo_ustat.integrations.trl.scoring import GroupScorer, unchanged
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.policy.scores.groups import GroupScores
@@ -204,6 +209,15 @@ def test_two_completions_of_a_prompt_give_bounds(capsys):
     assert "G* in [" in lines[1] and "under Assumption 2), noise scale" in lines[1]
 
 
+def test_a_number_of_which_nothing_is_known_is_unknown():
+    """And no number of rollouts."""
+    nothing, some = Interval(math.nan, 0.0, math.inf), Interval(math.nan, 27.0, math.inf)
+    intervals = {"zero_variance": Interval(0.0, 0.0, 0.5), "gstar": nothing}
+    line = numbers(intervals | {"noise_scale": nothing})
+    assert line == "G* unknown, noise scale unknown, 0 % of groups have equal rewards"
+    assert "at least 27 rollouts" in numbers(intervals | {"noise_scale": some})
+
+
 def test_a_window_of_two_groups_at_the_end_counts(monkeypatch):
     """One group alone has nothing to be compared with."""
     trainer = GRPOTrainer(SIZE)
@@ -262,9 +276,8 @@ def test_running_means_forget_the_first_half():
     assert [one.first for one in callback.recent()] == list(range(14, 30, 2))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_find_what_one_finds(world, monkeypatch):
-    """24 rows of 6 groups: 12, 8 or 6 rows a rank; of four ranks' groups some straddle."""
+def on_ranks(world, monkeypatch, act):
+    """`act(rank)` on every rank, which are threads."""
     heard, barrier = {}, threading.Barrier(world)
 
     def gather(mine):
@@ -275,20 +288,66 @@ def test_ranks_find_what_one_finds(world, monkeypatch):
         return everything
 
     monkeypatch.setattr(scoring, "gather_object", gather)
-    callbacks = [measured(rank=rank, world=world) for rank in range(world)]
-    threads = [
-        threading.Thread(target=generate, args=(trainer, 0, 0), name=str(rank))
-        for rank, (trainer, _) in enumerate(callbacks)
-    ]
+    threads = [threading.Thread(target=act, args=(rank,), name=str(rank)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_find_what_one_finds(world, monkeypatch):
+    """24 rows of 6 groups: 12, 8 or 6 rows a rank; of four ranks' groups some straddle."""
+    callbacks = [measured(rank=rank, world=world) for rank in range(world)]
+    on_ranks(world, monkeypatch, lambda rank: generate(callbacks[rank][0], 0, 0))
     expected = expected_terms(*batch(0))
     for _, callback in callbacks:
         (window,) = callback.windows
         for one, other in zip(window.terms, expected, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("error", ["", "CUDA out of memory.", "no rule"])
+def test_ranks_in_step_gather_the_same_layers(error, monkeypatch):
+    """Four groups on three ranks, of which one fails at first: with halves where memory ran out."""
+    scorers = [GroupScorer(GRPOTrainer(4, rank, 3), 4, 9) for rank in range(3)]
+    scorers[0].at_once = 8  # another rank had less memory for whole weights
+    pair = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    gathered, scored, said = [[], [], []], {}, {}
+
+    def act(rank):
+        @contextmanager
+        def gather(layer):
+            gathered[rank].append(pair.index(layer))
+            yield
+
+        def scores(model, group, layers):
+            if rank == 0:  # others need fewer layers than there are turns
+                for layer in [*pair, *pair[::-1]] * (4 // scorers[0].at_once):
+                    with layers.weights(layer):
+                        pass
+            if rank == 1 and len(gathered[1]) < 4 and error:
+                with layers.weights(pair[1]):
+                    raise RuntimeError(error)
+            return group
+
+        scorers[rank]._scores = scores
+        layers = LayersInStep(pair, lambda layer, _: ([], gather(layer)))
+        layers._places = {layer: [] for layer in pair}
+        try:
+            scored[rank] = scorers[rank].all_scores(None, dict(enumerate("abcd")), layers)
+        except ConfigError as failure:
+            said[rank] = str(failure)
+
+    on_ranks(3, monkeypatch, act)
+    sweep = [0, 1, 1, 0]
+    if error == "no rule":
+        assert said == dict.fromkeys(range(3), "RuntimeError: no rule") and not scored
+        assert gathered == [sweep] * 3
+    else:
+        assert scored == dict.fromkeys(range(3), dict(enumerate("abcd")))
+        assert {scorer.at_once for scorer in scorers} == {2 if error else 4}
+        assert gathered == [sweep * (5 if error else 2)] * 3
 
 
 def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):

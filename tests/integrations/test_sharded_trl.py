@@ -39,6 +39,7 @@ CONSTANTS = {
     "layers run out": TABLE | LAYERS | {"max_steps": 1, "runs_out_on": 1},
     "layers of adapters": TABLE | LAYERS | {"max_steps": 1, "lora": 4},
 }
+PLAIN = "plain", "plain small"
 CASES = {
     "plain": STEPS | {"measure": False},
     "plain small": SMALL | {"measure": False},
@@ -103,7 +104,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, trained(folder, request.param, CASES)
 
 
-@pytest.mark.nightly(minutes=1.0)
+@pytest.mark.nightly(minutes=2.0)
 def test_parameters_are_sharded(run):
     """Where there is no GPU accelerate makes DDP of FSDP without a word."""
     way, folder, said = run
@@ -115,10 +116,10 @@ def test_parameters_are_sharded(run):
         assert made["parameters"] == ["DTensor" if way == "fsdp2" else "Parameter"]
         assert ("DeepSpeedEngine" in modules) == way.startswith("zero")
         assert ("FullyShardedDataParallel" in modules) == (way == "fsdp1")
-        if name in ("plain", "fails", "no memory"):
+        if name in (*PLAIN, "no memory"):
             continue
         in_step = "layer" in name or name == "small batches"
-        by_layer = in_step and (way != "zero2" or name != "by layer")  # which holds them all
+        by_layer = in_step and not (way == "zero2" and name == "by layer")  # which holds them all
         whole = "on whole weights" if way != "zero2" else ""
         assert made["way"] == ("layer by layer" if by_layer else whole)
         assert made["at_once"] == (4 if name == "layers run out" else 8)
@@ -143,11 +144,11 @@ def test_constants_are_those_of_one_process(run, single, case):
 
 
 @pytest.mark.nightly(minutes=0.1)
-@pytest.mark.parametrize("case", [case for case in CASES if case not in CONSTANTS])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in {*CONSTANTS, *PLAIN}])
 def test_training_ends_in_the_same_weights(run, case):
     way, folder, said = run
-    plain = "plain small" if case == "small batches" else "plain"
-    weights, expected = (torch.load(folder / f"{name}.pt") for name in (case, plain))
+    unmeasured = PLAIN[case == "small batches"]
+    weights, expected = (torch.load(folder / f"{name}.pt") for name in (case, unmeasured))
     assert weights.keys() == expected.keys() and len(weights) >= 50
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
     fault = {
@@ -156,10 +157,8 @@ def test_training_ends_in_the_same_weights(run, case):
         "no memory": f"{NO_MEMORY}, and for those of one layer at a time: {INSTEAD}",
     }.get(case)
     lines = [line for line in said[case].splitlines() if line.startswith("grpo_ustat")]
-    if case.startswith("plain"):
-        assert not lines
-    elif fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
+    if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
         assert "grpo_ustat: G*" in said[case] or "grpo_ustat: Your loss" in said[case]
-        assert "stopped" not in said[case] and "unknown: " not in said[case]
+        assert "stopped" not in said[case] and "moved is unknown" not in said[case]
     else:
         assert lines == [f"grpo_ustat: stopped measuring at step 0: {fault}"]

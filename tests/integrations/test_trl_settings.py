@@ -21,16 +21,11 @@ from trl_settings import SETTINGS  # noqa: E402
 import grpo_ustat.integrations.trl  # noqa: E402, F401
 
 ROOT = Path(__file__).parents[2]
-IMAGES = pytest.mark.skip(reason="its model reads images")
 
 
 def named(*ways):
-    """Settings that run in these ways; those with images keep their place."""
-    return [
-        pytest.param(name, marks=IMAGES if setting.images else (), id=name)
-        for name, setting in SETTINGS.items()
-        if setting.way in ways
-    ]
+    """Settings that run in these ways."""
+    return [name for name, setting in SETTINGS.items() if setting.way in ways]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tabular import TabularPolicy
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
 from grpo_ustat.estimators.moments import delete_one_moments, pool_moments, refutes_assumption2
 from grpo_ustat.estimators.scaling import HeavyTails, best_group_size, scaling_from_arrays
-from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, _change_between, closed_form
+from grpo_ustat.mse.closed_form import CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.pages.caveats import heavy_warning
 from grpo_ustat.records import ScorePool
 
@@ -57,7 +57,7 @@ def statistics(pool, baselines, group_sizes, interval, setting="all_questions_on
         "/".join(name.split("/")[:3]) if name.startswith("mse/") else name: value
         for name, value in found.statistics.items()
     }
-    return ClosedForm(short, found.parts, found.scaling, found.tails)
+    return dataclasses.replace(found, statistics=short)
 
 
 def truth(policy, group_sizes):

@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import load_file
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import LoraConfig
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.estimators.row_weights import Loss
@@ -26,13 +27,17 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import EqualRewards, build_pool, read_pool
 from grpo_ustat.mse.pool_parts import Part
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.scoring import stored_rollouts
 from grpo_ustat.pages.caveats import zero_scores_sentence
-from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.policy.adapters import with_adapters
+from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
+from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
 from fakes import letter_prompts  # noqa: E402
+from reference import one_flat_score  # noqa: E402
 from test_closed_form import pool_of, tabular  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
@@ -310,3 +315,73 @@ def test_a_question_holds_no_more_than_a_fifth_of_a_megabyte(tmp_path, monkeypat
     finally:
         tracemalloc.stop()
     assert held < 200_000
+
+
+def stored_adapters(folder, std):
+    """A folder of adapters on `tiny_base`, as a run begins with them but for the spread of B."""
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
+    base = load_policy("embedded:tiny_base").model
+    adapted = with_adapters(lora, base, seed=0, revision=None, rollout="local")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=std)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def autograd_gram(model, store, prompts, policy):
+    """Products of the scores of each question's completions, one at a time by autograd."""
+    gram = []
+    for prompt in prompts:
+        rollouts, _ = stored_rollouts(policy, prompt, next(store.completions([prompt], 4)))
+        rows = zip(rollouts.tokens_PGT[0], rollouts.mask_PGT[0], strict=True)
+        ids = rollouts.prompt_tokens[0]
+        scores_ND = np.array([one_flat_score(model, ids, row[mask]) for row, mask in rows])
+        gram.append(scores_ND @ scores_ND.T)
+    return np.array(gram)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("std", [0.0, 0.05], ids=["fresh", "trained"])
+def test_adapters_are_measured_as_such_or_merged(tmp_path, std):
+    """Against autograd of PEFT's own models; a fresh adapter's score is that of B alone."""
+    peft = pytest.importorskip("peft")
+    folder = stored_adapters(tmp_path / "adapters", std)
+    own = ("model=hub", f"model.model_name_or_path={folder}", "model.dtype=float64",
+           "study.questions=4", "budget.pool_completions=4", "launch.workers=1")  # fmt: skip
+    config = compose("mse", *SMALL, *own)
+    prompts = configured_task(config.task_options, config.model).prompts("study")[:4]
+    for merge in (False, True):
+        config = compose("mse", *SMALL, *own, f"study.merge_adapters={str(merge).lower()}")
+        place = tmp_path / f"merge-{merge}"
+        pool, _ = build_pool(config, prompts, place)
+        policy = configured_policy(config.policy_options)
+        base = load_policy("embedded:tiny_base", dtype="float64").model
+        read = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
+        if merge:
+            read = read.merge_and_unload().requires_grad_(True)
+        slow = autograd_gram(read, PoolStore(place, draws_of(config)), prompts, policy)
+        np.testing.assert_allclose(pool.gram_PNN, slow, rtol=1e-9, atol=1e-9 * slow.max())
+        adapters = [name for name, _ in trainable(policy.model) if "lora_" in name]
+        assert bool(adapters) is not merge and len(adapters) in (0, len(trainable(policy.model)))
+    with pytest.raises(ConfigError, match="study.merge_adapters=false, asked is true"):
+        build_pool(config, prompts, tmp_path / "merge-False")
+    part = compose("mse", *SMALL, *own, "study.parameters=lora_A")
+    of_a, _ = build_pool(part, prompts, tmp_path / "of_a")
+    assert bool(of_a.gram_PNN.any()) is (std > 0)
+
+
+@pytest.mark.slow
+def test_a_study_of_adapters_says_so(tmp_path):
+    folder = stored_adapters(tmp_path / "adapters", 0.05)
+    own = ("model=hub", f"model.model_name_or_path={folder}")
+    (tmp_path / "run").mkdir()
+    study(tmp_path / "run", *own)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["metric"]["norm"].endswith("over the adapters' parameters")
+    assert "Errors are those of the adapters' parameters" in result["summary"]
+    names = [name for name, _ in trainable(load_policy(str(folder), merge_adapters=False).model)]
+    assert result["metric"]["parameters"] < 204032 and all("lora_" in name for name in names)
+    config = compose("mse", *SMALL, *own)
+    assert "(its adapters)" in config.plan
+    assert "(its" not in compose("mse", *SMALL, *own, "study.merge_adapters=true").plan

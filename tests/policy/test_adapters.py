@@ -1,5 +1,5 @@
-"""Adapters that others trained, of every kind that PEFT calls LoRA: merged as PEFT reads them, or
-refused in one line."""
+"""Adapters that others trained, of every kind that PEFT calls LoRA: kept or merged as PEFT reads
+them, or refused in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.adapters import merged
+from grpo_ustat.policy.adapters import with_stored_adapters
 
 peft = pytest.importorskip("peft")
 
@@ -67,10 +67,17 @@ def test_every_variant_is_what_peft_reads(variant, base, tmp_path):
             torch.nn.init.normal_(parameter.data, std=0.3)
     trained.save_pretrained(tmp_path / "adapters")
     read = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "adapters").eval()
-    ours = merged(loaded(base), str(tmp_path / "adapters"))
+    ours = with_stored_adapters(loaded(base), str(tmp_path / "adapters"), merge=True)
     torch.testing.assert_close(logits(ours), logits(read), rtol=0, atol=1e-5)
     assert (logits(ours) - logits(loaded(base))).abs().max() > 1e-4
     assert all(parameter.requires_grad for parameter in ours.parameters())
+    kept = with_stored_adapters(loaded(base), str(tmp_path / "adapters")).eval()
+    torch.testing.assert_close(logits(kept), logits(read), rtol=0, atol=1e-6)
+    assert trainable(kept) == trainable(trained)
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 TIED = {
@@ -96,8 +103,10 @@ def test_adapters_on_a_tied_embedding_move_what_peft_moves(variant, tmp_path):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter.data, std=0.3)
     trained.eval().save_pretrained(folder)
-    ours = merged(loaded(base), folder)
+    ours = with_stored_adapters(loaded(base), folder, merge=True)
     torch.testing.assert_close(logits(ours), logits(trained), rtol=1e-5, atol=1e-4)
+    kept = with_stored_adapters(loaded(base), folder).eval()
+    torch.testing.assert_close(logits(kept), logits(trained), rtol=1e-5, atol=1e-5)
     ours.save_pretrained(tmp_path / "whole")  # which ties weights anew by its config.json
     torch.testing.assert_close(logits(loaded(tmp_path / "whole")), logits(ours))
 
@@ -113,15 +122,17 @@ def test_adapters_on_a_tied_embedding_move_what_peft_moves(variant, tmp_path):
      {"alora_invocation_tokens": [1]}, {"megatron_config": {}}, {"loftq_config": {"x": 1}}],
     ids=str,
 )  # fmt: skip
-def test_settings_that_do_not_fit_are_one_line_or_change_nothing(change, base, tmp_path):
+@pytest.mark.parametrize("merge", [False, True], ids=["kept", "merged"])
+def test_settings_that_do_not_fit_are_one_line_or_change_nothing(change, merge, base, tmp_path):
     torch.manual_seed(0)
     options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     peft.get_peft_model(loaded(base), options).save_pretrained(tmp_path / "adapters")
-    plain = logits(merged(loaded(base), str(tmp_path / "adapters")))
+    folder = str(tmp_path / "adapters")
+    plain = logits(with_stored_adapters(loaded(base), folder, merge=merge).eval())
     file = tmp_path / "adapters/adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     try:
-        ours = merged(loaded(base), str(tmp_path / "adapters"))
+        ours = with_stored_adapters(loaded(base), folder, merge=merge).eval()
     except ConfigError as error:
         assert str(error).startswith("the adapters do not fit") and "\n" not in str(error)
     else:

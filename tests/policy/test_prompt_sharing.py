@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from architectures import UNPADDED, USUAL, VOCAB, build, every_architecture
+from architectures import UNPADDED, USUAL, VOCAB, build, every_architecture, takes_cache_as
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
 
 from grpo_ustat.policy import output_layer
 from grpo_ustat.policy import prompt_sharing as module
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.output_layer import Head
+from grpo_ustat.policy.output_layer import Head, body
 from grpo_ustat.policy.prompt_sharing import (
     ContiguousReader,
     FullReader,
@@ -104,6 +104,15 @@ def test_gradients_are_those_of_a_plain_pass(name, tied, monkeypatch):
 )
 def test_prompts_are_shared_where_keys_and_values_say_everything(name, shared):
     assert can_share(case(name)[0]) is shared
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_prompts_are_shared_whatever_the_model_calls_its_cache(name, monkeypatch):
+    """Transformers 5.24 has another name than those before."""
+    policy, _ = case("llama")
+    below = body(policy.model)
+    monkeypatch.setattr(below, "forward", takes_cache_as(name, below.forward))
+    assert can_share(policy)
 
 
 def test_adapters_get_their_gradients():

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, VOCAB, build
+from architectures import ARCHITECTURES, VOCAB, build, takes_cache_as
 from fakes import LetterTokenizer, letter_prompts, random_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -201,7 +201,18 @@ def test_an_architecture_is_sampled_as_it_scores_or_is_refused(kind):
     assert sampler_gap(policy, rollouts, np.arange(16), SAMPLING.temperature) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_is_handed_over_by_the_models_name_for_it(name, monkeypatch):
+    """Transformers 5.24 has another than those before."""
+    policy = Policy(build("llama", tied=True), Letters(), frozenset(range(1, VOCAB, 9)), 0)
+    expected = LocalEngine(policy).sample(PROMPTS, 4, SAMPLING)
+    monkeypatch.setattr(policy.model, "forward", takes_cache_as(name, policy.model.forward))
+    found = LocalEngine(policy).sample(PROMPTS, 4, SAMPLING)
+    np.testing.assert_array_equal(found.tokens_PGT, expected.tokens_PGT)
+    np.testing.assert_array_equal(found.logprobs_PGT, expected.logprobs_PGT)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "rwkv"])
 def test_a_model_that_ignores_what_it_has_read_is_refused(kind):
-    with pytest.raises(ConfigError, match="continues no text from past_key_values: use rollout"):
+    with pytest.raises(ConfigError, match="continues no text from a cache: use rollout"):
         LocalEngine(Policy(build(kind, tied=False), Letters(), frozenset({1}), 0))

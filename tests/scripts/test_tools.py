@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import runpy
+import shutil
 import subprocess
 import symtable
 import sys
@@ -98,6 +99,19 @@ def test_a_run_without_checkpoints_is_refused(tmp_path, execute):
     assert execute(ALONG, tmp_path / "nowhere")[0] == 2
 
 
+@pytest.mark.slow
+def test_the_table_of_smollm2_is_drawn_again_from_its_records(tmp_path, execute):
+    for name in ("full", "lora"):
+        shutil.copytree(ROOT / "docs/examples/smollm2" / name, tmp_path / name)
+    code, out, err = execute(ALONG, tmp_path / "full", tmp_path / "lora")
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith(("| full |", "| lora |"))]
+    assert len(lines) == 10
+    page = (ROOT / "docs/models-and-data.md").read_text()
+    assert [line for line in lines if line not in page] == []
+    assert (tmp_path / "full/along_training.png").stat().st_size > 5000
+
+
 @pytest.mark.nightly
 def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
     """The studies that it starts are forks, without their figures; see `launching`."""
@@ -121,8 +135,8 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
     monkeypatch.setattr(subprocess, "run", fork)
     code, out, err = execute(ALONG, folder, *small)
     assert code == 0 and "is complete" not in " ".join(out.split()), err
-    rows = list(csv.DictReader((folder / "scaling_along_training.csv").open()))
+    rows = list(csv.DictReader((folder / "along_training.csv").open()))
     assert [row["step"] for row in rows] == ["1", "2"]
     assert all(float(row["c3"]) > 0 for row in rows) and rows[0]["c3"] != rows[1]["c3"]
-    assert (folder / "scaling_along_training.png").stat().st_size > 5000
+    assert (folder / "along_training.png").stat().st_size > 5000
     assert "is complete" in " ".join(execute(ALONG, folder, *small)[1].split())

@@ -112,8 +112,8 @@ class GradientNoiseCallback(TrainerCallback):
         sketch: numbers that are kept of a completion's score, for products between prompts.
         parameters: a regular expression; what is measured is the gradient of the parameters in
             whose names it occurs, such as "norm", in less time. None: of all.
-        by_layer: whether layers of a sharded model have their weights one at a time, and graphs
-            too, where memory would suffice for whole ones; where it does not they have so anyway.
+        by_layer: whether layers have their weights, and their graphs, one at a time in any case;
+            those of a sharded model have where a rank has no memory for whole weights.
         strict: whether a trainer that cannot be measured is an error; otherwise a line says why,
             and the run goes on without measuring.
 

@@ -141,7 +141,7 @@ class LayersInStep:
 
 
 class _Place:
-    """Where a trainable parameter of a layer belongs.
+    """The place of a trainable parameter in a layer.
 
     Its stand-in has its shape throughout, and NaN while the layer has no weights, so that it would
     show if something were computed from them.

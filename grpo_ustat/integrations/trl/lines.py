@@ -74,8 +74,9 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
         _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
         assumed = intervals["gstar_assumption2"].estimate
         best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} under Assumption 2)"
+    scale = in_words(intervals["noise_scale"])
     return (
-        f"G* {best}, noise scale {in_words(intervals['noise_scale'])} rollouts, "
+        f"G* {best}, noise scale {scale}{' rollouts' * (scale != 'unknown')}, "
         f"{100 * silent.estimate:.0f} % of groups have equal rewards"
     )
 

@@ -25,6 +25,10 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.terminal.streams import single_line
 
+UNCHECKED = (
+    "Layer by layer scores are not compared with plain differentiation, which needs whole weights."
+)
+
 
 class GroupScorer:
     """Scores groups of a `GRPOTrainer`, two completions of which it differentiates plainly too.
@@ -111,15 +115,11 @@ class GroupScorer:
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
         rollouts = group.rollouts()
         images = group.completions[0].images
-        if not self._checked:
-            if layers is None:
-                self._check(policy, rollouts, images)
-            else:
-                self.notes.append(
-                    "Scores were not compared with plain differentiation, for which weights would "
-                    "have to be whole."
-                )
+        if layers is None and not self._checked:
+            self._check(policy, rollouts, images)
             self._checked = True
+        if layers is not None and UNCHECKED not in self.notes:
+            self.notes.append(UNCHECKED)
         return group_scores(
             policy, rollouts, 0, trainer.temperature, self.sketch_of(model), self.at_once, images,
             None if layers is None else layers.weights,

@@ -145,7 +145,7 @@ def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
     reason = f"{type(inner).__name__} is not made of layers with weights of their own"
     if by_layer:
         raise ConfigError(f"by_layer=True, and {reason}: use by_layer=False")
-    raise ConfigError(f"{NO_MEMORY}, and {reason}, of which one at a time had them: {INSTEAD}")
+    raise ConfigError(f"{NO_MEMORY}, and {reason}: {INSTEAD}")
 
 
 def _whole(trainer: Any) -> tuple[Any, Gather]:

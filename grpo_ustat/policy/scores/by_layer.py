@@ -124,12 +124,12 @@ class LayerByLayer:
             with self._weights(call.layer):
                 self.recomputes = True
                 try:
-                    outputs = filter(_is_real, tree_leaves(call.forward(*args, **kwargs)))
+                    outputs = tree_leaves(call.forward(*args, **kwargs))
                 finally:
                     self.recomputes = False
-                ends = [x for x, used in zip(outputs, reached, strict=True) if used]
+                real = filter(_is_real, outputs)
+                ends = [x for x, used in zip(real, reached, strict=True) if used]
                 torch.autograd.backward(ends, grads, inputs=list(filter(_flows, inputs)))
-            del outputs, ends
             for before, value in zip(call.inputs, inputs, strict=True):
                 if not _flows(before) or value.grad is None:
                     continue

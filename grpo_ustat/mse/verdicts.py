@@ -1,0 +1,400 @@
+"""Published claims judged on one policy: each is a number and the bounds between which it holds.
+
+A verdict is said only where the number's interval lies wholly within the bounds or wholly without,
+at a level that is corrected for all claims of a study together (Holm 1979): of studies that say
+anything, in at most 5 % something is wrong. The bounds are ours, since claims are made in words:
+rollouts within `TOLERANCE` of each other are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from grpo_ustat.config.losses import LAGGED
+from grpo_ustat.estimators.advantage_bias import mixed_groups_after
+from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
+from grpo_ustat.estimators.dynamic_sampling import kept_groups
+from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
+from grpo_ustat.estimators.intervals import Interval, decide, is_binary
+from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_errors, refusal
+from grpo_ustat.estimators.noise import equal_noise_size, noise_scale, prompt_share
+from grpo_ustat.estimators.proxies import corrected_correlation, correlation, within_covariances
+from grpo_ustat.estimators.row_weights import Loss, RowFilter
+from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.worth import LossError, positive, worth
+from grpo_ustat.mse.closed_form import ClosedForm
+from grpo_ustat.mse.loss_refusals import refusal_line
+from grpo_ustat.mse.off_policy import OffPolicy
+from grpo_ustat.records import ScorePool
+from grpo_ustat.runs.claims import FAMILY_ERROR, holm_adjust
+from grpo_ustat.runs.study_parts import FAILS, HOLDS, UNDECIDED, UNMEASURED, ClaimVerdict
+
+USUAL_SIZE, LARGE_SIZE = 8, 64
+TOLERANCE = 0.1  # of rollouts, or of an error
+STEP, SPLITS = 8192, (16, 32, 64)  # rollouts of a step, and its group sizes, of arXiv 2510.01135
+VARIANCE_SHARE = 0.9  # top-p of RAGEN-2
+PROXY_PAIR = ("variance", "noise")
+NO_DIRECTION = "its direction is not known from these questions"
+FILTERED = Loss("filtered", "leave_one_out", {}, "sum", 1,
+                rows=RowFilter(reward_variance_share=VARIANCE_SHARE))  # fmt: skip
+BY_MEAN = Loss("mean over each completion's tokens", "leave_one_out", {}, "grpo", 1)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim before the correction for all of them; the fields of `ClaimVerdict`.
+
+    Attributes:
+        interval_at: the number's interval by level; None where it is not measured.
+    """
+
+    claim: str
+    source: str
+    measured: str
+    interval_at: Callable[[float], Interval] | None = None
+    least: float = -math.inf
+    most: float = math.inf
+    beside: str | None = None
+    reason: str | None = None
+
+
+def claim_verdicts(
+    pool: ScorePool,
+    population: ClosedForm,
+    group_sizes: Sequence[int],
+    rollouts: int,
+    draws: int,
+    seed: int,
+    off_policy: OffPolicy | None = None,
+) -> list[ClaimVerdict]:
+    """Every claim, with its number and what is said of it, for new questions.
+
+    Args:
+        pool: the scored completions.
+        population: their closed forms over questions.
+        group_sizes: of the study; losses are judged at that next to 8 in ratio.
+        rollouts: n of an update.
+        draws, seed: see `loss_worths`.
+        off_policy: of rollouts that another policy wrote, or another sampler.
+    """
+    size = min(group_sizes, key=lambda one: abs(math.log(one / USUAL_SIZE)))
+    judged = [
+        *_of_prompts(population, size),
+        *_of_advantages(pool, size),
+        *_of_losses(pool, size, rollouts, draws, seed),
+        *_of_the_step(population),
+        *(_of_ratios(off_policy, size, rollouts, draws, seed) if off_policy else []),
+        _of_dynamic_sampling(pool, population, size),
+        *_of_proxies(pool, size),
+    ]
+    decisions = [
+        decide(one.interval_at, one.least, one.most) if one.interval_at else None for one in judged
+    ]
+    holm = iter(holm_adjust([one.p_value for one in decisions if one is not None]))
+    rows: list[ClaimVerdict] = []
+    for one, decision in zip(judged, decisions, strict=True):
+        holm_p, verdict, number = None, UNMEASURED, None
+        if decision is not None:
+            holm_p, verdict, number = next(holm), UNDECIDED, decision.number
+            if holm_p <= FAMILY_ERROR:
+                verdict = HOLDS if decision.inside else FAILS
+        rows.append(
+            ClaimVerdict(
+                claim=one.claim, source=one.source, measured=one.measured, number=number,
+                least=one.least, most=one.most, holm_p=holm_p, verdict=verdict, beside=one.beside,
+                reason=one.reason,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
+    """Which part of the noise comes from the choice of prompts."""
+    at = equal_noise_size(population.scaling)
+    beside = f"a half at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
+    return [
+        Judged(
+            f"the noise is that of a prompt's completions, G = {one}",
+            "Critical Batch Size, HiLD at ICML 2026",
+            f"share of the noise from which prompts are drawn, G = {one}",
+            partial(prompt_share, *population.constants, one),
+            most=0.5,
+            beside=beside,
+        )
+        for one in (size, LARGE_SIZE)
+    ]
+
+
+def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
+    """Whether hard prompts get too low an advantage."""
+    claim = Judged(
+        "in mixed groups hard prompts get too low advantages",
+        "arXiv 2601.08521",
+        f"mean of a mixed group of {size} less the prompt's chance, where another was all wrong",
+        least=0.0,
+    )
+    if not is_binary(pool.rewards_PN):
+        return [replace(claim, reason="rewards are not 0 or 1")]
+    if pool.rewards_PN.shape[1] // 2 <= size:
+        needed = f"groups of {size} need budget.pool_completions={2 * size + 2}"
+        return [replace(claim, reason=needed)]
+    bins = mixed_groups_after(pool.rewards_PN, size)
+    if "hard" not in bins:
+        few = "too few prompts have mixed groups beside one that is all wrong"
+        return [replace(claim, reason=few)]
+    longer = "; ".join(f"{name} {_text(one.longer())}" for name, one in bins.items())
+    exact = Interval(1.0, 1.0, 1.0)
+    return [
+        replace(claim, interval_at=bins["hard"].shift),
+        Judged(
+            "an update weighs hard prompts too little", "arXiv 2601.08521",
+            "weight of their gradient in an update of all groups, by theory", lambda _: exact,
+            most=1.0,
+            beside=f"mixed groups have a longer gradient ({longer}) exactly as they are rarer",
+        ),
+    ]  # fmt: skip
+
+
+def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int) -> list[Judged]:
+    """The reward-variance filter, and the mean over each completion's tokens."""
+    where = f"n = {rollouts}, G = {size}"
+    claims = {
+        FILTERED: Judged(
+            "a filter by reward variance raises signal over noise",
+            "RAGEN-2, arXiv 2604.06268",
+            f"worth of a sampled rollout, groups of {VARIANCE_SHARE} of the reward variance, "
+            f"{where}",
+            least=1.0,
+        ),
+        BY_MEAN: Judged(
+            "the mean over a completion's tokens harms",
+            "Dr. GRPO, arXiv 2503.20783",
+            f"worth of a rollout with the mean in place of the sum, {where}",
+            most=1 - TOLERANCE,
+        ),
+    }
+    reasons = {loss: refusal(pool, loss, size, rollouts) for loss in (UNBIASED, *claims)}
+    measured = {loss: [size] for loss, reason in reasons.items() if reason is None}
+    errors: dict[tuple[Loss, int], LossError] = {}
+    if UNBIASED in measured:
+        errors = loss_errors(pool, measured, rollouts, draws, seed)
+    rows: list[Judged] = []
+    for loss, claim in claims.items():
+        reason = reasons[UNBIASED] or reasons[loss]
+        error = errors.get((loss, size))
+        if reason or error is None or not error.known:
+            line = refusal_line(LossRow(loss, size, rollouts, None, reason=reason))
+            rows.append(replace(claim, reason=line or NO_DIRECTION))
+            continue
+        unbiased = {size: errors[UNBIASED, size].error_D}
+        found = worth(error, size, unbiased, pool.metrics)
+        beside = f"cos^2 of its direction {_text(found.direction, 3)}"
+        if loss is FILTERED:
+            questions, completions = pool.rewards_PN.shape
+            batches = drawn_batches(questions, completions, rollouts // size, size, draws, seed)
+            share = counted_share(pool, loss, list(batches))
+            beside += (
+                f"; {share:.2f} of the rollouts count, so one of these is worth "
+                f"{found.worth.estimate / share:.2f}"
+            )
+        relative_D = unbiased[size] / error.error_D
+        at = partial(positive, relative_D, pool.metrics)
+        rows.append(replace(claim, interval_at=at, beside=beside))
+    return rows
+
+
+def _of_the_step(population: ClosedForm) -> list[Judged]:
+    """A step of 8192 rollouts, and how it is split."""
+    scaling, source = population.scaling, "arXiv 2510.01135"
+    best, worst = scaling.best_of(SPLITS), max(SPLITS, key=scaling.n_mse)
+    splits = ", ".join(
+        f"{STEP // one} x {one}: {_percent(scaling.extra_error(one, best))}" for one in SPLITS
+    )
+    return [
+        Judged(
+            f"a step of {STEP} rollouts is about right",
+            source,
+            f"rollouts at which half of a step is noise, n_c({SPLITS[0]})",
+            lambda level: noise_scale(*population.constants, SPLITS[0], level=level),
+            least=STEP / 2,
+            most=2 * STEP,
+        ),
+        Judged(
+            f"{', '.join(f'{STEP // one} x {one}' for one in SPLITS)} are alike",
+            source,
+            f"extra error of {STEP // worst} x {worst} over {STEP // best} x {best}",
+            lambda level: scaling.extra_error(worst, best, level),
+            most=TOLERANCE,
+            beside=f"against the best of them {splits}",
+        ),
+    ]
+
+
+def _of_ratios(
+    off_policy: OffPolicy, size: int, rollouts: int, draws: int, seed: int
+) -> list[Judged]:
+    """Rollouts of an earlier policy or another sampler, and the level of their ratios."""
+    drift, weighted = off_policy.drift, off_policy.weighted
+    shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
+        drift.completions
+    )
+    beside = f"{shares}; {drift.kl.estimate:.2g} nats a token apart"
+    losses: dict[str, Loss] = dict(LAGGED)
+    if off_policy.question == "gap":
+        corrections = {row.loss.tokens.correction: row.loss for row in off_policy.rows
+                       if row.loss.tokens}  # fmt: skip
+        losses = {
+            level: corrections[f"{level}_truncate"] for level in ("token", "sequence")
+            if f"{level}_truncate" in corrections
+        }  # fmt: skip
+    elif off_policy.question != "lag":
+        losses = {}
+    losses = {level: loss for level, loss in losses.items() if loss.tokens in weighted}
+    if not losses or refusal(off_policy.compared, UNBIASED, size, rollouts):
+        return []
+    measured = {UNBIASED: [size]} | {loss: [size] for loss in losses.values()}
+    errors = loss_errors(off_policy.compared, measured, rollouts, draws, seed, weighted)
+
+    def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
+        """Worth of a rollout of the second loss in those of the first."""
+        both = errors[left, size], errors[right, size]
+        if not all(error.known for error in both):
+            return None
+        return partial(positive, both[0].error_D / both[1].error_D, 1)
+
+    rows: list[Judged] = []
+    words = {"none": "without ratios", "token": "weighted by tokens' ratios"}
+    if off_policy.question == "lag":
+        for level, word in words.items():
+            found = against(UNBIASED, losses[level])
+            rows.append(
+                Judged(
+                    f"stale rollouts {word} are as good", "arXiv 2605.17570",
+                    f"worth of a stale rollout {word}, G = {size}",
+                    found, least=1 - TOLERANCE, beside=beside,
+                    reason=None if found else NO_DIRECTION,
+                )
+            )  # fmt: skip
+        found, share = against(UNBIASED, losses["token"]), drift.completions
+        joined, reason = None, NO_DIRECTION
+        if found is not None and share.low > 0:
+            joined, reason = partial(_over, found, share), None
+        elif found is not None:
+            reason = "a few completions decide the effective share"
+        rows.append(
+            Judged(
+                "the effective sample size says what they are worth",
+                "VCPO, arXiv 2602.17616",
+                "worth of a stale rollout weighted by tokens' ratios over the effective share of "
+                "completions",
+                joined, least=2 / 3, most=3 / 2, beside=shares, reason=reason,
+            )
+        )  # fmt: skip
+    others = {"sequence": "geometric mean", "whole_sequence": "product"}
+    for level, word in others.items():
+        if level not in losses or "token" not in losses:
+            continue
+        name, short = f"the {word} of a completion's ratios", word
+        if off_policy.question == "gap":
+            name, short = "the completion's truncated ratio", "truncated"
+        found = against(losses["token"], losses[level])
+        rows.append(
+            Judged(
+                f"ratios of the sequence ({short}) beat those of tokens",
+                "trl#4493, NeMo-RL#2269",
+                f"worth of a rollout weighted by {name}, in those weighted by tokens'",
+                found, least=1.0, beside=beside, reason=None if found else NO_DIRECTION,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _over(found: Callable[[float], Interval], share: Interval, level: float) -> Interval:
+    """A worth over a share, the ends of their intervals joined."""
+    value, low, high = found(level)
+    return Interval(value / share.estimate, low / share.high, high / share.low)
+
+
+def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
+    """Whether replacing groups of equal rewards saves rollouts."""
+    claim = Judged(
+        "replacing groups of equal rewards saves rollouts",
+        "DAPO, arXiv 2503.14476",
+        f"share of the error saved at the same number generated, G = {size}",
+        least=TOLERANCE,
+    )
+    if size > pool.rewards_PN.shape[1]:
+        return replace(claim, reason=f"groups of {size} are too large")
+    silent_P = silent_share(pool.rewards_PN, size)
+    most = pool.rewards_PN.shape[1] // size
+
+    def saved(level: float) -> Interval:
+        scale = noise_scale(*population.constants, size, level=level)
+        return kept_groups(silent_P, size, scale, most, level).break_even
+
+    kept = kept_groups(silent_P, size, Interval(math.nan, math.nan, math.nan), most).kept
+    beside = f"{_text(kept)} of the groups are kept"
+    return replace(claim, interval_at=saved, beside=beside)
+
+
+def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
+    """What p(1-p) and length say of the noise."""
+    count, completions = pool.rewards_PN.shape
+    of_variance = Judged(
+        "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
+        f"correlation of the reward's variance and the noise of a group of {size} over prompts",
+        least=0.9,
+    )  # fmt: skip
+    of_length = Judged(
+        "the noise of a completion goes with its length", "VL-Norm, arXiv 2509.07558",
+        "rank correlation of length and squared score norm within a prompt", least=0.5,
+    )  # fmt: skip
+    if count < LEAST_PROMPTS or completions < LEAST_COMPLETIONS:
+        few = f"use {LEAST_PROMPTS} questions or more with {LEAST_COMPLETIONS} completions"
+        return [replace(claim, reason=few) for claim in (of_variance, of_length)]
+    halves, whole = halves_of(pool)
+    for part in (halves, whole):
+        part["noise"] = group_error(part["first"], part["second"], size)
+    within = within_covariances(pool.lengths_PN.astype(float), pool.sq_norm_PN)
+    x_2SP, y_2SP, x_P, y_P = (part[name] for part in (halves, whole) for name in PROXY_PAIR)
+
+    def over_prompts(level: float) -> Interval:
+        return corrected_correlation(x_2SP, y_2SP, x_P, y_P, level)[0]
+
+    def within_a_prompt(level: float) -> Interval:
+        xy, xx, yy = within
+        return correlation(xy, xx, yy, level)
+
+    return [
+        replace(of_variance, interval_at=over_prompts),
+        replace(of_length, interval_at=within_a_prompt),
+    ]
+
+
+def _text(interval: Interval, decimals: int = 2) -> str:
+    """An estimate with its interval.
+
+    >>> _text(Interval(0.5, 0.25, 1.0)), _text(Interval(4.54, 4.1, math.inf), 1)
+    ('0.50 [0.25, 1.00]', '4.5 [4.1, infinity)')
+    """
+    value, low, high = interval
+    end = f"{high:.{decimals}f}]" if math.isfinite(high) else "infinity)"
+    return f"{value:.{decimals}f} [{low:.{decimals}f}, {end}"
+
+
+def _percent(extra: Interval) -> str:
+    """A share in percent with its interval.
+
+    >>> _percent(Interval(0.104, -0.004, 0.2))
+    '+10 % [+0, +20]'
+    """
+    value, low, high = (f"{x:+.0f}" if math.isfinite(x) else "infinity" for x in _hundredths(extra))
+    return f"{value} % [{low}, {high}]"
+
+
+def _hundredths(extra: Interval) -> list[float]:
+    """In whole percent, without a negative 0."""
+    return [round(100 * x) + 0.0 if math.isfinite(x) else x for x in extra]

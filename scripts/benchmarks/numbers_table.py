@@ -1,0 +1,374 @@
+"""Rows of the table of docs/numbers.md: made of finished studies, shown in the page, checked.
+
+    python scripts/benchmarks/numbers_table.py --from-run outputs/mse/NAME/seed-0
+    python scripts/benchmarks/numbers_table.py --table    # docs/numbers.md from the rows
+    python scripts/benchmarks/numbers_table.py --check    # a line for each fault
+
+A row is a policy, a small JSON file in docs/examples/numbers: model, data, stage of training, and
+whether the gradient is of all weights or of LoRA adapters. `gpu_numbers.py` measures several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+from grpo_ustat.pages.tables import row_interval, three_digits
+from grpo_ustat.records import ACCURACY
+from grpo_ustat.runs.contents import (
+    Bounded,
+    Estimate,
+    Size,
+    checked,
+    content_of,
+    keys_of,
+    parsed_json,
+)
+from grpo_ustat.runs.library import load_run
+from grpo_ustat.runs.record import RunRecord
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, PAGE = ROOT / "docs/examples/numbers", ROOT / "docs/numbers.md"
+BEGIN, END = "<!-- rows: numbers_table.py --table -->", "<!-- end of rows -->"
+FULL, ADAPTER, BASE = "full", "adapter", "base"
+TRL, GROUP_SIZE, ROLLOUTS = "trl_dapo", 8, 256  # TRL's default loss, and where it is judged
+NEEDED_VERSIONS = ("grpo-ustat", "torch", "transformers")
+ESTIMATES = ("accuracy", "gstar", "n_c", "prompt_share", "worth_trl_default")
+SHARES = ("accuracy", "prompt_share")
+PATH = re.compile(r"(?:^|[\s='\"\[(,:])(?:~|\.{0,2}/|[A-Za-z]:[\\/])")  # of somebody's machine
+OF_THE_MACHINE = ("output_root", "hydra.run.dir", "pool", "on_existing")
+COLUMNS = (
+    "model", "data, prompt", "stage", "space", "accuracy", "G*", "n_c", "prompt share",
+    "worth of TRL's default", "questions x completions", "device",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a row file holds; an estimate is three keys, see `runs.contents.Ends`.
+
+    Attributes:
+        model, data: a hub id or a name of `conf/model`; data set and prompt.
+        stage: `base`, or `20 steps` of training.
+        space: whether the gradient is of all weights or of LoRA adapters.
+        n_c, prompt_share: noise scale in rollouts and share of the noise from prompts, at G = 8.
+        worth_trl_default: rollouts of the unbiased estimate at its best G that do as much as one of
+            TRL's default loss, at G = 8 and 256 rollouts an update.
+        questions, completions: of the pool, the second of each question.
+        heavy_tails: whether its intervals are likely to cover less than 90 %.
+        commit: of the code; null of an installed package, whose version says it.
+        commands: that repeat the row.
+    """
+
+    model: str
+    data: str
+    stage: str
+    space: Annotated[str, (FULL, ADAPTER)]
+    accuracy: Bounded
+    gstar: Estimate
+    n_c: Estimate
+    prompt_share: Estimate
+    worth_trl_default: Estimate
+    questions: Size
+    completions: Size
+    tokens: Size
+    heavy_tails: bool
+    device: str
+    precision: str
+    versions: dict[str, str]
+    date: str
+    commit: str | None
+    commands: list[str]
+
+
+def folders_by_id(pairs: Sequence[str]) -> dict[str, str]:
+    """Absolute folders by the ids of what they hold, from `ID=FOLDER`."""
+    parted = (pair.partition("=") for pair in pairs)
+    return {name: str(Path(folder).resolve()) for name, _, folder in parted}
+
+
+def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
+    """The content of the row file of a finished study.
+
+    Args:
+        folder: a run folder of `mse`; of one whose model is a checkpoint of `train`, that run's
+            folder is read too.
+        local: see `folders_by_id`; a row has the ids.
+        gpu: name of the one that it ran on; None: the one here.
+
+    Raises:
+        ValueError: it is no such study, in one line.
+    """
+    study = load_run(folder)
+    result = study.result
+    if study.command != "mse" or result is None or "equal_rewards" in result:
+        raise ValueError(f"{folder}: no finished study of mse with rewards that differ")
+    if result["policy"]["quantity"] != ACCURACY:
+        raise ValueError(f"{folder}: it has {result['policy']['quantity']}, rows have accuracy")
+    trained, steps = trained_by(study)
+    adapted = "adapters" in result["metric"]["norm"]
+    at_size = [x for x in result["noise"]["curve"] if x["group_size"] == GROUP_SIZE]
+    worths = [
+        x for x in result.get("losses", ())
+        if (x["loss"], x["group_size"], x["rollouts"]) == (TRL, GROUP_SIZE, ROLLOUTS)
+    ]  # fmt: skip
+    if not at_size or not worths:
+        raise ValueError(
+            f"{folder}: no {TRL} at G = {GROUP_SIZE} and {ROLLOUTS} rollouts: type its command "
+            f"again with objectives=[{TRL}] study.rollouts={ROLLOUTS} pool={folder / 'pool'}"
+        )
+    ends = [row["time"] for row in study.launches if row.get("event") == "end" and "time" in row]
+    changed = " with changes" if study.code.get("diff") else ""
+    texts = {
+        "model": public_model(trained or study),
+        "data": f"{study.dataset}, {study.policy.partition(', ')[2]}",
+        "commands": commands_of(study, trained),
+    }
+    text = json.dumps(texts)
+    for name, place in local.items():
+        text = text.replace(place, name)
+    texts = json.loads(text)
+    return content_of(
+        Row(
+            model=texts["model"],
+            data=texts["data"],
+            stage=f"{steps} steps" if steps else BASE,
+            space=ADAPTER if adapted else FULL,
+            accuracy=three(result["policy"], "mean_reward"),
+            gstar=three(result["scaling"], "gstar"),
+            n_c=three(at_size[0], "rollouts"),
+            prompt_share=three(at_size[0], "prompt_share"),
+            worth_trl_default=three(worths[0], "worth_best"),
+            questions=result["questions"],
+            completions=result["pool_completions"],
+            tokens=result["cost"]["tokens"],
+            heavy_tails=result["metric"]["heavy_tails"],
+            device=device_name(study, gpu),
+            precision=result["precision"]["weights"] + " with TF32" * result["precision"]["tf32"],
+            versions=result["versions"],
+            date=ends[-1][:10] if ends else "",
+            commit=f"{study.commit}{changed}" if study.commit else None,
+            commands=texts["commands"],
+        )
+    )
+
+
+def three(row: dict, name: str) -> tuple[float, float, float]:
+    """An estimate and its ends, to six digits."""
+    estimate, low, high = (float(f"{x:.6g}") for x in row_interval(row, name))
+    return estimate, low, high
+
+
+def trained_by(study: RunRecord) -> tuple[RunRecord | None, int]:
+    """The run of `train` that made a study's model, and its steps; None and 0 of other models."""
+    place = study.value("model.model_name_or_path")
+    within = [(base / place).resolve() for base in (Path.cwd(), *study.folder.resolve().parents)]
+    for checkpoint in within:
+        match = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+        if match and (checkpoint.parent / ".hydra/config.yaml").is_file():
+            return load_run(checkpoint.parent), int(match[1])
+    return None, 0
+
+
+def public_model(run: RunRecord) -> str:
+    """A hub id, or the name of a model that comes with the package or is kept in the cache."""
+    return run.value("model.model_name_or_path").rpartition(":")[2]
+
+
+def commands_of(study: RunRecord, trained: RunRecord | None) -> list[str]:
+    """The commands that repeat a row, without what is of the machine that ran them."""
+    if trained is None:
+        return [command_text("mse", typed_words(study))]
+    parts = trained.folder.resolve().parts
+    name = "/".join(parts[-2:] if parts[-1].startswith("seed-") else parts[-1:])
+    place = str(Path(study.value("model.model_name_or_path")).parent)
+    mse = [word.replace(place, f"outputs/train/{name}") for word in typed_words(study)]
+    train = [*typed_words(trained), f"hydra.run.dir=outputs/train/{name}"]
+    return [command_text("train", train), command_text("mse", mse)]
+
+
+def typed_words(run: RunRecord) -> list[str]:
+    """The words after the command, as typed at the first launch."""
+    typed = [row["command"] for row in run.launches if "command" in row]
+    if not typed:
+        raise ValueError(f"{run.folder}: its launches.jsonl has no command")
+    words = shlex.split(typed[0])
+    words = words[1 + next(i for i, word in enumerate(words) if word.endswith(run.command)) :]
+    return [word for word in words if word.partition("=")[0] not in OF_THE_MACHINE]
+
+
+def command_text(command: str, words: Sequence[str]) -> str:
+    """A command as one types it."""
+    return f"grpo-ustat {command} {shlex.join(words)}"
+
+
+def device_name(study: RunRecord, gpu: str | None) -> str:
+    """`CPU`, or the name of the GPU, which no run folder holds."""
+    if not str(study.value("launch.device")).startswith("cuda"):
+        return "CPU"
+    if gpu is not None:
+        return gpu
+    import torch  # rows of CPUs need none
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"{study.folder}: it ran on a GPU; say which with --gpu 'NVIDIA H100'")
+    return torch.cuda.get_device_name()
+
+
+def row_text(row: dict) -> str:
+    """A row file's text."""
+    return json.dumps(row, indent=1) + "\n"
+
+
+def file_name(*parts: str) -> str:
+    """A file's name from model, data, stage and space; of a hub id without its owner."""
+    plain = (re.sub(r"[^\w.]+", "-", part.rpartition("/")[2].lower()) for part in parts)
+    return "_".join(plain)
+
+
+def key_of(row: dict) -> tuple[str, str, int, bool]:
+    """Model, data, steps before it, and whether it is of adapters: no two rows have the same."""
+    steps = 0 if row["stage"] == BASE else int(row["stage"].split()[0])
+    return row["model"], row["data"], steps, row["space"] == ADAPTER
+
+
+def cell_text(row: dict, name: str) -> str:
+    """An estimate with its interval; `at least` where it has no upper end. No group is below 2."""
+
+    def text(value: float) -> str:
+        return three_digits(value) if name in ("gstar", "n_c") else f"{value:.2f}"
+
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    if high is None:
+        known = low is not None and low > (2 if name == "gstar" else 0)
+        return f"at least {text(low)}" if known else "not decided"
+    return "not decided" if value is None else f"{text(value)} [{text(low)}, {text(high)}]"
+
+
+def table(rows: Sequence[dict]) -> str:
+    """The table in Markdown."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    for row in sorted(rows, key=key_of):
+        sizes = f"{row['questions']} x {row['completions']}" + ", few" * row["heavy_tails"]
+        names = [row[name] for name in ("model", "data", "stage", "space")]
+        lines.append([*names, *(cell_text(row, x) for x in ESTIMATES), sizes, row["device"]])
+    return "\n".join(f"|{'|'.join(line)}|".replace("*", "\\*") for line in lines)
+
+
+def page_with(page: str, rows: Sequence[dict]) -> str:
+    """The page with the table of these rows between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def faults(folder: Path, page: Path) -> list[str]:
+    """A line for each fault of the row files of a folder and of the table made of them.
+
+    Args:
+        folder: of the row files.
+        page: with the table.
+    """
+    lines, rows, known = [], [], {}
+    for file in sorted(folder.glob("*.json")):
+        row, wrong = checked(folder, file.name, parsed_json, Row)
+        found = [wrong] if wrong else [*row_faults(row)]
+        if not found and key_of(row) in known:
+            found = [f"model, data, stage and space are those of {known[key_of(row)]}"]
+        lines += [f"{file.name}: {fault}" for fault in found]
+        if not found:
+            known[key_of(row)] = file.name
+            rows.append(row)
+    text = page.read_text()
+    if BEGIN not in text or END not in text:
+        lines.append(f"{page.name}: it lacks the marks {BEGIN} and {END}")
+    elif not lines and text != page_with(text, rows):
+        lines.append(f"{page.name}: its table is not that of the rows: run this with --table")
+    return lines
+
+
+def row_faults(row: dict) -> Iterator[str]:
+    """What is wrong with a row whose types are right, each beginning with the field."""
+    for name in sorted(row.keys() - keys_of(Row).keys()):
+        yield f"{name} is no field of a row"
+    for name in ESTIMATES:
+        value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+        ends = [x for x in (low, value, high) if x is not None]
+        if value is not None and low is None:
+            yield f"{name}_low is missing, of {name} {value}"
+        if ends != sorted(ends):
+            yield f"{name} {value} is not within [{low}, {high}]"
+        least, most = 1 if name == "gstar" else 0, 1 if name in SHARES else None
+        beyond = [x for x in ends if x < least or (most is not None and x > most)]
+        if beyond:
+            yield f"{name} has {beyond[0]}, beyond {least} to {'any' if most is None else most}"
+    if not re.fullmatch(r"base|[1-9]\d* steps", row["stage"]):
+        yield f"stage is {row['stage']!r}, not 'base' or '20 steps'"
+    if row["questions"] < 8 or row["completions"] < GROUP_SIZE:
+        sizes = f"{row['questions']} x {row['completions']}"
+        yield f"questions x completions are {sizes}, at least 8 x {GROUP_SIZE} are needed"
+    for name in NEEDED_VERSIONS:
+        if not row["versions"].get(name):
+            yield f"versions has no {name}"
+    try:
+        if date.fromisoformat(row["date"]) > date.today():
+            yield f"date {row['date']} is yet to come"
+    except ValueError:
+        yield f"date is {row['date']!r}, not as 2026-03-01"
+    if row["commit"] is not None and not re.fullmatch(r"[0-9a-f]{40}", row["commit"]):
+        yield f"commit is {row['commit']!r}, not 40 letters of 0-9a-f: measure committed code"
+    commands = row["commands"]
+    if not commands or not all(re.match(r"grpo-ustat (mse|train) \S", x) for x in commands):
+        yield "commands are not lines that begin with grpo-ustat mse or grpo-ustat train"
+    if len(commands) < 2 and row["stage"] != BASE:
+        yield f"commands has no training, of stage {row['stage']}"
+    for name in ("model", "data", "device", "precision"):
+        if not row[name].strip():
+            yield f"{name} is empty"
+    for name, value in row.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and PATH.search(text):
+                yield f"{name} has a path of a machine: {text!r}; --local ID=FOLDER writes its id"
+
+
+def main() -> None:
+    """Do what an option asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--from-run", type=Path, nargs="+", metavar="FOLDER", help="rows of finished studies")
+    add("--gpu", metavar="NAME", help="that these ran on; the one here")
+    add("--local", nargs="+", default=[], metavar="ID=FOLDER", help="ids of what folders hold")
+    add("--table", action="store_true", help="write the table of the rows into the page")
+    add("--check", action="store_true", help="a line for each fault of rows and page")
+    add("--rows", type=Path, default=ROWS, help="their folder")
+    add("--page", type=Path, default=PAGE)
+    options = parser.parse_args()
+    try:
+        for folder in options.from_run or ():
+            row = row_of(folder, folders_by_id(options.local), options.gpu)
+            name = file_name(*(row[x] for x in ("model", "data", "stage", "space")))
+            options.rows.mkdir(parents=True, exist_ok=True)
+            (options.rows / f"{name}.json").write_text(row_text(row))
+            print(options.rows / f"{name}.json")
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")
+    if options.table:
+        rows = [json.loads(file.read_text()) for file in options.rows.glob("*.json")]
+        options.page.write_text(page_with(options.page.read_text(), rows))
+    if options.check:
+        found = faults(options.rows, options.page)
+        print("\n".join(found) or f"{len(list(options.rows.glob('*.json')))} rows, no fault")
+        sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

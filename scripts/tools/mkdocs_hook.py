@@ -1,0 +1,65 @@
+"""What MkDocs does beside `.mkdocs.yml`: links that leave docs/, and nothing from another host.
+
+On GitHub pages link to the README, and the README to pages: in the site the README is the page
+`start.md`. Other files of the repository have no address as long as the project has none
+(`project.urls`), so of a link to one its text stays, as on the page of PyPI.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+
+log = logging.getLogger("mkdocs.hooks")  # with --strict a warning ends the build
+
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+LOADED = re.compile(  # what a browser fetches by itself, from a host that is named
+    r"""<(?:script|img|iframe|source|link)\b[^>]*?\s(?:src|href)=["']?(?:https?:)?//[^\s"'>]+"""
+    r"""|(?:url\(|@import)\s*["']?(?:https?:)?//[^\s"')]+"""
+)
+
+
+def on_files(files, config):
+    """The README of the repository becomes a page; pages are as wide as lines of code."""
+    from mkdocs.structure.files import File
+
+    readme = Path(config.config_file_path).parent / "README.md"
+    files.append(File.generated(config, "start.md", abs_src_path=str(readme)))
+    wide = ".md-grid { max-width: 80rem; }"
+    files.append(File.generated(config, "wide.css", content=wide))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links lead within the site."""
+    return site_links(markdown, page.file.src_uri)
+
+
+def site_links(markdown, page):
+    """The text of a page with its links as the site has them.
+
+    Args:
+        markdown: as it is in the repository.
+        page: its path in docs/; `start.md` for the README of the repository.
+    """
+    folder = posixpath.dirname("README.md" if page == "start.md" else f"docs/{page}")
+
+    def link(match):
+        text, target, anchor = match.groups(default="")
+        path = posixpath.normpath(posixpath.join(folder, target))
+        path = "docs/start.md" if path == "README.md" else path
+        if not path.startswith("docs/"):
+            return text
+        return f"[{text}]({posixpath.relpath(path, posixpath.dirname(f'docs/{page}'))}{anchor})"
+
+    return LINK.sub(link, markdown)
+
+
+def on_post_build(config):
+    """Warn of every page and style sheet that loads from another host."""
+    for file in sorted(Path(config.site_dir).rglob("*")):
+        if file.suffix in (".html", ".css"):
+            for loaded in LOADED.findall(file.read_text()):
+                log.warning("%s loads from another host: %s", file, loaded)

@@ -1,0 +1,103 @@
+"""Verdicts on published claims: the numbers of the estimators, corrected together."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from commands import compose
+from prompt_pools import whole_pool
+
+from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.closed_form import Request, closed_form
+from grpo_ustat.mse.verdicts import BY_MEAN, FILTERED, claim_verdicts
+from grpo_ustat.pages.verdicts import verdicts_table
+from grpo_ustat.runs.claims import holm_adjust
+from grpo_ustat.runs.folder import RunFolder
+
+DRAWS, SEED, ROLLOUTS = 20, 3, 32
+
+
+def a_pool(questions, completions, shared=1.5):
+    """Chances of all sizes; scores along a common gradient, of which right answers have more."""
+    rng = np.random.default_rng(8)
+    shape = questions, completions
+    chance = rng.beta(0.5, 0.8, size=(questions, 1))
+    rewards = (rng.random(shape) < chance).astype(float)
+    common = shared * (rewards - chance)[..., None] * np.eye(4)[0]
+    return whole_pool(rng.normal(size=(*shape, 4)) + common, rewards, rng.integers(1, 9, shape))
+
+
+def verdicts(pool, sizes=(2, 4, 8)):
+    request = Request([], {}, len(pool.rewards_PN), True, {})
+    population = closed_form(pool, request, "questions")
+    return claim_verdicts(pool, population, sizes, ROLLOUTS, DRAWS, SEED)
+
+
+def test_losses_have_the_worth_that_they_have_anywhere():
+    pool = a_pool(120, 20)
+    rows = loss_worths(pool, [FILTERED, BY_MEAN], [8], ROLLOUTS, DRAWS, SEED)
+    worths = [row.worth.worth for row in rows]
+    found = [row for row in verdicts(pool) if row.measured.startswith("worth of a")]
+    assert len(found) == 2
+    for row, worth in zip(found, worths, strict=True):
+        assert row.number == pytest.approx(worth)
+
+
+def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
+    rows = verdicts(a_pool(120, 20))
+    measured = [row for row in rows if row.number is not None]
+    assert len(measured) >= 9
+    for row in measured:
+        value, low, high = row.number
+        if row.holm_p > 0.05:
+            assert row.verdict == "not decided"
+            continue
+        inside = row.least < value < row.most
+        assert row.verdict == ("holds" if inside else "does not hold")
+        if inside:  # 95 % intervals are shorter than the corrected ones
+            assert row.least < low and high < row.most
+        else:
+            assert high <= row.least or low >= row.most
+    by_claim = {row.claim: row for row in rows}
+    assert by_claim["in mixed groups hard prompts get too low advantages"].verdict == "holds"
+    assert by_claim["an update weighs hard prompts too little"].verdict == "does not hold"
+
+
+def test_the_correction_counts_all_that_is_measured():
+    rows = [row for row in verdicts(a_pool(120, 20)) if row.number is not None]
+    p_values = sorted(row.holm_p for row in rows)
+    assert p_values[0] == pytest.approx(len(rows) * 1e-9, rel=1e-6)  # the least that is told apart
+    assert holm_adjust([1e-9] * len(rows))[0] == pytest.approx(p_values[0])
+
+
+def test_what_a_small_pool_cannot_say_has_a_reason():
+    rows = verdicts(a_pool(6, 5), sizes=(4,))
+    absent = {row.measured: row.reason for row in rows if row.verdict == "not measured"}
+    assert all(absent.values())
+    assert any("study of 24, got 6" in reason for reason in absent.values())
+    assert any("budget.pool_completions=10" in reason for reason in absent.values())
+    assert not any(row.verdict in ("holds", "does not hold") and row.number is None for row in rows)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_a_study_leaves_them_in_its_result_and_on_its_page(tmp_path, capsys):
+    words = ("experiment=verdicts", "debug=mse", "model=tiny_base", "study.questions=12")
+    config = compose(
+        "mse", *words, "launch.workers=1", "group_sizes=[4]", "study.policy=embedded:tiny",
+        "study.rollouts=16", "budget.loss_draws=4",
+    )  # fmt: skip
+    study_run.run(config, RunFolder(tmp_path / "run", config))
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    claims = [row["claim"] for row in result["verdicts"]]
+    assert len(claims) == len(set(claims)) >= 14
+    assert any("ratios of the sequence (product)" in claim for claim in claims)
+    printed, table = capsys.readouterr().out, verdicts_table(result)
+    assert "Published claims on this policy" in printed and "arXiv" not in printed
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Published claims on this policy" in page and "arXiv 2605.17570" in page
+    assert len(table.rows) == len(claims)
+    assert all(math.isfinite(row["holm_p"]) for row in result["verdicts"] if "number" in row)
