@@ -116,7 +116,8 @@ def audit(
     """Compare the gradient of an update, before clipping, with the declared one.
 
     The first update of a batch, where every importance ratio is 1. The model is scored in
-    evaluation mode, without dropout; modes and gradients are as before.
+    evaluation mode, without dropout, and in the precision of the loss, since scores of a peaked
+    policy are others in bfloat16; modes and gradients are as before.
 
     Args:
         model: a causal language model, with the weights that the gradient was formed at.
@@ -125,8 +126,8 @@ def audit(
             summed or averaged over processes as the optimizer gets them.
         rows: of the whole update, on all processes and in all its micro-batches.
         temperature: divides the logits, as in the loss.
-        compute_dtype: the lowest precision that the loss was computed in, such as autocast's; None:
-            that of parameters and gradients.
+        compute_dtype: that of the autocast in which the loss was computed; None: the precision of
+            the parameters.
         divisors: numbers by which a trainer may divide once too often or not at all, such as
             `{"gradient_accumulation_steps": 4}`; a difference by such a factor is then named.
         completions_at_once: of a pass of the model.
@@ -141,7 +142,7 @@ def audit(
         compute_dtype, *(p.dtype for p in own.values()),
         *(g.dtype for g in applied_gradients.values() if g is not None),
     )  # fmt: skip
-    with evaluating(model):
+    with evaluating(model, compute_dtype):
         declared: dict[str, torch.Tensor] = {}
         rows_sq = 0.0
         for part in _parts(np.flatnonzero(rows.weights_B), completions_at_once):
@@ -179,13 +180,16 @@ def audit(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode and outside of autocast; modes are restored."""
+def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, the model is in evaluation mode, and in autocast to a narrow type or in none; modes
+    are restored.
+    """
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
+    narrow = compute_dtype is not None and compute_dtype.itemsize < 4
     try:
         model.eval()
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        with torch.enable_grad(), torch.autocast(device.type, compute_dtype, enabled=narrow):
             yield
     finally:
         for module, mode in modes.items():

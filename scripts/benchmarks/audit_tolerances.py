@@ -4,8 +4,8 @@
 
 Each batch is of 1 to 4 prompts x 8 completions of an embedded policy, with random 0/1 rewards, one
 of TRL's losses and scalings, and a plain PyTorch loop that accumulates its gradient over 1 to 8
-micro-batches in random order: in float32; under autocast to bfloat16, scored in float32; with
-weights, activations and gradients in bfloat16, and scored so.
+micro-batches in random order: in float32; under autocast to bfloat16; with weights in bfloat16,
+under autocast and without. Scores are formed in the same way.
 
 Printed for each precision: quantiles of |ratio - 1|, of 1 - cosine and of
 x = ||p - d|| / sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2), alarms at the epsilon of
@@ -16,7 +16,6 @@ gradient is also too long by a factor, or turned so far that its cosine is lower
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.sketch import Sketch
 
 ASSETS = Path(grpo_ustat.__file__).parent / "assets"
-PRECISIONS = ("float32", "autocast", "bfloat16")
+PRECISIONS = ("float32", "autocast", "bfloat16", "bfloat16 autocast")
 RULES = {"group_std": {"epsilon": 1e-4}, "batch_std": {"epsilon": 1e-4}, "group_mean": {}}
 KINDS = ("dapo", "grpo", "dr_grpo", "luspo")
 LONGEST, GROUP, PROMPTS = 40, 8, 24
@@ -58,7 +57,7 @@ class Pool(NamedTuple):
 
 
 def pool(policy, precision, rng):
-    """Completions that the policy samples in float32, scored in the precision of its weights."""
+    """Completions that the policy samples in float32, scored as the loss is computed."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / policy, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / policy)
     texts = [f"{rng.integers(1, 99)}+{rng.integers(1, 99)}=" for _ in range(PROMPTS)]
@@ -76,24 +75,29 @@ def pool(policy, precision, rng):
     own_BT = ((ended_BT.cumsum(dim=1) - ended_BT.long()) == 0).long()
     completion_BT = torch.cat([torch.zeros_like(mask_BL), own_BT], dim=1)
     rows = ids_BT, torch.cat([mask_BL, own_BT], dim=1), completion_BT
-    if precision == "bfloat16":
+    if precision.startswith("bfloat16"):
         model = model.bfloat16()
     sketch = Sketch(parameter_sizes(model), 10**7)
-    scores = [
-        completion_scores(model, *(x[i : i + GROUP] for x in rows), features=sketch).features_BR
-        for i in range(0, PROMPTS * GROUP, GROUP)
-    ]
+    with autocast_of(precision):
+        scores = [
+            completion_scores(model, *(x[i : i + GROUP] for x in rows), features=sketch).features_BR
+            for i in range(0, PROMPTS * GROUP, GROUP)
+        ]
     return Pool(model, *rows, torch.cat(scores).float().numpy(), sketch)
 
 
-def applied(model, rows, parts, autocast):
+def autocast_of(precision):
+    """Autocast to bfloat16 where a precision has it."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision.endswith("autocast"))
+
+
+def applied(model, rows, parts, precision):
     """`p.grad` of a plain loop over micro-batches: the gradient of minus sum_i W_i log pi(y_i)."""
     model.zero_grad()
     for part in parts:
         ids, attention, completion = rows.part(part)
-        context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
         positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
-        with context:
+        with autocast_of(precision):
             logits = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits
         logprobs = logits[:, :-1].float().log_softmax(dim=-1)
         chosen = logprobs.gather(2, ids[:, 1:, None])[..., 0] * completion[:, 1:]
@@ -120,7 +124,7 @@ def measured(policy, precision, batches, seed):
             drawn.completion[index],
         )  # fmt: skip
         parts = np.array_split(rng.permutation(len(index)), int(rng.choice([1, 2, 4, 8])))
-        gradient = applied(drawn.model, rows, parts, precision == "autocast")
+        gradient = applied(drawn.model, rows, parts, precision)
         applied_R = drawn.sketch.of(gradient).double().numpy()
         scores_BR = drawn.scores[index].astype(np.float64)
         declared_R = rows.weights_B @ scores_BR

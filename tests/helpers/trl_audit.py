@@ -8,9 +8,11 @@ writes `CASE-RANK.json` of every case: what was found, and the kinds of the mode
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +51,17 @@ class Expecting:
     """Audits every update of a trainer, with scores of another copy of the model.
 
     Every rank scores some of the groups. Its weights are the trainer's first ones, so the trainer's
-    must not move.
+    must not move. They are scored in the precision of the trainer's loss.
     """
 
     def __init__(self, trainer, model, sketch=16381, loss=None):
         self.trainer = trainer
+        if trainer.accelerator.mixed_precision == "bf16":
+            self.precision = torch.autocast("cpu", torch.bfloat16)
+            if trainer.accelerator.distributed_type.value in ("DEEPSPEED", "FSDP"):
+                model = copy.deepcopy(model).bfloat16()
+        else:
+            self.precision = nullcontext()
         self.policy = Policy(
             model, trainer.processing_class, frozenset(), trainer.processing_class.pad_token_id
         )
@@ -72,7 +80,7 @@ class Expecting:
         groups, _ = whole_groups(rows, *rewards, trainer.num_generations)
         accelerator, scores = trainer.accelerator, {}
         varied = [group for group in groups if group.varies]
-        with torch.random.fork_rng([]), torch.enable_grad():
+        with torch.random.fork_rng([]), torch.enable_grad(), self.precision:
             for group in varied[accelerator.process_index :: accelerator.num_processes]:
                 features_GR = score_rollouts(
                     self.policy, group.rollouts(), np.arange(len(group.completions)),

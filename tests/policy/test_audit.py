@@ -142,6 +142,18 @@ def test_rounding_to_bfloat16_is_told_from_a_fault(packed):
     assert not gu.audit(policy.model, gradients, rows).agrees
 
 
+def test_a_loop_under_autocast_is_scored_under_autocast(policy, packed):
+    """In float32 the same scores would be further from it by a multiple."""
+    rows = rows_of(packed)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients = loop(policy.model, rows, by_tokens(rows))
+    found = gu.audit(policy.model, gradients, rows, compute_dtype=torch.bfloat16)
+    assert (
+        found.agrees and 3 * found.difference < gu.audit(policy.model, gradients, rows).difference
+    )
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_frozen_parameters_and_those_without_a_gradient(policy, packed):
     rows = rows_of(packed)
     frozen = next(iter(dict(policy.model.named_parameters())))

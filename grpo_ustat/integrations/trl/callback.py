@@ -56,7 +56,13 @@ from grpo_ustat.integrations.trl.scoring import (
     reason_of,
     unchanged,
 )
-from grpo_ustat.integrations.trl.sharding import precision_of, scored_weights, sharding_of
+from grpo_ustat.integrations.trl.sharding import (
+    in_precision_of_loss,
+    narrow_loss,
+    precision_of,
+    scored_weights,
+    sharding_of,
+)
 from grpo_ustat.integrations.trl.support import check_parameters, check_trainer
 from grpo_ustat.integrations.trl.windows import (
     ScoredGroup,
@@ -257,8 +263,7 @@ class GradientNoiseCallback(TrainerCallback):
         if step >= self._audit_due or step == self._audit_step:  # every batch of an update
             self._audit_step = step
             self._audit_due = step + self.audit_every if self.audit_every else float("inf")
-            own = places[accelerator.process_index :: accelerator.num_processes]
-            self._announce(model, groups, {place: scored[place] for place in own})
+            self._announce(model, layers, groups, scored)
         self._groups += [
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
         ]
@@ -285,17 +290,29 @@ class GradientNoiseCallback(TrainerCallback):
             self.scorer.notes.append(f"How far policies moved is unknown: {reason_of(error)}.")
 
     def _announce(
-        self, model: Any, groups: Sequence[Group], scored: Mapping[int, GroupScores]
+        self,
+        model: Any,
+        layers: LayersInStep | None,
+        groups: Sequence[Group],
+        scored: Mapping[int, GroupScores],
     ) -> None:
         """Have the next update compared with the gradient that the loss declares for these groups.
 
         Args:
-            model: that was scored.
+            model, layers: that were scored.
             groups: of the whole generation batch.
-            scored: scores of the groups that this rank scored, by place.
+            scored: scores of groups by place, the same on all ranks. Where the loss is computed in
+                a narrower precision they are formed anew in that.
         """
         trainer = self.trainer
         reason = "parameters were chosen" if self.parameters is not None else unmeasured(trainer)
+        if reason is None and (narrow := narrow_loss(trainer, model)) is not None:
+            try:
+                with in_precision_of_loss(trainer, model, layers, narrow):
+                    again = {place: groups[place] for place in scored}
+                    scored = self.scorer.all_scores(model, again, layers)
+            except ConfigError as error:  # on all ranks
+                reason = str(error)
         if reason is not None:
             if not self._audited:
                 self._audited = True
@@ -303,10 +320,13 @@ class GradientNoiseCallback(TrainerCallback):
             return
         if self.audit is None:
             self.audit = UpdateAudit(trainer, self.scorer.sketch_of(model), loss_of(trainer))
+        rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         sketches = {
             one.key: sketch_R
-            for place, scores in scored.items()
-            for one, sketch_R in zip(groups[place].completions, scores.features_GR, strict=True)
+            for place in list(scored)[rank::world]
+            for one, sketch_R in zip(
+                groups[place].completions, scored[place].features_GR, strict=True
+            )
         }
         self.audit.expect(sketches, groups)
 

@@ -287,6 +287,44 @@ def _inner(module: Any) -> nn.Module:
     return module
 
 
+def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
+    """The precision in which a trainer computes its loss, where a model's trainable weights are in
+    a wider one; else None.
+    """
+    accelerator = trainer.accelerator
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    if dtype is None or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return None  # an engine of DeepSpeed has its weights in that precision
+    wide = any(p.requires_grad and p.dtype.itemsize > dtype.itemsize for p in model.parameters())
+    return dtype if wide else None
+
+
+@contextmanager
+def in_precision_of_loss(
+    trainer: Any, model: nn.Module, layers: LayersInStep | None, dtype: torch.dtype
+) -> Iterator[None]:
+    """Within, a model computes as in a trainer's loss: in autocast, and with FSDP1, which reads
+    weights in that precision, with such weights.
+
+    Args:
+        trainer: whose loss.
+        model, layers: as of `scored_weights`.
+        dtype: see `narrow_loss`.
+
+    Raises:
+        ConfigError: FSDP1's layers have their weights one at a time.
+    """
+    with torch.autocast(next(model.parameters()).device.type, dtype), ExitStack() as restored:
+        if sharding_of(trainer) == "FSDP1":
+            if layers is not None:
+                raise ConfigError("with FSDP1 and layers one at a time, weights are not narrowed")
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize:
+                    restored.callback(setattr, tensor, "data", tensor.data)
+                    tensor.data = tensor.data.to(dtype)
+        yield
+
+
 def precision_of(model: nn.Module) -> str:
     """The precision of a model's weights, and of its buffers where these are narrower, in words."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
