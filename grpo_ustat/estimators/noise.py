@@ -68,7 +68,7 @@ LEAST_UNITS = 4  # of which a jackknife leaves one out
 UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
 LEAST_GSTAR = 1 + math.sqrt(2)  # of any policy, since C3 >= 2 C1
-LOST = 0.01  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
+LOST = 0.0175  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
 TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
 LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)  # of G - 1, between which one is sought
 
@@ -405,7 +405,7 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
 
     Products between a window's groups come out too small, since what a group asks for is in part
     done by the update on it before the later ones are drawn; C1 comes out too large by as much.
-    Measured (docs/benchmarks.md) it was `.01 sqrt(drift) E||ghat||^2` at most, of one group, up
+    Measured (docs/benchmarks.md) it was `.0175 sqrt(drift) E||ghat||^2` at most, of one group, up
     to 1 nat: little beside C1, much beside a small ||grad J||^2. Either is withheld, with what is
     made of it, where this is over a fifth of the estimate and of its half-width; of C1 a fifth
     takes 9 % off G* - 1. Above 1 nat all are.
