@@ -149,7 +149,7 @@ def test_a_loop_under_autocast_is_scored_under_autocast(policy, packed):
         gradients = loop(policy.model, rows, by_tokens(rows))
     found = gu.audit(policy.model, gradients, rows, compute_dtype=torch.bfloat16)
     assert (
-        found.agrees and 3 * found.difference < gu.audit(policy.model, gradients, rows).difference
+        found.agrees and 2 * found.difference < gu.audit(policy.model, gradients, rows).difference
     )
     assert not torch.is_autocast_enabled("cpu")
 
