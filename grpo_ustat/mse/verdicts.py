@@ -147,16 +147,11 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
         few = "too few prompts have mixed groups beside one that is all wrong"
         return [replace(claim, reason=few)]
     longer = "; ".join(f"{name} {_text(one.longer())}" for name, one in bins.items())
-    exact = Interval(1.0, 1.0, 1.0)
-    return [
-        replace(claim, interval_at=bins["hard"].shift),
-        Judged(
-            "an update weighs hard prompts too little", "arXiv 2601.08521",
-            "weight of their gradient in an update of all groups, by theory", lambda _: exact,
-            most=1.0,
-            beside=f"mixed groups have a longer gradient ({longer}) exactly as they are rarer",
-        ),
-    ]  # fmt: skip
+    beside = (
+        f"mixed groups have a longer gradient ({longer}) exactly as they are rarer, so an update "
+        "weighs every prompt alike"
+    )
+    return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
 
 
 def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int) -> list[Judged]:

@@ -93,6 +93,8 @@ class LayersInStep:
         """Within, a layer has its weights while it is called."""
 
         def compute(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            """A layer's forward that gathers its weights first."""
+
             def gathered(*args: Any, **kwargs: Any) -> Any:
                 """The output of the layer."""
                 with self.weights(layer):

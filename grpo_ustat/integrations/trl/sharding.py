@@ -121,6 +121,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
     """Whether every rank has memory for so many bytes."""
 
     def fits() -> bool:
+        """Whether this rank has."""
         try:
             _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         except RuntimeError as error:
@@ -156,6 +157,7 @@ def _zero3(trainer: Any) -> tuple[Any, Gather]:
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
+        """Whole weights of a module but for some within it."""
         left = {id(p) for one in without for p in one.parameters()}
         parameters: list[Any] = [p for p in module.parameters() if id(p) not in left]
         sizes = [p.ds_numel * p.element_size() for p in parameters]
@@ -190,6 +192,7 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
                 unit.reshard()
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
+        """Whole weights of a module but for some within it."""
         some = _units_within(module, without, units)
         sizes = [list(sizes_of[unit].values()) for unit in some]
         # a unit's weights come in one buffer, from which they are copied
@@ -214,6 +217,7 @@ def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
             yield
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
+        """Whole weights of a module but for some within it."""
         if without and not all(unit._use_orig_params for unit in units):
             raise ConfigError(
                 f"{NO_MEMORY}, and fsdp_use_orig_params=False hides those of layers: use "
