@@ -201,6 +201,10 @@ def one_line(error: Exception, schema: type) -> str:
             return f"{group}= has no value: choose from {', '.join(fit)}"
         if group == "study" and name.lower() in OTHER_COMMANDS:
             return f"study={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
+        like_named = [folder / f"{name}.yaml" for folder in CONF.iterdir()]
+        elsewhere = [x.parent.name for x in like_named if x.is_file() and fits(x, schema)]
+        if len(elsewhere) == 1:
+            return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"
         known = f"{did_you_mean(name, fit)}choose from {', '.join(fit)}"
         places = ", or write model=org/name or model=FOLDER" if group == "model" else ""
         return f"unknown {group} {name!r}: {known}{places}"

@@ -363,7 +363,7 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
         axes.text(0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center")
         axes.set_xlabel("group size G")
         return
-    dots = f"group size G;  dots: divides n = {costs.rollouts}"
+    dots = f"group size G;  dots: sizes that divide n = {costs.rollouts}"
     if high is None:
         axes.axvline(low, color="black", linestyle=":", linewidth=1)
         axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")

@@ -89,6 +89,8 @@ TRAIN = {
     ),
     ("+grup_size=1",): "unknown key grup_size: did you mean group_size?",
     ("grup_size=1",): "unknown key grup_size: did you mean group_size?",
+    ("baseline=trl_dapo",): "unknown baseline 'trl_dapo': write objective=trl_dapo",
+    ("dataset=few_shot",): "unknown dataset 'few_shot': write prompt=few_shot",
 }
 MSE = {
     ("group_sizes=8",): "group_sizes=8: a list is needed: group_sizes=[8]",
@@ -124,6 +126,8 @@ MSE = {
         "unknown study 'figure': did you mean figure4? "
         "choose from best_group_size_start, figure4, figure4_offline"
     ),
+    ("study=verdicts",): "unknown study 'verdicts': write experiment=verdicts",
+    ("policy=smollm2_135m",): "unknown policy 'smollm2_135m': write model=smollm2_135m",
 }
 GAP = {
     ("study.replicates=1e3",): (

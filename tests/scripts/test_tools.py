@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import json
 import runpy
 import shutil
 import subprocess
@@ -140,3 +141,39 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
     assert all(float(row["c3"]) > 0 for row in rows) and rows[0]["c3"] != rows[1]["c3"]
     assert (folder / "along_training.png").stat().st_size > 5000
     assert "is complete" in " ".join(execute(ALONG, folder, *small)[1].split())
+
+
+VERDICTS = SCRIPTS / "tools/verdict_figures.py"
+
+
+@pytest.mark.slow
+def test_figures_of_verdicts_are_drawn_again_from_their_records(tmp_path, execute):
+    code, out, err = execute(VERDICTS, "--images", tmp_path)
+    assert code == 0, err
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    page = (ROOT / "docs/verdicts.md").read_text()
+    assert len(drawn) == 7 and all(f"](images/{name})" in page for name in drawn)
+    assert all((tmp_path / name).stat().st_size > 5000 for name in drawn)
+
+
+@pytest.mark.slow
+def test_a_study_is_taken_into_the_records_in_place_of_an_earlier_one(tmp_path, execute):
+    judged = {"claim": "a step of 8192 rollouts is about right", "measured": "n_c(16)",
+              "least": 4096, "most": 16384, "verdict": "not decided", "number": None,
+              "number_low": 2500.0, "number_high": None, "holm_p": 0.25}  # fmt: skip
+    point = {"group_size": 8, "prompt_share": 0.5, "prompt_share_low": 0.25,
+             "prompt_share_high": 0.75}  # fmt: skip
+    places = ("--records", tmp_path / "records.csv", "--images", tmp_path)
+    for share in (0.5, 0.625):
+        result = {"verdicts": [judged], "noise": {"curve": [point | {"prompt_share": share}]}}
+        (tmp_path / "result.json").write_text(json.dumps(result))
+        assert execute(VERDICTS, f"b={tmp_path}", *places)[0] == 0
+    first, second = csv.DictReader((tmp_path / "records.csv").open())
+    assert (first["policy"], first["number"], first["low"], first["high"]) == ("b", "", "2500", "")
+    assert (second["measured"], second["number"], second["high"]) == ("8", "0.625", "0.75")
+    assert (tmp_path / "prompt_share.png").stat().st_size > 5000
+    (tmp_path / "result.json").write_text(json.dumps({"noise": {"curve": [point]}}))
+    refused = execute(VERDICTS, f"c={tmp_path}", *places)
+    assert refused[0] == f"{tmp_path} has no verdicts: run the study with experiment=verdicts"
+    empty = execute(VERDICTS, "--records", tmp_path / "nowhere.csv")
+    assert empty[0] == 2 and "has no records: name studies as NAME=FOLDER" in empty[2]
