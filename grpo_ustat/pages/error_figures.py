@@ -143,7 +143,7 @@ def joint_mse_figure(
                     line[1, column].set_visible(False)
             for axes in line[:, len(runs) :].flat:
                 axes.set_visible(False)
-            line[0, 0].set_ylabel(f"MSE of the gradient\n{runs[0].dataset}")
+            line[0, 0].set_ylabel("MSE of the gradient")
             if high > 1:
                 line[1, 0].set_ylabel("MSE over the oracle's")
         figure.legend(
@@ -176,7 +176,7 @@ def joint_fixed_n_figure(
                 axes.set_title(panel_title(run), fontsize=8, loc="left")
             for axes in line[len(runs) :]:
                 axes.set_visible(False)
-            line[0].set_ylabel(f"{EXTRA_ERROR}\n{runs[0].dataset}")
+            line[0].set_ylabel(EXTRA_ERROR)
         if panels[0, 0].get_legend_handles_labels()[1]:
             panels[0, 0].legend(frameon=False, fontsize=8)
         note(figure, notes, size[0])
@@ -196,14 +196,14 @@ def panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def panel_title(run: RunRecord) -> str:
-    """Policy, accuracy or mean reward, and pool of a study."""
+    """Policy, accuracy or mean reward, data set and pool of a study."""
     result = run.final_result
     policy = result["policy"]
     seed = f", seed {run.config['seed']}" if run.config["seed"] else ""
     return (
         f"{run.policy}{seed}\n{policy['quantity']} {policy['mean_reward']:.3f} "
         f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}]\n"
-        f"pool: {result['questions']} questions x {result['pool_completions']} completions"
+        f"{run.dataset}: {result['questions']} questions x {result['pool_completions']} completions"
     )
 
 

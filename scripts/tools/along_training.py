@@ -6,8 +6,9 @@
 Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated: of a run whose
 checkpoints are gone the finished ones are read. The questions, the prompt and the temperature are
 the run's, and so is the G of n_c, share and worth; `objective=trl_dapo study.rollouts=64` asks for
-the worth of a rollout of TRL's default loss in updates of 64. Prints the table, and writes it to
-`along_training.csv` and `.png` in the first run.
+the worth of a rollout of TRL's default loss in updates of 64, in unbiased ones at the same G.
+Prints the table, and writes it to `along_training.csv` and `.png` in the run, of several in the
+folder that holds them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +31,7 @@ PANELS = {
     "gstar": "G*",
     "noise_scale": "n_c, rollouts",
     "prompt_share": "prompts' share of the noise",
-    "worth": "worth of a rollout",
+    "worth": "worth at this G",
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
@@ -162,12 +164,13 @@ def main() -> None:
             name = run.name if apart else str(run)
             rows.append(row(name, step, trained["group_size"], result))
     print(table(rows))
-    with (arguments.run / "along_training.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+    folder = Path(os.path.commonpath([run.absolute() for run in runs]))
+    with (folder / "along_training.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    figure(rows, arguments.run / "along_training.png")
-    print(f"Wrote {arguments.run / 'along_training.csv'} and .png")
+    figure(rows, folder / "along_training.png")
+    print(f"Wrote {folder / 'along_training.csv'} and .png")
 
 
 if __name__ == "__main__":

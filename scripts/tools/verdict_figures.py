@@ -45,6 +45,7 @@ FIGURES = {  # panels: how a claim begins, the axis, and whether it may be in lo
         ("ratios of the sequence (pro", "worth with the product,\nin tokens' ones", True),
     ],
 }
+OF_AGE = ("stale_rollouts", "tokens_or_sequences")
 WIDE = 4  # ends this many times apart: an axis in logs
 SHADE = "#56B4E9"
 COLOURS = {"holds": "#0072B2", "does not hold": "#D55E00", "not decided": "#666666"}
@@ -54,7 +55,9 @@ Record = dict[str, str]
 
 
 def taken(policy: str, folder: Path) -> list[Record]:
-    """The records of one study: its verdicts, and the prompts' share at every G."""
+    """The records of one study: its verdicts, and the prompts' share at every G; of stale rollouts
+    those on their age alone, since the others are of the policy that wrote them.
+    """
     result = json.loads((folder / "result.json").read_text())
     if not result.get("verdicts"):
         raise SystemExit(f"{folder} has no verdicts: run the study with experiment=verdicts")
@@ -78,7 +81,9 @@ def taken(policy: str, folder: Path) -> list[Record]:
         record(row, "prompt_share", claim=SHARE, measured=f"{row['group_size']:g}")
         for row in result["noise"]["curve"]
     ]
-    return judged + shares
+    of_age = tuple(start for name in OF_AGE for start, _, _ in FIGURES[name])
+    aged = [one for one in judged if one["claim"].startswith(of_age)]
+    return aged or judged + shares
 
 
 def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Path) -> None:

@@ -39,6 +39,7 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "mirror": "tests/cli/test_mirror.py",
     "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",
     "python scripts/tools/along_training.py": "tests/scripts/test_tools.py",
+    "python scripts/tools/verdict_figures.py": "tests/scripts/test_tools.py",
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
     "eval": "tests/cli/test_completion.py",

@@ -110,7 +110,7 @@ def test_the_table_of_smollm2_is_drawn_again_from_its_records(tmp_path, execute)
     assert len(lines) == 10
     page = (ROOT / "docs/models-and-data.md").read_text()
     assert [line for line in lines if line not in page] == []
-    assert (tmp_path / "full/along_training.png").stat().st_size > 5000
+    assert (tmp_path / "along_training.png").stat().st_size > 5000
 
 
 @pytest.mark.nightly
