@@ -113,7 +113,7 @@ def test_the_words_of_the_glossary_are_those_of_the_documents():
 
 
 def test_every_picture_is_shown():
-    pictures = {ROOT / page for page in (ROOT / "docs/images").iterdir()}
+    pictures = {*(ROOT / "docs/images").iterdir(), *(ROOT / "docs/examples").glob("*/*.png")}
     shown = {((ROOT / page).parent / link) for page in PAGES for link in links(PAGES[page])}
     assert pictures == {path for path in shown if path.suffix == ".png"}
 
