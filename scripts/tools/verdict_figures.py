@@ -134,9 +134,10 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
     marks: list = [Line2D([], [], color=COLOURS[x], marker="o", markersize=5) for x in used]
     marks.append(Rectangle((0, 0), 1, 1, facecolor=SHADE, alpha=0.2))
     image.legend(
-        marks, [*used, "where the claim holds"], loc="outside lower center", ncols=2 + len(panels),
+        marks, [*used, "the claim holds here"], loc="outside lower center", ncols=2 + len(panels),
         columnspacing=1, handlelength=1.5, frameon=False, fontsize=8,
     )  # fmt: skip
+    image.suptitle("Lines: 95 % intervals", fontsize=8, x=0.01, ha="left")
     image.savefig(path, dpi=100)
     plt.close(image)
 
@@ -153,7 +154,11 @@ def prompt_shares(records: list[Record], path: Path) -> None:
     axis.axhline(0.5, color="black", linestyle="--", linewidth=1)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set(xlabel="group size G", ylabel="prompts' share of the noise", ylim=(0, 1))
+    axis.set(
+        xlabel="group size G (bands: 95 % intervals)",
+        ylabel="prompts' share of the noise",
+        ylim=(0, 1),
+    )
     axis.grid(alpha=0.3)
     image.legend(loc="outside right upper", frameon=False, fontsize=8)
     image.savefig(path, dpi=100)

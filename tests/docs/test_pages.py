@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import dataclasses
 import functools
 import importlib
@@ -197,3 +198,32 @@ def test_the_page_of_objectives_says_what_to_type_for_each_recipe():
         (name.split(" (")[0], " ".join(recipe.overrides), str(recipe.group_size))
         for name, recipe in RECIPES.items()
     ]
+
+
+QUOTED = {  # how a claim begins in the records, and its row on the page; digits
+    "the noise is that of a prompt's": ('| noise is "dominated', 2),
+    "in mixed groups": ("| group advantages", 3),
+    "a filter by reward": ("| filtering by reward", 2),
+    "the mean over": ("| the mean per sequence", 2),
+    "stale rollouts": ("| large staleness", 2),
+    "ratios of the sequence": ("| ratios by sequence", 2),
+    "the noise of a prompt is": ("| noise goes with p(1-p)", 2),
+    "the noise of a completion": ("| variance goes with length", 2),
+}
+
+
+@pytest.mark.parametrize("claim", QUOTED)
+def test_verdicts_quote_their_records(claim):
+    start, digits = QUOTED[claim]
+    page = PAGES["docs/verdicts.md"].splitlines()
+    (row,) = [line for line in page if line.startswith(start)]
+    records = csv.DictReader((ROOT / "docs/examples/verdicts.csv").open())
+    numbers = [
+        (r["policy"], float(r["number"]))
+        for r in records
+        if r["claim"].startswith(claim) and r["number"] and " after " not in r["policy"]
+    ]
+    assert numbers
+    for policy, number in numbers:
+        written = f"{number:.{digits}f}".replace("0.", ".", 1)
+        assert re.search(rf"(?<![\d.]){re.escape(written)}(?!\d)", row), (policy, written)
