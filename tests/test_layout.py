@@ -22,8 +22,8 @@ MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may im
             "distributed", *GROUND),
     "gap": ("cli", "launch", "costs", "pages", "runs", "distributed", *GROUND),
     "report": ("cli", "launch", "pages", "runs", *GROUND),
-    "advise": ("pages", "logs", "runs", *GROUND),
-    "doctor": ("tasks", "runs", "distributed", "config", "terminal"),
+    "advise": ("cli", "pages", "logs", "runs", *GROUND),
+    "doctor": ("cli", "tasks", "runs", "distributed", "config", "terminal"),
     "integrations": ("pages", "policy", "runs", *GROUND),
     # machinery
     "cli": ("launch", "pages", "logs", "policy", "tasks", "runs", "distributed", *GROUND),

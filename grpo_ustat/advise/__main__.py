@@ -11,7 +11,7 @@ import json
 import sys
 
 from grpo_ustat.advise.sources import advice_of, parse_request
-from grpo_ustat.config.command_line import command_line
+from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import tell, wrapped
 
@@ -28,8 +28,8 @@ OPTION_MEANINGS = {
 
 def main() -> None:
     """Console entry; the exit code is 0 whatever the advice is, 2 where there is none."""
-    parser = argparse.ArgumentParser(
-        prog=command_line("advise"),
+    parser = VerbParser(
+        "advise",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {word:18} {meaning}" for word, meaning in OPTION_MEANINGS.items()),

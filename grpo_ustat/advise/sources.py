@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.model import checkpoints_of
 from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.estimators.scaling import (
@@ -23,12 +24,13 @@ from grpo_ustat.estimators.scaling import (
 )
 from grpo_ustat.logs.formats import PACKED_SUFFIXES, format_of
 from grpo_ustat.logs.pairing import (
-    checkpoints_of,
+    checkpoint_step,
+    last_paired,
     logged_policy_step,
-    nearest_checkpoint,
     other_policy_sentence,
+    pairing_of_file,
+    run_folder_of,
 )
-from grpo_ustat.logs.readers import absolute
 from grpo_ustat.logs.rewards import (
     LOG_SUFFIXES,
     expected_zero_variance,
@@ -55,7 +57,8 @@ from grpo_ustat.pages.losses import losses_sentences
 from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_overrides
 from grpo_ustat.records import Array
 from grpo_ustat.runs.contents import parsed_json, text_of
-from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
+from grpo_ustat.runs.files import natural_order
+from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around
 
 OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your loss wants is told by:"
 NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")  # refused by mse
@@ -135,13 +138,11 @@ def advice_of(request: Request) -> Advice:
     inside = sorted(str(path.parent.parent) for path in source.glob(f"*/**/{CONFIG}"))
     if inside:
         raise ConfigError(f"{source} holds {len(inside)} runs: name one, such as {inside[0]}")
-    logs = sorted(source.glob("completions*.parquet"))
-    if logs := logs or sorted(source.glob("completions/completions*.parquet")):
-        newest = logs[-1]
-        advice = _from_log(newest, replace(request, source=newest))
-        advice.details.insert(0, f"From {newest.name}, the last of {len(logs)} logs in {source}.")
-        return advice
+    if logs := _logs_in(source):
+        return _from_logs(logs, request)
     _refuse_dump(request)
+    if (run := run_around(source)) or _logs_in(run := source.parent):
+        raise ConfigError(f"{source} is a part of a run: name the run, {run}")
     raise ConfigError(
         f"{source} is no run folder of mse or train, no pool, and holds no completions*.parquet"
     )
@@ -361,6 +362,30 @@ def _from_pool(request: Request) -> Advice:
     return advice
 
 
+def _logs_in(folder: Path) -> list[Path]:
+    """TRL's logs in a run's folder, or in its folder of completions, from the first to the last."""
+    logs = list(folder.glob("completions*.parquet"))
+    logs = logs or list(folder.glob("completions/completions*.parquet"))
+    return sorted(logs, key=natural_order)
+
+
+def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
+    """Advice from one of a run's logs, in their order: the last that the model wrote which is
+    typed, or else one of the run's checkpoints, or that is nearest to it.
+    """
+    steps = list(checkpoints_of(run_folder_of(logs[-1])))
+    if request.model is not None:
+        typed = checkpoint_step(request.model)
+        steps = [] if typed is None else [typed]
+    chosen = last_paired(logs, steps)
+    advice = _from_log(chosen, replace(request, source=chosen))
+    place = f"the last of {len(logs)} logs in {request.source}"
+    if chosen != logs[-1]:
+        place = f"of {len(logs)} logs in {request.source} the last that is nearest to a checkpoint"
+    advice.details.insert(0, f"From {chosen.name}, {place}.")
+    return advice
+
+
 def _from_log(path: Path, request: Request) -> Advice:
     """Advice from a log of rollouts: with a checkpoint from its scores, else from rewards alone."""
     if request.model is not None:
@@ -398,18 +423,19 @@ def _from_log(path: Path, request: Request) -> Advice:
     size = [f"num_generations={group_size}"] * (group_size is not None)
     names = set(rewards.columns)
     cut = [] if "ended" in names or names >= set(TOKEN_COLUMNS) else ["study.cut_at=LENGTH"]
-    wrote = logged_policy_step(path) if path.suffix == ".parquet" else None
-    checkpoints = checkpoints_of(absolute(path).parents[1]) if wrote is not None else {}
-    model = "CHECKPOINT"
-    if wrote is not None and checkpoints:
-        model = str(checkpoints[nearest_checkpoint(wrote, checkpoints)])
-    following = (
-        command_line("advise", str(path), *size, f"model={model}", *request.objective, *cut)
-        + "  # the model that wrote these completions"
-        + (" of at most LENGTH tokens" if cut else "")
-    )
-    if path.suffix != ".parquet":
-        following = "log completions too, as TRL does with log_completions=True, and name that file"
+    following = "log completions too, as TRL does with log_completions=True, and name that file"
+    if path.suffix == ".parquet":
+        pairing, step = pairing_of_file(path), logged_policy_step(path)
+        model = "CHECKPOINT" if pairing is None else str(pairing.checkpoint)
+        theirs = "these completions" + " of at most LENGTH tokens" * bool(cut)
+        wrote = f"the model that wrote {theirs}"
+        if pairing is None and step is not None:
+            wrote += f", after {step} updates"
+        elif pairing is not None and not pairing.is_exact:
+            details.append(f"{pairing.line()}.")
+            wrote = f"the nearest: {theirs} were written {pairing.between} it"
+        words = [*size, f"model={model}", *request.objective, *cut]
+        following = f"{command_line('advise', str(path), *words)}  # {wrote}"
     numbers = {"num_generations": group_size, "rollouts": request.rollouts or theirs}
     return Advice(UNKNOWN, sentence, details, following, numbers)
 

@@ -36,11 +36,14 @@ from grpo_ustat.config.command_line import command_line, install_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
+from grpo_ustat.config.model import EMBEDDED
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.launch.run import check_ranks
+from grpo_ustat.logs.pairing import model_to_name
+from grpo_ustat.logs.rows import check_columns
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import PlannedRun
 
@@ -114,6 +117,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                     composed = _compose(name, places) if sweep else node
                     planned = _plan_run(_checked(composed, schema), composed, label, places, sweep)
                 check_trust(planned.config, overrides)
+                _check_log(planned.config, run)
                 _check_packages(planned.config)
                 check_ranks(planned.config, tasks)
                 if "SlurmLauncher" in launcher["_target_"] and not planned.config.only_shows:
@@ -204,6 +208,23 @@ def check_trust(config: Any, overrides: list[str]) -> None:
         raise ConfigError(
             "model.trust_remote_code=true in a configuration file: it runs code that comes with "
             "the model, so give it on the command line, or set it to false"
+        )
+
+
+def _check_log(config: Any, overrides: list[str]) -> None:
+    """Refuse a file of rollouts without the columns of a study, or an embedded model to score it
+    that the command line does not name: the file is another model's.
+    """
+    if not getattr(config, "imports_pool", False):
+        return
+    path = Path(config.pool)
+    check_columns(path)
+    names = r"\+{0,2}(model|policy|model\.model_name_or_path)="
+    is_named = any(re.match(names, override) for override in overrides)
+    if not is_named and config.model.model_name_or_path.startswith(EMBEDDED):
+        raise ConfigError(
+            f"pool={config.pool}: rollouts are scored by the model that wrote them, and none is "
+            f"named (the default is {config.model.name}): write {model_to_name(path)}"
         )
 
 

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
@@ -19,7 +19,7 @@ from grpo_ustat.terminal.console import tell
 
 def main() -> None:
     """Console entry; the exit code is 2 where nothing was written."""
-    parser = argparse.ArgumentParser(prog=command_line("convert"), description=__doc__)
+    parser = VerbParser("convert", description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a folder of files")
     parser.add_argument("target", type=Path, metavar="DST", help="a Parquet file to write")
     parser.add_argument(

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_ustat.cli.verbs import VERBS
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.run import TRACKERS, LoggerConfig
-from grpo_ustat.config.schema import ConfigError, check_choice
+from grpo_ustat.config.schema import ConfigError, check_choice, did_you_mean
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
-from grpo_ustat.runs.record import CONFIG, RESULT
+from grpo_ustat.runs.record import CONFIG, RESULT, run_around
 from grpo_ustat.runs.trackers import Sender, describe, forget_service, leave_alone, noted_exit_hooks
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
@@ -38,22 +40,43 @@ FOLDER/tracker."""
 def main() -> NoReturn:
     """Send the folders of the command line; exit code 1 if a tracker failed, 2 if it is wrong."""
     words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(words):
         tell(HELP.format(command_line("mirror")))
-        raise SystemExit(0 if words else 2)
+        raise SystemExit(0)
     try:
+        _check_words(words)
         logger = parse_logger([word for word in words if word.startswith("logger")])
         folders = [Path(word) for word in words if not word.startswith("logger")]
         if not folders:
             raise ConfigError("name a run folder, such as outputs/train/NAME/seed-0")
         for folder in folders:
             if not (folder / CONFIG).is_file():
-                raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}")
+                run = run_around(folder)
+                fix = "" if run is None else f"; name the run that it is in, {run}"
+                raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}{fix}")
     except (ConfigError, OmegaConfBaseException) as error:
         tell(f"error: {single_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     failures = [folder for folder in folders if not send_folder(folder, logger)]
     raise SystemExit(int(bool(failures)))
+
+
+def _check_words(words: list[str]) -> None:
+    """Refuse a command line without words, and a word that is neither a path nor a known field.
+
+    Raises:
+        ConfigError: with what to type.
+    """
+    if not words:
+        example = command_line("mirror", *VERBS["mirror"].example)
+        raise ConfigError(f"run folder and logger=NAME are missing, as in {example}")
+    names = ["logger", *(f"logger.{one.name}" for one in fields(LoggerConfig))]
+    for word in words:
+        key, equals, _ = word.partition("=")
+        is_path = "/" in key or Path(word).exists()
+        if (equals or word.startswith("-")) and key not in names and not is_path:
+            hint = did_you_mean(key, names)
+            raise ConfigError(f"unknown {word}: {hint}choose from {', '.join(names)}")
 
 
 def parse_logger(words: list[str]) -> LoggerConfig:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from grpo_ustat.config.command_line import command_line
+from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.status import details, status_table, sweeps_in
 from grpo_ustat.terminal.console import Console, tell
@@ -14,10 +13,11 @@ from grpo_ustat.terminal.console import Console, tell
 
 def main() -> None:
     """Console entry; the exit code is 0 whatever the runs' states are."""
-    parser = argparse.ArgumentParser(prog=command_line("sweep"), description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    status = commands.add_parser("status", help="a table of every run of the sweeps in a folder")
-    status.add_argument(
+    parser = VerbParser("sweep", description=__doc__)
+    parser.add_argument(
+        "status", choices=["status"], help="a table of every run of the sweeps in a folder"
+    )
+    parser.add_argument(
         "place", type=Path, metavar="DIR", help="outputs/train, or one sweep-*.json"
     )
     place = parser.parse_args().place

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
+from grpo_ustat.config.values import to_type
 from grpo_ustat.terminal.streams import single_line
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -149,6 +150,8 @@ MOST_LAYERS, LARGEST_DIMENSION = 10_000, 10**9  # of a model; the largest have s
 MOST_CONFIG_BYTES, MOST_DEPTH, MOST_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
+CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")  # TRL's folders, verl's
+WEIGHTS = ("config.json", "adapter_config.json")  # a checkpoint that can be loaded has one of them
 FETCH_COMMANDS = {
     "smollm2-135m": "python scripts/tools/fetch_smollm2.py"
 }  # cached models, what makes them
@@ -266,6 +269,20 @@ def read_config_json(folder: Path) -> object:
         raise ConfigError(f"{file} is damaged ({reason}): download the model again") from error
 
 
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The checkpoints in a run's folder that can be loaded, by their updates; below the working
+    folder as one types them there.
+    """
+    here = Path.cwd()
+    run = run.relative_to(here) if run.is_relative_to(here) else run
+    return {
+        int(number[1]): path
+        for path in run.glob("checkpoint-*")
+        if (number := CHECKPOINT.search(path.name))
+        and any((path / name).is_file() for name in WEIGHTS)
+    }
+
+
 def check_model(
     model_name_or_path: str,
     *,
@@ -313,7 +330,12 @@ def check_model(
                     "set base_model_name_or_path in their adapter_config.json"
                 ) from error
         elif not (folder / "config.json").is_file():
-            raise ConfigError(f"{key}={name} holds no model: no config.json in {folder.resolve()}")
+            line = f"{key}={name} holds no model: no config.json in {folder.resolve()}"
+            if inside := checkpoints_of(folder):
+                newest = inside[max(inside)]
+                typed = to_type(key.removesuffix(".model_name_or_path"), str(newest), "str")
+                line += f"; its newest checkpoint is {typed}"
+            raise ConfigError(line)
         else:
             check_stored_config(read_config_json(folder), f"{key}={name}", trusted=trusted)
     elif name.startswith(EMBEDDED):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 from pathlib import Path
 
-from grpo_ustat.config.command_line import command_line
+from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.doctor.runner import CHECKS, show, show_json
 
 
 def main() -> None:
     """Console entry; the exit code is 1 where a check failed, else 0."""
     names = [check.name for check in CHECKS]
-    parser = argparse.ArgumentParser(prog=command_line("doctor"), description=__doc__)
+    parser = VerbParser("doctor", description=__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("outputs"), metavar="DIR",
         help="where runs are to be written: its disk and its locks are tried (default: outputs)",

@@ -130,11 +130,11 @@ def cache(_: Path) -> Finding:
     lacking_models = [name for name in models if not _has_model(name)]
     lacking_datasets = [name for name in datasets if not _has_dataset(name)]
     stored = [x for x in models + datasets if x not in (*lacking_models, *lacking_datasets)]
-    embedded = sorted(path.parent.name for path in cache_folder().glob("*/config.json"))
+    made = sorted(f"cached:{path.parent.name}" for path in cache_folder().glob("*/config.json"))
     offline = constants.HF_HUB_OFFLINE
     message = (
         f"HF_HOME={constants.HF_HOME}, HF_HUB_OFFLINE {'' if offline else 'not '}set; "
-        f"here: {', '.join(stored) or 'none'}" + "".join(f", cached:{name}" for name in embedded)
+        f"here: {', '.join([*stored, *made]) or 'none'}"
     )
     if not lacking_models and not lacking_datasets:
         return ok(message)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_ustat.config.model import checkpoints_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs import sieve
 from grpo_ustat.logs.formats import Format, files_of, packed_files, split_by_name
-from grpo_ustat.logs.pairing import POLICY_STEP, Pairing, checkpoints_of, nearest_checkpoint
+from grpo_ustat.logs.pairing import POLICY_STEP, Pairing, pairing_of
 from grpo_ustat.logs.readers import EVALUATION, NOT_AS_WRITTEN
 from grpo_ustat.logs.rows import (
     LEAST_COMPLETIONS,
@@ -159,10 +160,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     noted = Counter(row.note for row in usable if row.note)
     notes += [f"{count} taken: {note}" for note, count in noted.items()]
     exact = all(row.is_exact for row in usable)
-    step, pairing = usable[0].policy_step, None
-    if step is not None and checkpoints:
-        near = nearest_checkpoint(step, checkpoints)
-        pairing = Pairing(usable[0].path.stem, step, checkpoints[near], near)
+    step = usable[0].policy_step
+    pairing = pairing_of(usable[0].path.stem, step, checkpoints)
     known = {STEP_ROLLOUTS: step_rollouts, POLICY_STEP: step}
     _write(target, groups, exact, {key: str(x) for key, x in known.items() if x is not None})
     return Conversion(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_ustat.runs.files import natural_order
+from grpo_ustat.config.model import CHECKPOINT, checkpoints_of
 
-CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")  # TRL's folders, verl's
 TRL_FILE = re.compile(r"^completions_(\d{5,})$")
 POLICY_STEP = "grpo_ustat.policy_step"  # in the metadata that `convert` writes
-WEIGHTS = ("config.json", "adapter_config.json")  # a checkpoint that can be loaded has one of them
 TRAINER_STATE = "trainer_state.json"
 
 
@@ -38,13 +38,22 @@ class Pairing:
     checkpoint: Path
     checkpoint_step: int
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the checkpoint wrote the rows."""
+        return self.policy_step == self.checkpoint_step
+
+    @property
+    def between(self) -> str:
+        """How far the policy is from the checkpoint, see `updates_between`."""
+        return updates_between(self.policy_step, self.checkpoint_step)
+
     def line(self) -> str:
         """What belongs to what; where updates lie between, with which settings of TRL none do."""
         name = self.checkpoint.name
-        if self.policy_step == self.checkpoint_step:
+        if self.is_exact:
             return f"{self.file} was written by {name}"
-        between = updates_between(self.policy_step, self.checkpoint_step)
-        line = f"{self.file} was written {between} {name}, the nearest"
+        line = f"{self.file} was written {self.between} {name}, the nearest"
         state = _trainer_state(self.checkpoint)
         every, saved = state.get("logging_steps"), state.get("save_steps")
         if not isinstance(every, int) or not isinstance(saved, int) or math.gcd(every, saved) == 1:
@@ -56,6 +65,42 @@ class Pairing:
         )
 
 
+def pairing_of(
+    file: str, policy_step: int | None, checkpoints: Mapping[int, Path]
+) -> Pairing | None:
+    """A file and the checkpoint nearest to the policy that wrote it; of two, the earlier one.
+
+    Args:
+        file: its name.
+        policy_step: updates of that policy; None: nothing says it.
+        checkpoints: beside the run, by their updates.
+
+    Returns:
+        None where nothing says which policy it was, or there is no checkpoint.
+    """
+    if policy_step is None or not checkpoints:
+        return None
+    near = min(checkpoints, key=lambda one: (abs(one - policy_step), one))
+    return Pairing(file, policy_step, checkpoints[near], near)
+
+
+def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
+    """Updates between a policy and the nearest of checkpoints; 0 where nothing says so.
+
+    >>> updates_away(39, (20, 40)), updates_away(None, (20, 40)), updates_away(39, ())
+    (1, 0, 0)
+    """
+    if policy_step is None:
+        return 0
+    return min((abs(policy_step - one) for one in checkpoints), default=0)
+
+
+def run_folder_of(path: Path) -> Path:
+    """The folder of the run that wrote a file of TRL, where its checkpoints are."""
+    folder = Path(os.path.abspath(path)).parent  # links keep their names
+    return folder.parent if folder.name == "completions" else folder
+
+
 def updates_between(policy_step: int, checkpoint_step: int) -> str:
     """How far a policy is from a checkpoint, in words.
 
@@ -65,25 +110,6 @@ def updates_between(policy_step: int, checkpoint_step: int) -> str:
     count = abs(policy_step - checkpoint_step)
     side = "after" if policy_step > checkpoint_step else "before"
     return f"{count} update{'s' * (count != 1)} {side}"
-
-
-def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The checkpoints in a run's folder that can be loaded, by their updates; below the working
-    folder as one types them there.
-    """
-    here = Path.cwd()
-    run = run.relative_to(here) if run.is_relative_to(here) else run
-    return {
-        int(number[1]): path
-        for path in sorted(run.glob("checkpoint-*"), key=natural_order)
-        if (number := CHECKPOINT.search(path.name))
-        and any((path / name).is_file() for name in WEIGHTS)
-    }
-
-
-def nearest_checkpoint(policy_step: int, steps: Mapping[int, Path]) -> int:
-    """The updates of the checkpoint nearest to a policy; of two, the earlier one's."""
-    return min(steps, key=lambda one: (abs(one - policy_step), one))
 
 
 def logged_policy_step(path: Path) -> int | None:
@@ -104,6 +130,52 @@ def logged_policy_step(path: Path) -> int | None:
         return None
     file = TRL_FILE.search(path.stem)
     return int(file[1]) - 1 if file else None
+
+
+def pairing_of_file(path: Path) -> Pairing | None:
+    """A Parquet file and the nearest checkpoint of the run that wrote it, see `pairing_of`."""
+    return pairing_of(path.stem, logged_policy_step(path), checkpoints_of(run_folder_of(path)))
+
+
+def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
+    """The last of a run's Parquet files whose updates are nearest to a checkpoint; the last of all
+    where there is none.
+
+    Args:
+        files: one at least, from the first to the last.
+        checkpoints: their updates.
+    """
+    if not checkpoints:
+        return files[-1]
+    return min(
+        reversed(files), key=lambda file: updates_away(logged_policy_step(file), checkpoints)
+    )
+
+
+def model_to_name(path: Path) -> str:
+    """What to write for the model that wrote a Parquet file, as far as the file and the folders
+    beside it tell.
+    """
+    pairing, step, version = pairing_of_file(path), logged_policy_step(path), _version(path)
+    if pairing is not None and pairing.is_exact:
+        return shlex.quote(f"model={pairing.checkpoint}")
+    if step is not None:
+        near = "" if pairing is None else f" (the nearest is {pairing.checkpoint})"
+        return f"model=FOLDER, the checkpoint of {step} updates that wrote them{near}"
+    named = "" if version is None else f", policy_version {version}"
+    return f"model=FOLDER, the checkpoint that wrote them{named}"
+
+
+def _version(path: Path) -> str | None:
+    """The `policy_version` of all rows of a Parquet file; None where there is not just one."""
+    from pyarrow import parquet
+
+    try:
+        column = parquet.read_table(path, columns=["policy_version"]).column(0)
+    except (OSError, ValueError, IndexError):
+        return None
+    versions = set(column.to_pylist()) - {None}
+    return str(versions.pop()) if len(versions) == 1 else None
 
 
 def checkpoint_step(model: str) -> int | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.pairing import run_folder_of
 from grpo_ustat.logs.rows import (
     DamagedFile,
     Options,
@@ -110,8 +111,7 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
     table = parquet.read_table(path)
     names, nulls = reward_columns(table.to_pydict(), known)
     usual = usual_reward(path, names, nulls, options) if len(table) else {}
-    folder = absolute(path).parent
-    run = folder.parent if folder.name == "completions" else folder
+    run = run_folder_of(path)
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         """The rollout of a row."""

@@ -270,14 +270,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
             cannot be used: it names the first such row, its field and how many more there are.
     """
     columns = read_columns(path)
-    is_exact = columns.keys() >= set(TOKEN_COLUMNS)
-    names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
-    if len(names) != 1 or not (is_exact or columns.keys() >= {"prompt", "completion"}):
-        raise ConfigError(
-            f"{path} has columns {', '.join(columns)}: prompt, completion and exactly one column "
-            f"of rewards are needed, found {', '.join(names) or 'none'}; leave the others out, or "
-            "add them up with their weights: grpo-ustat convert --reward A=1,B=0.5"
-        )
+    rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
     if set(columns.get("step", ())) == {None}:  # completions of a study, which has no steps
         del columns["step"]
     steps = columns.get("step", [0])
@@ -299,7 +292,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
             f"{path}: column ended holds {type(wrong[0]).__name__}, not true (the end token was "
             "written) or false (the completion was cut): write it as booleans"
         )
-    rewards, count = names[0], len(columns[names[0]])
+    count = len(columns[rewards])
     if is_exact:
         faults = {"prompt_ids": ids_fault, "completion_ids": ids_fault, rewards: reward_fault}
     else:
@@ -332,6 +325,56 @@ def read_rollouts(path: Path) -> list[Rollout]:
         )
         for row in range(count)
     ]  # fmt: skip
+
+
+def check_columns(path: Path) -> None:
+    """Refuse a Parquet file whose columns are not those of rollouts; others than rewards are not
+    read.
+
+    Raises:
+        ConfigError: it cannot be read, lacks columns, or has several of rewards.
+    """
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            names, rows = file.schema_arrow.names, file.metadata.num_rows
+            read = file.read([name for name in names if name not in KNOWN_COLUMNS]).to_pydict()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows")
+    _only_reward(path, {name: read.get(name, []) for name in names})
+
+
+def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
+    """The column of rewards of a table that has what a study needs beside it.
+
+    Raises:
+        ConfigError: naming what is missing, or the several columns that may hold rewards.
+    """
+    names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
+    texts = [name for name in ("prompt", "completion") if name not in columns]
+    tokens = [name for name in TOKEN_COLUMNS if name not in columns]
+    missing = []
+    if texts and tokens:
+        fewer, other = sorted((texts, tokens), key=len)
+        instead = f" (or {' and '.join(other)})" if len(fewer) == len(other) else ""
+        missing.append(" and ".join(fewer) + instead)
+    if not names:
+        missing.append("a column of rewards, which are numbers")
+    if missing:
+        raise ConfigError(
+            f"{path} cannot be scored; missing: {', and '.join(missing)}; found "
+            f"{', '.join(columns)}: add them, or let grpo-ustat convert read the framework's files"
+        )
+    if len(names) > 1:
+        raise ConfigError(
+            f"{path} has several columns of rewards, {', '.join(names)}, and a study is of one: "
+            "leave the others out, or add them up with their weights: grpo-ustat convert --reward "
+            f"{','.join(f'{name}=1' for name in names)}"
+        )
+    return names[0]
 
 
 def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median_high
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.pairing import updates_away
 from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout
 
 COPY = "a copy of a row that is counted"
@@ -152,14 +153,10 @@ def of_one_policy(
         )
     most = max(sizes.values(), default=0)
     steps = {row.policy_version: row.policy_step for row in rows}
-
-    def away(policy: str | None) -> int:
-        """Updates between a policy and the checkpoint that is nearest."""
-        step = steps[policy]
-        return min((abs(step - one) for one in checkpoints), default=0) if step is not None else 0
-
     whole = [one for one in sizes if 2 * sizes[one] >= most]
-    chosen = version or max(whole, key=lambda one: (-away(one), _age(one)))
+    chosen = version or max(
+        whole, key=lambda one: (-updates_away(steps[one], checkpoints), _age(one))
+    )
     is_nearest = version is None and checkpoints and steps[chosen] is not None
     nearest = " as the nearest to a checkpoint" if is_nearest else ""
     for row in rows:

@@ -40,6 +40,11 @@ PAST_MAX_STEPS = "already past max_steps"
 COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
 
 
+def run_around(folder: Path) -> Path | None:
+    """The run folder that a checkpoint, or another folder of a run, is in; None: it is in none."""
+    return next((one for one in folder.parents if (one / CONFIG).is_file()), None)
+
+
 @dataclass(frozen=True)
 class RunState:
     """How far a run is.

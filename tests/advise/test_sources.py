@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -14,10 +15,15 @@ from commands import compose, run
 from folders import completed
 from pyarrow import parquet
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "logs"))
+from test_pairing import run_of_trl  # noqa: E402
+
 from grpo_ustat.advise.__main__ import main
 from grpo_ustat.advise.sources import Request, advice_of, parse_request
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.rows import STEP_ROLLOUTS
+from grpo_ustat.logs.convert import convert
+from grpo_ustat.logs.formats import FORMATS
+from grpo_ustat.logs.rows import STEP_ROLLOUTS, Options
 from grpo_ustat.runs.result import StudyResult
 
 RESULT = {
@@ -209,6 +215,57 @@ def test_the_study_of_a_converted_file_has_the_step_that_stands_in_it(tmp_path):
     assert advice_of(Request(run_folder, 3)).numbers["rollouts"] == 510
     path.unlink()
     assert advice_of(Request(run_folder)).numbers["rollouts"] == 256
+
+
+@pytest.mark.parametrize(
+    "files, checkpoints, chosen, model, said",
+    [
+        ((38, 39, 40), (20, 40), 40, "checkpoint-40",
+         "# the nearest: these completions of at most LENGTH tokens were written 1 update before"),
+        ((20, 21, 22, 23), (20,), 21, "checkpoint-20", "# the model that wrote these completions"),
+        ((40, 41), (20, 40), 41, "checkpoint-40", "# the model that wrote these completions"),
+        ((9, 10), (), 10, "CHECKPOINT", "of at most LENGTH tokens, after 9 updates"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_trl_names_the_file_and_the_checkpoint_that_convert_names(
+    tmp_path, monkeypatch, files, checkpoints, chosen, model, said
+):
+    monkeypatch.chdir(tmp_path)
+    run_of_trl(tmp_path / "run", files, checkpoints, 1, 20)
+    advice = advice_of(Request(Path("run")))
+    assert advice.details[0].startswith(f"From completions_{chosen:05d}.parquet, ")
+    of_checkpoint = f"run/{model}" if checkpoints else model
+    assert advice.next.startswith(
+        f"grpo-ustat advise run/completions/completions_{chosen:05d}.parquet model={of_checkpoint} "
+    )
+    assert said in advice.next
+    told = [x for x in advice.details if x.startswith(f"completions_{chosen:05d} was written")]
+    assert bool(told) == ("nearest" in said)
+    pairing = convert(Path("run"), FORMATS["trl"], tmp_path / "out.parquet", Options()).pairing
+    if pairing is not None:
+        assert (pairing.file, str(pairing.checkpoint)) == (
+            f"completions_{chosen:05d}", of_checkpoint,
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("words")
+def test_of_a_folder_the_file_is_taken_that_the_typed_model_wrote(tmp_path):
+    run_of_trl(tmp_path / "run", range(20, 25), (), 1, 20)
+    advice = advice_of(Request(tmp_path / "run", model="elsewhere/checkpoint-21"))
+    assert advice.details[0].startswith("From completions_00022.parquet, of 5 logs")
+    assert not any("WARNING" in line for line in advice.details)
+
+
+def test_of_a_part_of_a_run_the_run_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "run", "train")
+    run_of_trl(tmp_path / "trl", (6,), (5,), 1, 5)
+    (tmp_path / "run/checkpoint-20").mkdir()
+    for place in ("run/checkpoint-20", "trl/checkpoint-5"):
+        with pytest.raises(ConfigError) as refused:
+            advice_of(Request(Path(place)))
+        run_of_it = place.partition("/")[0]
+        assert str(refused.value) == f"{place} is a part of a run: name the run, {run_of_it}"
 
 
 VERL = {"input": "q", "output": "a", "score": 1.0, "step": 3}

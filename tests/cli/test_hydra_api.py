@@ -149,6 +149,17 @@ def test_a_place_without_a_model_is_refused(folder, message, model_folder):
         parse("train", [f"model={folder}"])
 
 
+@pytest.mark.parametrize("key", ["model", "study.policy"])
+def test_of_a_run_in_place_of_a_model_the_newest_checkpoint_is_named(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    for step, file in ((8, "config.json"), (20, "adapter_config.json"), (30, "optimizer.pt")):
+        (tmp_path / f"run/checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / f"run/checkpoint-{step}" / file).write_text("{}")
+    with pytest.raises(ConfigError, match="holds no model: no config.json in /") as refused:
+        parse("mse", [f"{key}=run"])
+    assert str(refused.value).endswith(f"; its newest checkpoint is {key}=run/checkpoint-20")
+
+
 @pytest.mark.parametrize("path", ["../x", "./x", "/data/" + "a" * 250 + "/x"])
 def test_the_folder_of_a_run_is_neither_hidden_nor_too_long(path, model_folder, monkeypatch):
     monkeypatch.setattr("grpo_ustat.config.model.check_model", lambda *_, **__: None)

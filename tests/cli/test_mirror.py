@@ -116,4 +116,29 @@ def test_the_command_reads_a_trackers_configuration():
 def test_what_is_no_run_folder_is_refused(tmp_path, monkeypatch, capsys):
     assert mirror(monkeypatch, tmp_path, "logger=tensorboard") == 2
     assert "is no run folder: it has no .hydra/config.yaml" in capsys.readouterr().err
-    assert mirror(monkeypatch) == 2 and mirror(monkeypatch, "logger=tensorboard") == 2
+    folder = Folder(tmp_path / "run").path
+    (folder / "checkpoint-20").mkdir()
+    assert mirror(monkeypatch, folder / "checkpoint-20", "logger=tensorboard") == 2
+    assert f"name the run that it is in, {folder}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "run folder and logger=NAME are missing, as in grpo-ustat mirror outputs/train/NAME"),
+        (["logger=tensorboard"], "name a run folder, such as outputs/train/NAME/seed-0"),
+        (
+            ["run", "loger=tensorboard"],
+            "unknown loger=tensorboard: did you mean logger? choose from logger, ",
+        ),
+        (
+            ["run", "logger=tensorboard", "--all"],
+            "unknown --all: choose from logger, logger.name, ",
+        ),
+        (["run", "logger=tensorboard", "logger.projct=a"], "did you mean logger.project?"),
+    ],
+)
+def test_wrong_command_lines_are_refused_in_a_line(words, message, monkeypatch, capsys):
+    assert mirror(monkeypatch, *words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and err.startswith("error: ") and message in err

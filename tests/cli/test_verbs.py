@@ -85,6 +85,42 @@ def test_the_verbs_own_words_reach_it(monkeypatch, capsys, verb):
     assert seen == [["-m", "a=b c"]]
 
 
+FRAMEWORKS = (
+    "auto, trl, nemo_rl, prime_rl, open_instruct, verl_record, verl, areal, ms_swift, slime, skyrl"
+)
+WRONG = {
+    "convert": "SRC and DST are missing, as in grpo-ustat convert rollouts/ rollouts.parquet",
+    "convert FILE": "DST is missing, as in grpo-ustat convert rollouts/ rollouts.parquet",
+    "convert a b c": "c means nothing here, as in grpo-ustat convert rollouts/ rollouts.parquet",
+    "convert a b --from trll": f"--from trll: did you mean trl? choose from {FRAMEWORKS}",
+    "convert --from trll": f"--from trll: did you mean trl? choose from {FRAMEWORKS}",
+    "convert --form trl": "unknown --form: did you mean --from? choose from --help, --from, "
+    "--group-size, --reward, --version",
+    "convert a b --group-size x": "--group-size x: a whole number is needed",
+    "convert a b --from": "--from: expected one argument, as in grpo-ustat convert rollouts/ "
+    "rollouts.parquet",
+    "sweep": "status and DIR are missing, as in grpo-ustat sweep status outputs/train",
+    "sweep stats": "stats: did you mean status? choose from status",
+    "sweep status": "DIR is missing, as in grpo-ustat sweep status outputs/train",
+    "doctor outputs": "outputs means nothing here, as in grpo-ustat doctor --output outputs",
+    "doctor --outptu x": "unknown --outptu: did you mean --output? choose from --help, --output, "
+    "--json, --only",
+    "advise --jsno": "unknown --jsno: did you mean --json? choose from --help, --json",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_refused_in_a_line(monkeypatch, capsys, line):
+    code, out, err = main(monkeypatch, capsys, *line.split())
+    assert (code, out, err) == (2, "", f"error: {line.split()[0]}: {WRONG[line]}\n")
+
+
+@pytest.mark.parametrize("verb", ["convert", "sweep", "doctor", "advise", "mirror"])
+def test_a_verb_has_help_of_its_own(monkeypatch, capsys, verb):
+    code, out, err = main(monkeypatch, capsys, verb, "--help")
+    assert (code, err) == (0, "") and out.count("\n") > 5
+
+
 def lacks(monkeypatch, module):
     """Let `mse` miss a module."""
 

@@ -8,7 +8,9 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from readme import PAGES, ROOT, commands, run, section
 
 from grpo_ustat.cli import compose
@@ -110,7 +112,8 @@ def two_seeds(split_sweep):
 def test_the_command_line_takes_it(entry, arguments, tmp_path, monkeypatch):
     for name in ("tests", "grpo_ustat"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "README.md.parquet").touch()
+    row = {"prompt": ["1 + 1 = "], "completion": ["2"], "reward": [1.0]}
+    parquet.write_table(pyarrow.table(row), tmp_path / "README.md.parquet")
     monkeypatch.chdir(tmp_path)
     for theirs, ours in READERS.items():
         arguments = [word.replace(theirs, ours) for word in arguments]

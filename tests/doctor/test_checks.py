@@ -275,8 +275,14 @@ def test_what_is_in_the_hubs_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    monkeypatch.setenv("GRPO_USTAT_CACHE", str(tmp_path / "made"))
     found = software.cache(tmp_path)
-    assert found.status == "warning" and "here: none" in found.message
+    assert found.status == "warning" and "; here: none; not here: " in found.message
+    made = tmp_path / "made/smollm2-135m"
+    made.mkdir(parents=True)
+    (made / "config.json").touch()
+    assert "; here: cached:smollm2-135m; not here: " in software.cache(tmp_path).message
+    (made / "config.json").unlink()
     assert "not here: Qwen/Qwen2.5-0.5B, " in found.message and "openai/gsm8k" in found.message
     assert "hf download Qwen/Qwen2.5-0.5B;" in found.fix
     place = tmp_path / "hub/models--Qwen--Qwen2.5-0.5B"

@@ -14,6 +14,7 @@ import pytest
 from slow_cases import slow_after
 
 import grpo_ustat
+from grpo_ustat.cli.compose import parse
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.rows import read_rollouts
@@ -155,7 +156,10 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
     "changes, message",
     [
         ({"step": [1, 2] * 24}, "holds steps 1 to 2, each of another policy"),
-        ({"second_reward": [1.0] * 48}, "exactly one column of rewards are needed"),
+        (
+            {"second_reward": [1.0] * 48},
+            "several columns of rewards, accuracy_reward, second_reward",
+        ),
     ],
 )
 def test_what_cannot_be_one_pool_is_refused(tmp_path, changes, message):
@@ -201,7 +205,14 @@ def talk(*messages):
         ({"reward": {4: -1e300}}, r"row 4 \(from 0\): reward is -1e\+300: larger than 1e\+50"),
         ({"reward": {31: float("inf")}}, r"row 31 \(from 0\): reward is inf"),
         ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: mend or drop"),
-        ({"reward": ["1"] * 32}, "exactly one column of rewards are needed, found none"),
+        ({"reward": ["1"] * 32}, "missing: a column of rewards, which are numbers; found prompt"),
+        ({"prompt": None, "completion": None},
+         r"missing: prompt and completion \(or prompt_ids and completion_ids\); found reward, e"),
+        ({"completion": None}, "missing: completion; found prompt, reward, ended: add them, or"),
+        ({"completion": None, "prompt_ids": [[1]] * 32},
+         r"missing: completion \(or completion_ids\)"),
+        ({"prompt": None, "reward": None}, "missing: prompt, and a column of rewards"),
+        ({"form": [1.0] * 32}, "of rewards, reward, form, .* convert --reward reward=1,form=1"),
         ({"ended": {7: None}}, r"row 7 \(from 0\): ended is null, not true or false"),
         ({"ended": [1] * 32}, "column ended holds int, not true"),
         ({"prompt": {3: None}}, r"row 3 \(from 0\): prompt is null"),
@@ -226,6 +237,59 @@ def test_rows_are_refused_by_number_and_field(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message) as refused:
         read_rollouts(path)
     assert "\n" not in str(refused.value)
+
+
+def test_columns_are_refused_before_anything_is_loaded(tmp_path):
+    path = saved(tmp_path / "c.parquet", {"prompt_id": ["a"], "reward": [1.0]})
+    with pytest.raises(ConfigError, match=r"missing: prompt and completion .* found prompt_id, re"):
+        parse("mse", ["model=tiny", f"pool={path}"])
+    saved(path, rows(count=0))
+    with pytest.raises(ConfigError, match="c.parquet has no rows"):
+        parse("mse", ["model=tiny", f"pool={path}"])
+    path.write_bytes(b"no Parquet")
+    with pytest.raises(ConfigError, match="c.parquet cannot be read"):
+        parse("mse", ["model=tiny", f"pool={path}"])
+
+
+@pytest.mark.parametrize(
+    "words", [["model=tiny"], ["policy=tiny"], ["-m", "model=tiny,tiny_base"],
+              ["model.model_name_or_path=embedded:tiny"]],
+)  # fmt: skip
+def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
+    path = saved(tmp_path / "c.parquet", rows())
+    runs = parse("mse", [*words, f"pool={path}", "dry_run=true"]).planned_runs
+    assert runs[0].config.model.model_name_or_path == "embedded:tiny"
+
+
+@pytest.mark.parametrize(
+    "name, changes, checkpoints, written",
+    [
+        ("rows", {}, (), "model=FOLDER, the checkpoint that wrote them"),
+        ("rows", {"policy_version": ["7"] * 32}, (),
+         "model=FOLDER, the checkpoint that wrote them, policy_version 7"),
+        ("rows", {"policy_step": [39] * 32}, (),
+         "model=FOLDER, the checkpoint of 39 updates that wrote them"),
+        ("rows", {"policy_step": [39] * 32}, (20, 39), "model=checkpoint-39"),
+        ("completions_00041", {}, (20, 40), "model=checkpoint-40"),
+        ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint of 39 updates that "
+         "wrote them (the nearest is checkpoint-40)"),
+    ],
+)  # fmt: skip
+def test_a_file_without_a_named_model_is_refused_with_the_one_that_wrote_it(
+    tmp_path, monkeypatch, name, changes, checkpoints, written
+):
+    """And not scored by the default model without a word."""
+    monkeypatch.chdir(tmp_path)
+    for step in checkpoints:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}/config.json").write_text("{}")
+    saved(tmp_path / f"{name}.parquet", rows(**changes))
+    with pytest.raises(ConfigError) as refused:
+        parse("mse", [f"pool={name}.parquet"])
+    assert str(refused.value) == (
+        f"pool={name}.parquet: rollouts are scored by the model that wrote them, and none is named "
+        f"(the default is tiny_base): write {written}"
+    )
 
 
 def test_rows_are_read_as_they_are(tmp_path):

@@ -1,0 +1,69 @@
+"""The command line of a verb that Hydra does not read; what is wrong with it is one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from grpo_ustat.cli.verbs import VERBS
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import did_you_mean
+
+TYPE_NOUNS = {"int": "a whole number", "float": "a number"}
+
+
+class VerbParser(argparse.ArgumentParser):
+    """Python's parser, which refuses in one line that says what to type, without the usage.
+
+    Args:
+        verb: a key of `VERBS`, whose example is shown.
+        options: as `argparse.ArgumentParser` takes them.
+    """
+
+    def __init__(self, verb: str, **options: Any) -> None:
+        super().__init__(prog=command_line(verb), **options)
+        self.verb, self.words = verb, list[str]()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See `argparse.ArgumentParser`; a misspelt option is refused before what it lacks."""
+        self.words = list[str](sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong in one line and end with exit code 2."""
+        print(f"error: {self.verb}: {self._line(message)}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def _line(self, message: str) -> str:
+        """What Python's parser refuses, with what to type instead."""
+        options = [name for one in self._actions for name in one.option_strings if name[:2] == "--"]
+        typed = [word.partition("=")[0] for word in self.words if word.startswith("--")]
+        unknown = [word for word in typed if not any(name.startswith(word) for name in options)]
+        if unknown:
+            return f"unknown {unknown[0]}: {_choose(unknown[0], options)}"
+        example = f"as in {command_line(self.verb, *VERBS[self.verb].example)}"
+        if required := re.fullmatch("the following arguments are required: (.*)", message):
+            names = required[1].split(", ")
+            return f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing, {example}"
+        if surplus := re.fullmatch("unrecognized arguments: (.*)", message):
+            return f"{surplus[1]} means nothing here, {example}"
+        argument, colon, reason = message.removeprefix("argument ").partition(": ")
+        place = f"{argument} " if argument.startswith("-") else ""
+        if choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", reason):
+            names = choice[2].replace("'", "").split(", ")
+            return f"{place}{choice[1]}: {_choose(choice[1], names)}"
+        if value := re.fullmatch(r"invalid (\w+) value: '?(.*?)'?", reason):
+            return f"{place}{value[2]}: {TYPE_NOUNS.get(value[1], value[1])} is needed"
+        return f"{argument}{colon}{reason}, {example}"
+
+
+def _choose(word: str, names: Sequence[str]) -> str:
+    """A suggestion for a misspelt word, and what there is.
+
+    >>> _choose("trll", ["auto", "trl"])
+    'did you mean trl? choose from auto, trl'
+    """
+    return f"{did_you_mean(word, names)}choose from {', '.join(names)}"
