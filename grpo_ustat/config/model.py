@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
-from grpo_ustat.config.values import to_type
 from grpo_ustat.terminal.streams import single_line
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -333,8 +333,8 @@ def check_model(
             line = f"{key}={name} holds no model: no config.json in {folder.resolve()}"
             if inside := checkpoints_of(folder):
                 newest = inside[max(inside)]
-                typed = to_type(key.removesuffix(".model_name_or_path"), str(newest), "str")
-                line += f"; its newest checkpoint is {typed}"
+                typed = f"{key.removesuffix('.model_name_or_path')}={newest}"
+                line += f"; its newest checkpoint is {shlex.quote(typed)}"
             raise ConfigError(line)
         else:
             check_stored_config(read_config_json(folder), f"{key}={name}", trusted=trusted)
