@@ -44,13 +44,15 @@ from grpo_ustat.pages.advice import (
     Advice,
     group_size_advice,
     other_sizes,
-    usual_rollouts,
+    rollouts_in_groups,
 )
 from grpo_ustat.pages.findings import (
     best_size_sentence,
+    divisible_rollouts,
     group_size_costs,
     interval_note,
     noise_sentence,
+    study_rollouts,
     training_noise_sentence,
 )
 from grpo_ustat.pages.losses import losses_sentences
@@ -73,7 +75,7 @@ class Request:
     Attributes:
         source: a run folder, a pool folder, a log of rollouts, or a folder of logs.
         num_generations: the group size to judge; None: that of the run.
-        rollouts: n of a step; None: that of the run, of the run that wrote the log, or about 256.
+        rollouts: n of a step; None: that of the run that wrote the log, or of the run.
         reward: the column of rewards of a log.
         model: a checkpoint or a model's name, with which a log's rollouts are scored.
         objective: overrides of the loss to judge: its preset, fields, baseline.
@@ -179,13 +181,17 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
     if theirs is not None and group_size is not None:
         theirs = theirs // group_size * group_size or None  # whole groups
-    rollouts = request.rollouts or theirs or usual_rollouts(group_size)
+    asked = study_rollouts(run.config)
+    asked = request.rollouts or theirs or rollouts_in_groups(group_size, asked)
+    rollouts = divisible_rollouts(asked) if group_size is None else asked
     _check_sizes(group_size, rollouts)
     if result["assumption2"].get("corr") is None:  # every group has zero variance
         following = next_step(result, run.config, run.folder, rollouts)
         return Advice(UNKNOWN, best_size_sentence(result), [], following)
     verdict, sentence, numbers = group_size_advice(result["scaling"], group_size, rollouts)
     details = [best_size_sentence(result)]
+    if rollouts != asked:
+        details.append(f"Only num_generations = {asked} divides n = {asked}.")
     if verdict != UNKNOWN:
         details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
     details += filter(None, [noise_sentence(result, rollouts, group_size)])

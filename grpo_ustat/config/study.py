@@ -85,10 +85,9 @@ class StudyConfig:
         "of a batch, B, in with_replacement and without_replacement", "questions", positive=True
     )
     rollouts: int = field(
-        "of an update, n, at which a rollout of a loss is compared with one of the unbiased "
-        "gradient",
+        "of a training step, n, of which the answer speaks, and at which losses are compared",
         "rollouts",
-        positive=True,
+        at_least=2,
     )
     interval: str = field(
         "completions: conditional on these questions; questions: generalising to new questions",

@@ -13,7 +13,7 @@ from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.allocation import allocation_savings
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
-from grpo_ustat.estimators.intervals import Interval, mean_reward, quantity
+from grpo_ustat.estimators.intervals import Interval, pool_mean_reward, quantity
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.proxies import proxy_correlations
@@ -144,7 +144,7 @@ def study_result(
     return StudyResult(
         curves=curves,
         ratio_to_oracle=oracle_ratios(statistics),
-        scaling=_scaling(population, sizes),
+        scaling=_scaling(population, sizes, config.study.rollouts),
         noise=_noise(population),
         losses=_losses(losses) or None,
         recipes=_losses(recipes),
@@ -165,7 +165,9 @@ def study_result(
         ),
         questions=len(pool.rewards_PN),
         pool_completions=pool.rewards_PN.shape[1],
-        summary=summary_sentences(statistics.statistics, population.statistics, pool.rewards_PN)
+        summary=summary_sentences(
+            statistics.statistics, population.statistics, pool.rewards_PN, config.study.interval
+        )
         + metric_text(config)
         + tf32_text(config)
         + heavy_warning(statistics.tails, population.tails)
@@ -261,12 +263,13 @@ def _gradient(statistics: ClosedForm) -> parts.GradientNorm:
     return parts.GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
 
 
-def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes]) -> parts.Scaling:
+def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes], rollouts: int) -> parts.Scaling:
     law = ScalingLaw(*(population[name].estimate for name in ("c1", "c2", "c3")))
     known = np.isfinite(population.scaling.covariance_33).all()
     gstar, divisors = population["gstar"], None
     if math.isfinite(gstar.estimate):
-        divisors = {str(n): law.best_divisor(n) for n in (256, 1024, 2048, 4096)}
+        counts = sorted({256, 1024, 2048, 4096, rollouts})
+        divisors = {str(n): law.best_divisor(n) for n in counts}
     curve = []
     for size in CURVE_SIZES:
         n_mse, low, high = population[f"n_mse/{size}"]
@@ -494,7 +497,7 @@ def policy_facts(
     return parts.PolicyFacts(
         name=config.model.name,
         quantity=quantity(own_PN),
-        mean_reward=mean_reward(own_PN),
+        mean_reward=pool_mean_reward(own_PN),
         mean_length=float(lengths_PN.mean()),
         clipped_ratio=pool_cost.clipped / pool_cost.rollouts,
     )

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import Interval, mean_reward
+from grpo_ustat.estimators.intervals import Interval, pool_mean_reward
 from grpo_ustat.estimators.reward_correlation import reward_correlation
 from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.records import ScorePool
@@ -51,9 +51,9 @@ def function_statistics(
         if (rewards_PN != rewards_PN[:, :1]).any():  # else it has no gradient, and no G*
             of_pool = closed_form(of_function, request, "questions")
             values = {key: of_pool[key] for key in FUNCTION_COLUMNS}
-        yield name, float(weight), values | {"mean": mean_reward(rewards_PN)}
+        yield name, float(weight), values | {"mean": pool_mean_reward(rewards_PN)}
     values = {key: population[key] for key in FUNCTION_COLUMNS}
-    yield SUM_NAME, None, values | {"mean": mean_reward(pool.rewards_PN)}
+    yield SUM_NAME, None, values | {"mean": pool_mean_reward(pool.rewards_PN)}
 
 
 def function_correlations(pool: ScorePool, names: list[str]) -> Iterator[tuple[str, str, Interval]]:

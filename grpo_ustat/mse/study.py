@@ -98,7 +98,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
-    console.print(f"{wrapped(study_answer(result))}\n", soft_wrap=True)
+    answer = study_answer(result, config.study.rollouts)
+    console.print(f"{wrapped(answer)}\n", soft_wrap=True)
     asked = off_policy_sentences(result) or losses_sentences(result)
     for sentence in asked[:MOST_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
@@ -139,7 +140,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     if is_main():
         if result.curves:
             mse_figure(folder.path, content)
-            scaling_figure(folder.path, content)
+            scaling_figure(folder.path, content, config.study.rollouts)
             recipes_figure(folder.path, content)
             losses_figure(folder.path, content)
             if "off_policy" in content:

@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.findings import (
-    DEFAULT_ROLLOUTS,
     GroupSizeCosts,
     group_size_costs,
     is_decided,
@@ -41,15 +40,18 @@ class Advice:
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
-def usual_rollouts(group_size: int | None) -> int:
-    """The number of rollouts nearest to 256 that is the group size times a power of 2.
+def rollouts_in_groups(group_size: int | None, rollouts: int) -> int:
+    """The number of rollouts where the group size divides it, else the group size times the power
+    of 2 that comes nearest to it.
 
-    >>> usual_rollouts(8), usual_rollouts(6), usual_rollouts(512), usual_rollouts(None)
-    (256, 192, 512, 256)
+    >>> rollouts_in_groups(8, 256), rollouts_in_groups(6, 256), rollouts_in_groups(512, 256)
+    (256, 192, 512)
+    >>> rollouts_in_groups(10, 100), rollouts_in_groups(None, 100)
+    (100, 100)
     """
-    if group_size is None:
-        return DEFAULT_ROLLOUTS
-    return group_size * 2 ** max(0, round(math.log2(DEFAULT_ROLLOUTS / group_size)))
+    if group_size is None or rollouts % group_size == 0:
+        return rollouts
+    return group_size * 2 ** max(0, round(math.log2(rollouts / group_size)))
 
 
 def group_size_advice(

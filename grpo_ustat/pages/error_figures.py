@@ -20,15 +20,22 @@ from grpo_ustat.pages.figures import (
     plt,
     save,
 )
-from grpo_ustat.pages.findings import group_size_costs, scaling_estimate_of
+from grpo_ustat.pages.findings import (
+    divisible_rollouts,
+    group_size_costs,
+    scaling_estimate_of,
+    study_rollouts,
+)
 from grpo_ustat.pages.gradient_error import INTERVAL_WORDS, missing_numbers
-from grpo_ustat.pages.tables import best_size, percent
+from grpo_ustat.pages.tables import percent
+from grpo_ustat.records import best_size, count_text
 from grpo_ustat.runs.record import RunRecord
 
 LINE_STYLES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
 EXTRA_ERROR = "extra error at the same rollouts, %"
+APART = 1.3  # group sizes whose names and costs do not overlap
 TOP_PERCENT = 105  # of the axis of extra errors: twice the error and a bit
 
 
@@ -78,11 +85,11 @@ def bands_text(results: Sequence[dict[str, Any]]) -> str:
     return f"Bands: 95 % intervals, {' or '.join(words)}{'; those of ratios are paired' * paired}."
 
 
-def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
-    """What each G costs at a fixed number of rollouts; `scaling.{pdf,svg,png}`."""
+def scaling_figure(folder: Path, result: dict[str, Any], rollouts: int) -> None:
+    """What each G costs at n = `rollouts` of a step; `scaling.{pdf,svg,png}`."""
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
-        scaling_panel(axes, result["scaling"])
+        scaling_panel(axes, result["scaling"], rollouts)
         axes.set_ylabel(EXTRA_ERROR)
         title = f"{_study_title(result)}, bands: 95 % for new questions"
         axes.set_title(title, fontsize=9, loc="left")
@@ -94,7 +101,7 @@ def _study_title(result: dict[str, Any]) -> str:
     relation = "all rewards of a question equal" if corr is None else f"corr(q, Z) = {corr:.2f}"
     return (
         f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}, {relation}\n"
-        f"{result['questions']} questions x {result['pool_completions']} completions"
+        f"{count_text(result['questions'], 'question')} x {result['pool_completions']} completions"
     )
 
 
@@ -172,7 +179,7 @@ def joint_fixed_n_figure(
         figure, panels = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
         for line, runs in zip(panels, grid, strict=True):
             for axes, run in zip(line, runs, strict=False):
-                scaling_panel(axes, run.final_result["scaling"])
+                scaling_panel(axes, run.final_result["scaling"], study_rollouts(run.config))
                 axes.set_title(panel_title(run), fontsize=8, loc="left")
             for axes in line[len(runs) :]:
                 axes.set_visible(False)
@@ -203,7 +210,8 @@ def panel_title(run: RunRecord) -> str:
     return (
         f"{run.policy}{seed}\n{policy['quantity']} {policy['mean_reward']:.3f} "
         f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}]\n"
-        f"{run.dataset}: {result['questions']} questions x {result['pool_completions']} completions"
+        f"{run.dataset}: {count_text(result['questions'], 'question')} x "
+        f"{result['pool_completions']} completions"
     )
 
 
@@ -216,8 +224,8 @@ def batch_text(setting: str, num_prompts: int) -> str:
     if setting == "one_question":
         return "one question x G completions"
     if setting == "all_questions_once":
-        return f"all {num_prompts} questions x G completions"
-    return f"{num_prompts} questions {setting.replace('_', ' ')} x G completions"
+        return f"all {count_text(num_prompts, 'question')} x G completions"
+    return f"{count_text(num_prompts, 'question')} {setting.replace('_', ' ')} x G completions"
 
 
 def expected_reward_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -344,17 +352,22 @@ def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[fl
     return [pair[0] for pair in ends], [pair[1] for pair in ends]
 
 
-def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
+def scaling_panel(axes: Axes, scaling: dict[str, Any], rollouts: int) -> None:
     """One study's extra error at a fixed number of rollouts, in percent of the error at the best
     group size that divides them: a curve over all sizes with simultaneous bands, dots at the sizes
     that divide. Where G* has an interval with two ends the dots say their costs, a dashed line and
     a grey band stand at G*; else a dotted line stands at what it is at least.
     """
-    costs, estimate = group_size_costs(scaling), scaling_estimate_of(scaling)
+    costs = group_size_costs(scaling, divisible_rollouts(rollouts))
+    estimate = scaling_estimate_of(scaling)
     colour = STYLE["leave_one_out"][0]
     best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
     size_text = best_size(best, low, high)
-    log_sizes(axes, list(costs.extra))
+    named = [costs.best]
+    for size in costs.extra:
+        if all(max(size / other, other / size) > APART for other in named):
+            named.append(size)
+    log_sizes(axes, sorted(named))
     within = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
     axes.set_xlim(1.5, max([32, *within]) * 2.2)
     axes.set_ylim(-10, TOP_PERCENT)
@@ -383,7 +396,7 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
             continue
         is_best = size == costs.best
         axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
-        if high is None:  # a cost against a best size that is not known
+        if high is None or size not in named:  # a cost against a best size that is not known
             continue
         axes.annotate(
             f"G = {size}" if is_best else percent(extra.estimate),

@@ -24,8 +24,8 @@ from grpo_ustat.estimators.noise import (
 from grpo_ustat.estimators.scaling import ScalingEstimate
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.pages.caveats import summary_and_warnings
-from grpo_ustat.pages.tables import best_size, percent, row_interval, three_digits
-from grpo_ustat.records import ACCURACY, Array
+from grpo_ustat.pages.tables import percent, row_interval, three_digits
+from grpo_ustat.records import ACCURACY, GENERALISING_QUESTIONS, Array, best_size
 from grpo_ustat.terminal.streams import percentage
 
 DEFAULT_ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
@@ -67,9 +67,28 @@ def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
     return ScalingEstimate(constants, covariance, float(scaling.get("dof", 1.0)))
 
 
-def group_size_costs(
-    scaling: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS
-) -> GroupSizeCosts:
+def study_rollouts(config: Mapping[str, Any]) -> int:
+    """n of a training step that a study is asked about; 256 where its configuration is damaged.
+
+    >>> study_rollouts({"study": {"rollouts": 64}}), study_rollouts({})
+    (64, 256)
+    """
+    rollouts = config.get("study", {}).get("rollouts")
+    return rollouts if isinstance(rollouts, int) and rollouts >= 2 else DEFAULT_ROLLOUTS
+
+
+def divisible_rollouts(rollouts: int) -> int:
+    """n, or the next multiple of 8 where n is prime: its one group would be a whole step.
+
+    >>> divisible_rollouts(10), divisible_rollouts(97), divisible_rollouts(2)
+    (10, 104, 8)
+    """
+    if any(rollouts % size == 0 for size in range(2, rollouts)):
+        return rollouts
+    return math.ceil(rollouts / USUAL_SIZE) * USUAL_SIZE
+
+
+def group_size_costs(scaling: Mapping[str, Any], rollouts: int) -> GroupSizeCosts:
     """What each admissible group size costs.
 
     Args:
@@ -94,7 +113,7 @@ def is_decided(scaling: Mapping[str, Any]) -> bool:
     return all(scaling[f"gstar{end}"] is not None for end in ("", "_low", "_high"))
 
 
-def decision_sentence(result: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS) -> str:
+def decision_sentence(result: Mapping[str, Any], rollouts: int) -> str:
     """Which G is best and what its neighbours cost, or how much is missing to say so.
 
     Args:
@@ -104,17 +123,21 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUT
     sentence = best_size_sentence(result)
     if result["assumption2"].get("corr") is None or not is_decided(result["scaling"]):
         return sentence
-    costs = costs_sentence(group_size_costs(result["scaling"], rollouts))
+    divisible = divisible_rollouts(rollouts)
+    costs = costs_sentence(group_size_costs(result["scaling"], divisible))
+    if divisible != rollouts:
+        costs = f"only G = {rollouts} divides {rollouts} rollouts a step; {costs}"
     return f"{sentence.removesuffix('.')}: {costs}"
 
 
-def study_answer(result: Mapping[str, Any]) -> str:
+def study_answer(result: Mapping[str, Any], rollouts: int) -> str:
     """Which G is best, what its neighbours cost, and how much of a step is noise.
 
     Args:
         result: content of the study's `result.json`.
+        rollouts: n of a training step.
     """
-    return f"{decision_sentence(result)} {noise_sentence(result)}".rstrip()
+    return f"{decision_sentence(result, rollouts)} {noise_sentence(result, rollouts)}".rstrip()
 
 
 def best_size_sentence(result: Mapping[str, Any]) -> str:
@@ -178,9 +201,7 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
     return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
 
 
-def noise_sentence(
-    result: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS, group_size: int | None = None
-) -> str:
+def noise_sentence(result: Mapping[str, Any], rollouts: int, group_size: int | None = None) -> str:
     """How much of a step is noise, and what more or fewer rollouts would do.
 
     Args:
@@ -192,8 +213,8 @@ def noise_sentence(
     if result["assumption2"].get("corr") is None:
         return ""
     if group_size is None:
-        decided = is_decided(result["scaling"])
-        group_size = group_size_costs(result["scaling"], rollouts).best if decided else USUAL_SIZE
+        costs = group_size_costs(result["scaling"], divisible_rollouts(rollouts))
+        group_size = costs.best if is_decided(result["scaling"]) else USUAL_SIZE
     row = min(
         result["noise"]["curve"], key=lambda row: abs(math.log(row["group_size"] / group_size))
     )
@@ -250,7 +271,8 @@ def assumption2_sentence(result: Mapping[str, Any]) -> str:
     if difference.low > 0:
         ordering, follows = "vanilla beats GRPO here", corr.high < 0
     elif difference.high < 0 and math.isfinite(passes.high):
-        ordering = f"GRPO beats vanilla from G = {math.floor(passes.high) + 1} on here"
+        from_size = f"{passes.estimate:.1f} [{passes.low:.1f}, {passes.high:.1f}]"
+        ordering = f"GRPO beats vanilla from G > {from_size} on here"
         follows = corr.low > 0
     elif not assumption.get("refuted"):
         return ""
@@ -359,6 +381,11 @@ def noise_text(scale: Interval, rollouts: int) -> str:
 
 def interval_note(result: Mapping[str, Any]) -> str:
     """What the intervals of the decision speak of."""
+    if result["questions"] < GENERALISING_QUESTIONS:
+        return (
+            "Intervals of 95 %, of these questions alone: those for new ones take at least "
+            f"{GENERALISING_QUESTIONS} questions."
+        )
     return (
         f"Intervals of 95 %, generalising from these {result['questions']} to new questions of the "
         "kind; those of the extra errors are paired and hold together."
@@ -380,7 +407,10 @@ def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def summary_sentences(
-    statistics: Mapping[str, Interval], population: Mapping[str, Interval], rewards_PN: Array
+    statistics: Mapping[str, Interval],
+    population: Mapping[str, Interval],
+    rewards_PN: Array,
+    interval: str = "completions",
 ) -> str:
     """Whether Assumption 2 holds, which ordering follows, why G* has no interval: the summary of a
     study, from its estimates.
@@ -389,6 +419,7 @@ def summary_sentences(
         statistics: by name, of the questions at hand.
         population: the same for new questions.
         rewards_PN: of the pool.
+        interval: what those of `statistics` are over.
     """
     if (rewards_PN == rewards_PN[:, :1]).all():
         return (
@@ -396,8 +427,12 @@ def summary_sentences(
             "error, vanilla (no baseline) alone is noisy. Choose questions that are sometimes "
             "right."
         )
-    parts = [_assumption_sentence(statistics), _ordering_sentence(population, rewards_PN)]
-    parts.append(missing_size_sentence(population["gstar"]))
+    scope = "conditional on these" if interval == "completions" else "generalising to new"
+    parts = [
+        _assumption_sentence(statistics, f"intervals {scope} questions"),
+        _ordering_sentence(population, rewards_PN),
+        missing_size_sentence(population["gstar"]),
+    ]
     return " ".join(filter(None, parts))
 
 
@@ -412,7 +447,7 @@ def missing_size_sentence(best: Interval) -> str:
     return "The interval of G* has no upper end: C1 is not significantly different from 0."
 
 
-def _assumption_sentence(statistics: Mapping[str, Interval]) -> str:
+def _assumption_sentence(statistics: Mapping[str, Interval], scope: str) -> str:
     share, corr = statistics["share"], statistics["corr"]
     text = f"corr(q, Z) = {corr.estimate:.3f}"
     if math.isfinite(corr.low):
@@ -428,11 +463,11 @@ def _assumption_sentence(statistics: Mapping[str, Interval]) -> str:
     )
     name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
     if not refutes_assumption2(share, corr):
-        return f"{name} is not refuted: {gain}; {text}."
+        return f"{name} is not refuted: {gain}; {text} ({scope})."
     direction = "in opposite directions at different prompts, or in no clear one"
     if not corr.low <= 0 <= corr.high:
         direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers carry the larger scores"
-    return f"{name} fails, {direction}: {gain}; {text}."
+    return f"{name} fails, {direction}: {gain}; {text} ({scope})."
 
 
 def _ordering_sentence(statistics: Mapping[str, Interval], rewards_PN: Array) -> str:
@@ -452,8 +487,8 @@ def _ordering_sentence(statistics: Mapping[str, Interval], rewards_PN: Array) ->
         return (
             f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "
             "and "
-            f"GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on"
-            f"{zero_variance}."
+            f"GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on (for "
+            f"new questions){zero_variance}."
         )
     if difference.low > 0:
         return (
@@ -464,5 +499,6 @@ def _ordering_sentence(statistics: Mapping[str, Interval], rewards_PN: Array) ->
     return (
         f"{values}: not enough data to say which of vanilla (no baseline) and the oracle "
         f"is better "
-        f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}])."
+        f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}] for new "
+        "questions)."
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_ustat.pages.symbols import baseline_word
 from grpo_ustat.pages.tables import Table, three_digits, with_interval
-from grpo_ustat.records import joint_quantity
+from grpo_ustat.records import GENERALISING_QUESTIONS, count_text, interval_scope, joint_quantity
 from grpo_ustat.runs.record import RunRecord, key_label
 
 CURVE_KEYS = ("method", "target", "setting", "num_prompts")  # of a curve, beside its baseline
@@ -40,9 +40,9 @@ def study_tables(result: dict[str, Any]) -> list[Table]:
 
 def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Table:
     policy, first, questions = result["policy"], rows[0], result["questions"]
-    batch = f"B = {first['num_prompts']} of {questions} questions"
+    batch = f"B = {first['num_prompts']} of {count_text(questions, 'question')}"
     setting = {
-        "all_questions_once": f"averaged over {questions} questions",
+        "all_questions_once": f"averaged over {count_text(questions, 'question')}",
         "with_replacement": f"{batch} with replacement",
         "without_replacement": f"{batch} without replacement",
         "one_question": f"of one question, mean over {questions}",
@@ -61,8 +61,8 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
             f"MSE of the gradient, {setting} ({first['method']})\n"
             f"against the {first['target']}\n"
             f"policy {policy['name']}, {policy['quantity']} {policy['mean_reward']:.3f} "
-            f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}] (generalising "
-            "to new questions)"
+            f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}] "
+            f"({interval_scope(questions)})"
         ),
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
@@ -200,7 +200,7 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
         names = [f"{name}{end}" for name in ("c1", "c2", "c3", "gstar") for end in ENDS]
         study = study_columns(run, study_keys) | {name: scaling[name] for name in names}
         data += [study | point for point in scaling["curve"]]
-    interval_note = f"95 % intervals {INTERVAL_WORDS['questions']}, of one seed."
+    interval_note = f"95 % intervals {_scopes_text(studies)}, of one seed."
     law = "G* = 1 + sqrt(C3/C1), for every n; leave_one_out, questions drawn independently."
     crossover = (
         "Above the crossover G leave_one_out beats vanilla (no baseline). -: no finite number."
@@ -245,8 +245,15 @@ def _interval_note(studies: Sequence[RunRecord]) -> str:
     kinds = dict.fromkeys(INTERVAL_WORDS[row["interval"]] for row in curves)
     return (
         f"95 % intervals {' or '.join(kinds)}, of one seed; those of {policies_quantity(studies)} "
-        "generalising to new questions."
+        f"{_scopes_text(studies)}."
     )
+
+
+def _scopes_text(studies: Sequence[RunRecord]) -> str:
+    """What intervals for new questions speak of, where studies have so many and where not."""
+    scopes = sorted({interval_scope(run.final_result["questions"]) for run in studies})
+    few = f" (fewer than {GENERALISING_QUESTIONS})" * (len(scopes) > 1)
+    return f"{' or '.join(scopes)}{few}"
 
 
 def _missing_points(studies: Sequence[RunRecord]) -> list[str]:

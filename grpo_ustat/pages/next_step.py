@@ -15,7 +15,13 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.estimators.baselines import OURS
-from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, group_size_costs, is_decided, prompts_needed
+from grpo_ustat.pages.findings import (
+    divisible_rollouts,
+    group_size_costs,
+    is_decided,
+    prompts_needed,
+    study_rollouts,
+)
 
 LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")  # fields of a study that the next one has not
@@ -25,7 +31,7 @@ def next_step(
     result: Mapping[str, Any],
     config: Mapping[str, Any],
     folder: Path | None = None,
-    rollouts: int = DEFAULT_ROLLOUTS,
+    rollouts: int | None = None,
 ) -> str:
     """What to do next, a command where there is one: train with the best G, or study more.
 
@@ -33,10 +39,12 @@ def next_step(
         result: content of the study's `result.json`.
         config: the study's configuration.
         folder: of the study, whose pool the next one goes on with; None: it draws its own.
-        rollouts: n of a training step, halved where there are too few training questions.
+        rollouts: n of a training step, halved where there are too few training questions; None:
+            the study's.
     """
     if equal := result.get("equal_rewards"):
         return _equal_rewards_step(equal, config)
+    rollouts = divisible_rollouts(rollouts or study_rollouts(config))
     best = (
         group_size_costs(result["scaling"], rollouts).best
         if is_decided(result["scaling"])

@@ -190,10 +190,10 @@ def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
         left = max(0.9 * min([0.85, *lows]), least / 2)
         right = min(1.1 * max([1.0, *highs]), 2 * most)
         axes.set_xlim(left, right)
-        ticks: list[float] = []
+        apart = (right / left) ** 0.08  # so that their numbers do not overlap
+        ticks = [1.0]
         for x in TICKS:
-            apart = (right / left) ** 0.08  # so that their numbers do not overlap
-            if left <= x <= right and (x == 1 or (not ticks or x / ticks[-1] > apart)):
+            if left <= x <= right and all(max(x / y, y / x) > apart for y in ticks):
                 ticks.append(x)
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_xticks([], minor=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_ustat.pages.tables import Table, open_interval, three_digits
+from grpo_ustat.records import interval_scope
 
 COLUMNS = {"mean": "mean reward", "c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
 
@@ -23,8 +24,8 @@ def reward_tables(result: Mapping[str, Any]) -> list[Table]:
     notes = [
         "Each function alone, before its weight, on the same completions. A weight w multiplies "
         "C1, C2 and C3 by w^2 and does not change G*. The last line is the weighted sum, on which "
-        "training works, but with gdpo. 95 % intervals; those of the mean generalising to new "
-        "questions.",
+        "training works, but with gdpo. 95 % intervals; those of the mean "
+        f"{interval_scope(result['questions'])}.",
     ]
     tables = [Table("Reward functions", ["function", "weight", *COLUMNS.values()], cells, notes)]
     if pairs:

@@ -44,12 +44,11 @@ from grpo_ustat.pages.tables import (
     Cell,
     Table,
     as_cell,
-    best_size,
     open_interval,
     rows_table,
     with_interval,
 )
-from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, best_size, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import RunRecord

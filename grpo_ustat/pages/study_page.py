@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
-from grpo_ustat.pages.findings import study_answer
+from grpo_ustat.pages.findings import study_answer, study_rollouts
 from grpo_ustat.pages.losses import loss_details, losses_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.off_policy import off_policy_tables
@@ -25,6 +25,7 @@ from grpo_ustat.pages.tables import (
     with_interval,
 )
 from grpo_ustat.pages.verdicts import verdicts_table
+from grpo_ustat.records import interval_scope
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
@@ -163,7 +164,7 @@ def mse_answer(run: RunRecord) -> str:
             f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
             "is drawn."
         )
-    return study_answer(run.result)
+    return study_answer(run.result, study_rollouts(run.config))
 
 
 def mse_next_step(run: RunRecord) -> str:
@@ -183,7 +184,8 @@ def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
     return [
         (
             f"{policy['quantity'].capitalize()} of the policy",
-            with_interval(policy, "mean_reward", "mean_reward_"),
+            f"{with_interval(policy, 'mean_reward', 'mean_reward_')}, "
+            f"{interval_scope(result['questions'])}",
         ),
         ("Mean length", f"{policy['mean_length']:.1f} tokens"),
         ("Questions", as_cell(result.get("questions"))),
@@ -213,7 +215,8 @@ def mse_tables(run: RunRecord) -> list[Table]:
         if key in estimates
     ]
     reasons = [run.result[key].get("reason") for key in ("scaling", "assumption2", "grad_sq")]
-    note = ". ".join(dict.fromkeys(reason for reason in reasons if reason))
+    notes = [f"95 % intervals {interval_scope(run.result['questions'])}."]
+    notes += dict.fromkeys(reason for reason in reasons if reason)
     columns = ["quantity", "estimate", "low", "high"]
     verdicts = verdicts_table(run.result)
     tables = [
@@ -222,7 +225,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
         *loss_details(run.result),
         *off_policy_tables(run.result),
         _curves_table(run.result["curves"]),
-        Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
+        Table("Scaling law and Assumption 2", columns, rows, notes),
     ]
     tables += reward_tables(run.result)
     published = recipe_table(run.result)

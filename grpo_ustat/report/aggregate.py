@@ -15,15 +15,15 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.pages import error_figures, gradient_error
-from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
+from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence, study_rollouts
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.pages.page import (
     NAME,
     render,
 )
 from grpo_ustat.pages.run_page import spaced
-from grpo_ustat.pages.tables import Table, best_size, shorten
-from grpo_ustat.records import ACCURACY, joint_quantity
+from grpo_ustat.pages.tables import Table, shorten
+from grpo_ustat.records import ACCURACY, best_size, joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.accuracy_answer import (
@@ -117,7 +117,7 @@ def write_report(report: Report) -> None:
         _add_studies(report)
     report.answers += [
         f"{run.policy} on {run.dataset}, in no table and no figure: "
-        f"{decision_sentence(run.final_result)}"
+        f"{decision_sentence(run.final_result, study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
     if report.training:
@@ -175,7 +175,7 @@ def _tables_of_one(run: RunRecord) -> None:
         if "off_policy" in run.final_result:
             lag_table([run], ()).latex()
             lag_answer([run])
-        decision_sentence(run.final_result)
+        decision_sentence(run.final_result, study_rollouts(run.config))
         for row in error_figures.expected_reward_rows(run.final_result)[:1] or [None]:
             if row is None:
                 raise ValueError("result.json has no curve against the expected reward")
@@ -223,9 +223,9 @@ def _add_studies(report: Report) -> None:
             lines += shorten(gradient_error.missing_in(studies), 3, "mse.csv")
         draw(report.folder, table.name, studies, lines)
         report.tables.append(table)
-    report.answers += [
-        f"{run.policy} on {run.dataset}: {decision_sentence(run.final_result)}" for run in studies
-    ]
+    for run in studies:
+        decision = decision_sentence(run.final_result, study_rollouts(run.config))
+        report.answers.append(f"{run.policy} on {run.dataset}: {decision}")
     if panels := loss_panels(report.studies):
         table = losses_table(panels, distinguishing_keys([run.keys for run in report.studies]))
         lines = [*(table.figure_notes or ()), *report.missing_captions]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
+from grpo_ustat.records import best_size
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows, read_rows
@@ -58,6 +59,9 @@ class RunState:
         seconds: wall time of all launches; None until the run is done, or where it is not known.
         quantity: accuracy, or mean reward; None until the run is done.
         mean_reward, low, high: held-out, or of a study's policy; None until the run is done.
+        questions: of a finished study of the gradient's error.
+        gstar, best_divisor: of such a study G* with its interval, in words, and the best G that
+            divides its n; None where they are not known.
         verdicts: of a study of a theorem, how many claims have each; None until it is done.
     """
 
@@ -71,6 +75,9 @@ class RunState:
     mean_reward: float | None = None
     low: float | None = None
     high: float | None = None
+    questions: int | None = None
+    gstar: str | None = None
+    best_divisor: int | None = None
     verdicts: dict[str, int] | None = None
 
 
@@ -315,6 +322,12 @@ class RunRecord:
             policy = result["policy"]
             summary = {name: policy[name] for name in ("quantity", "mean_reward")}
             summary |= {"low": policy["mean_reward_low"], "high": policy["mean_reward_high"]}
+            scaling = result["scaling"]
+            gstar = [scaling.get(f"gstar{end}") for end in ("", "_low", "_high")]
+            summary |= {"questions": result["questions"], "gstar": best_size(*gstar)}
+            if None not in gstar:
+                divisors = scaling.get("best_divisor", {})
+                summary["best_divisor"] = divisors.get(str(self.value("study.rollouts")))
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result is another configuration's"
         if summary.get("step", 0) < (self.max_steps or 0):

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import joint_quantity
+from grpo_ustat.records import GENERALISING_QUESTIONS, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole
@@ -43,7 +43,7 @@ COLOURS = {
 }  # fmt: skip
 CAPTIONS = {  # what a table shows of the finished runs of a command
     "train": "held-out {}, 95 % intervals generalising to new questions",
-    "mse": "{} of the policy, 95 % intervals generalising to new questions",
+    "mse": "{} of the policy and best G, 95 % intervals generalising to new questions{}",
     "gap": "predictions that agree with measurement, that disagree, and that are not decided",
 }
 
@@ -177,16 +177,21 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
+    counted = [state.questions for state in states if state.questions is not None]
+    scope = ""
+    if min(counted, default=GENERALISING_QUESTIONS) < GENERALISING_QUESTIONS:
+        scope = f", of fewer than {GENERALISING_QUESTIONS} conditional on them"
     table = Table(
         title=str(sweep.file),
-        caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command].format(name)}",
+        caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command].format(name, scope)}",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
     table.add_column("run", overflow="fold")
     table.add_column("state")
     steps = ["step"] if sweep.command == "train" else []
-    results = list(COUNT_WORDS.values()) if sweep.command == "gap" else [name]
+    results = {"gap": list(COUNT_WORDS.values()), "mse": [name, "G*", "use\nG"]}
+    results = results.get(sweep.command, [name])
     for column in (*steps, "starts", "wall\ntime", *results):
         table.add_column(column, justify="right", no_wrap=True)
     for entry, state in zip(sweep.entries, states, strict=True):
@@ -202,6 +207,10 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             cells.append("")
         else:
             cells.append(f"{state.mean_reward:.3f} [{state.low:.3f}, {state.high:.3f}]")
+        if sweep.command == "mse":
+            gstar = state.gstar or "not enough\ndata" * (state.name == DONE)
+            cells[-1] = cells[-1].replace(" [", "\n[")  # in 80 columns
+            cells += [gstar.replace(" [", "\n["), str(state.best_divisor or "")]
         table.add_row(*cells)
     return table
 

@@ -56,6 +56,17 @@ def test_a_study_says_keep_raise_or_lower(tmp_path):
     assert advice_of(Request(run_folder, rollouts=512)).next.endswith("rollouts=512 group_size=4")
 
 
+def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
+    """Where the size does not divide them, at a number near; a prime number has but itself."""
+    run_folder = folder(tmp_path / "run", "mse", RESULT, (), "study.rollouts=100")
+    assert " at n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
+    assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
+    assert "n = 100, 25 prompts" in advice_of(Request(run_folder)).sentence
+    odd = advice_of(Request(run_folder, rollouts=97))
+    assert odd.sentence == "Use num_generations = 4: at n = 104, 26 prompts a step."
+    assert "Only num_generations = 97 divides n = 97." in odd.details
+
+
 def test_a_study_without_any_gradient_says_so(tmp_path):
     result = RESULT | {"assumption2": {"corr": None}}
     advice = advice_of(Request(folder(tmp_path / "run", "mse", result), num_generations=8))

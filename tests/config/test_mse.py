@@ -47,6 +47,11 @@ def test_tf32_is_refused_where_nothing_has_it(words, message):
         compose("mse", *words).check()
 
 
+def test_a_step_of_one_rollout_is_refused():
+    with pytest.raises(ConfigError, match="study.rollouts=1 must be 2 or more"):
+        compose("mse", "study.rollouts=1").check()
+
+
 def test_the_error_of_tf32_is_in_the_result_and_in_words():
     cpu, cuda = compose("mse"), compose("mse", "launch.device=cuda")
     assert precision(cpu) == Precision(weights="float32", tf32=False, tf32_error=None)

@@ -13,6 +13,7 @@ from grpo_ustat.estimators.intervals import (
     jackknife_variance,
     mean_reward,
     paired_difference,
+    pool_mean_reward,
     pooled_dof,
     t_interval,
     wilson,
@@ -69,6 +70,19 @@ def test_a_mean_reward_has_the_interval_of_its_kind(rng):
     assert mean_reward(shares) == clustered_mean(shares)
     assert mean_reward(np.array([[0.0, 0.1], [0.9, 1.0]])).low < 0
     assert mean_reward(2 * right - 1) == clustered_mean(2 * right - 1)
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_the_mean_reward_of_a_few_prompts_is_covered_given_these(graded, rng):
+    """Chances .1, .6 and .8, 16 completions each: the mean .5 of these prompts, 95 % nominal."""
+    draws = rng.random((800, 3, 16)) < np.array([0.1, 0.6, 0.8])[:, None]
+    rewards = draws.astype(float) if not graded else 0.8 * draws + 0.2 * rng.random(draws.shape)
+    truth = 0.8 * 0.5 + 0.1 if graded else 0.5
+    intervals = [pool_mean_reward(own) for own in rewards]
+    assert np.mean([one.low <= truth <= one.high for one in intervals]) > 0.93
+    assert pool_mean_reward(np.repeat(rewards[0], 2, axis=0)) == mean_reward(
+        np.repeat(rewards[0], 2, axis=0)
+    )
 
 
 def test_pooled_dof_of_equal_variances_adds_up():

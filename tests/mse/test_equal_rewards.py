@@ -232,7 +232,7 @@ def test_a_study_of_equal_rewards_says_what_became_of_them(tmp_path, never, caps
     assert counts["cut"] + counts["no_answer"] + counts["wrong"] == counts["completions"] == 20
     assert all(counts[name] for name in ("cut", "no_answer", "wrong"))
     sentence = equal_rewards_sentence(CompletionCounts(**counts), 6)
-    assert result["summary"] == sentence == decision_sentence(result)
+    assert result["summary"] == sentence == decision_sentence(result, 256)
     following = next_step(result, asdict(config), tmp_path / "run")
     assert " ".join(said.split("\nnext: ")[0].split()) == sentence
     assert f"next: {following}\n" in said and "┃" not in said and "[0.00" not in said

@@ -22,9 +22,8 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.curves import COLUMNS, write_curves
 from grpo_ustat.pages.findings import (
-    decision_sentence,
     further_findings,
-    noise_sentence,
+    study_answer,
     summary_sentences,
 )
 from grpo_ustat.pages.next_step import next_step
@@ -350,8 +349,9 @@ def test_the_verdict_follows_the_intervals():
     assert "vanilla (no baseline) beats the oracle" in verdict_of(1, 3)
     assert (
         "not enough data to say which of vanilla (no baseline) and the oracle is better (A_V - "
-        "A_0 in" in verdict_of(-1, 3)
+        "A_0 in [-1.00, 3.00] for new questions)" in verdict_of(-1, 3)
     )
+    assert "from G > 3.0 [2.0, infinity] on (for new questions)" in verdict_of(-3, -1)
     assert "is not refuted" in verdict_of(-1, 3)
     assert "A_0 = 0.0123, A_V = 2650" in verdict_of(1, 3)
 
@@ -361,6 +361,7 @@ def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it(
     both = verdict_of(1, 3, share=(0.2, 0.4))
     assert "fails, in opposite directions" in both and "takes 30.0 % [20.0 %, 40.0 %] off" in both
     assert "corr(q, Z) = 0.000 [-0.100, 0.100] averaged over prompts" in both
+    assert both.count("intervals conditional on these questions") == 1
     assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (0.2, 0.4))
     assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (-0.1, 0.1))
     near = verdict_of(1, 3, (-0.41, -0.01), (-0.1, 0.1))  # misses 0, by less than the margin
@@ -405,8 +406,8 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
     first, rest = capsys.readouterr().out.split("\n\n", 1)
     _, *answer = first.splitlines()  # after the line that the folder is complete
     assert len(answer) <= 3 and max(map(len, answer)) <= 80
-    expected = f"{decision_sentence(result)} {noise_sentence(result)}"
-    assert " ".join(answer) == expected.rstrip()
+    expected = study_answer(result, config.study.rollouts)
+    assert " ".join(answer) == expected
     *_, following, page = rest.splitlines()
     assert following == f"next: {next_step(result, dataclasses.asdict(config), path)}"
     assert page == f"page: {path / 'report.html'}"

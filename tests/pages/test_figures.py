@@ -55,13 +55,26 @@ def test_no_size_is_recommended_where_the_best_is_not_known():
     law |= {"covariance": np.diag([1.0, 0.01, 0.01]).tolist()}
     ends = {"gstar": 31.0, "gstar_low": 5.8, "gstar_high": None}
     figure, (known, unknown) = plt.subplots(1, 2)
-    scaling_panel(unknown, law | ends)
-    scaling_panel(known, law | ends | {"gstar_high": 40.0})
+    scaling_panel(unknown, law | ends, 256)
+    scaling_panel(known, law | ends | {"gstar_high": 40.0}, 256)
     for axes, labels, bands in ((unknown, 0, 0), (known, 1, 1)):
         bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
         spans = [patch for patch in axes.patches if patch.get_alpha() == 0.3]
         assert (len(bold), len(spans)) == (labels, bands)
     assert "dotted: G* is at least 5.8" in unknown.get_xlabel()
+    plt.close(figure)
+
+
+def test_of_many_sizes_that_divide_those_that_are_apart_are_named():
+    """Dots stand at all: 240 has 15 beside 16."""
+    law = {"c1": 1.0, "c2": 2.0, "c3": 49.0, "dof": 99.0, "covariance": (1e-4 * np.eye(3)).tolist()}
+    law |= {"gstar": 8.0, "gstar_low": 7.0, "gstar_high": 9.0}
+    figure, axes = plt.subplots()
+    scaling_panel(axes, law, 240)
+    assert list(axes.get_xticks())[:6] == [2, 3, 4, 6, 8, 12]
+    assert len(axes.texts) <= len(axes.get_xticks())
+    dots = {line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"}
+    assert {5, 10, 15, 16} <= dots and "n = 240" in axes.get_xlabel()
     plt.close(figure)
 
 

@@ -27,6 +27,7 @@ from grpo_ustat.pages.findings import (
     noise_sentence,
     noise_text,
     rule_sizes_sentence,
+    study_answer,
     training_noise_sentence,
 )
 from grpo_ustat.pages.next_step import next_step
@@ -54,7 +55,7 @@ def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
     """At the ends r of G = 2, 13 - 9 r is 2.485 x .01 sqrt((2 - 4 r)^2 + (1 - r)^2 + (1 - r/3)^2)
     from 0: 1.4340 and 1.4552.
     """
-    assert decision_sentence(RESULT) == (
+    assert decision_sentence(RESULT, 256) == (
         "Best G is about 4.0 [3.5, 4.6]: at 256 rollouts a step use G = 4 (G = 2: +44 % error "
         "[+43 %, +46 %]; G = 8: +25 % [+25 %, +26 %])."
     )
@@ -81,9 +82,32 @@ def test_one_rollout_has_no_group():
         group_size_costs(RESULT["scaling"], 1)
 
 
+@pytest.mark.parametrize(
+    "rollouts, answer",
+    [
+        (64, "at 64 rollouts a step use G = 4 (G = 2: +44 % error [+43 %, +46 %]; G = 8: +25 % "
+         "[+25 %, +26 %]). A step of 64 rollouts is 92 % noise [89 %, 94 %] (half at n = 770); "
+         "doubling it gains 86 % more."),
+        (10, "at 10 rollouts a step use G = 5 (G = 2: +41 % error [+39 %, +42 %]; G = 10: +41 % "
+         "[+40 %, +41 %]). A step of 10 rollouts is 99 % noise [98 %, 99 %] (half at n = 770); "
+         "doubling it gains 97 % more."),
+        (97, "only G = 97 divides 97 rollouts a step; at 104 rollouts a step use G = 4 (G = 2: +44 "
+         "% error [+43 %, +46 %]; G = 8: +25 % [+25 %, +26 %]). A step of 97 rollouts is 89 % "
+         "noise [84 %, 91 %] (half at n = 770); doubling it gains 80 % more."),
+    ],
+)  # fmt: skip
+def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
+    """The size divides them; of a prime number the next multiple of 8 has one."""
+    result = RESULT | {"noise": NOISE}
+    assert study_answer(result, rollouts) == f"Best G is about 4.0 [3.5, 4.6]: {answer}"
+    step = next_step(result, asdict(compose("mse", f"study.rollouts={rollouts}")))
+    n, size = (int(word.rpartition("=")[2]) for word in step.split()[-2:])
+    assert f"at {n} rollouts a step use G = {size} " in answer
+
+
 def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     wide = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
-    assert decision_sentence(wide).endswith(
+    assert decision_sentence(wide, 256).endswith(
         "G = 2: +44 % error [+3 %, +382 %]; G = 8 may be as good)."
     )
 
@@ -101,12 +125,12 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
-    assert decision_sentence(changed(**scaling)) == sentence
+    assert decision_sentence(changed(**scaling), 256) == sentence
 
 
 def test_without_any_signal_the_studys_own_words_are_the_answer():
     result = RESULT | {"assumption2": {"corr": None}}
-    assert decision_sentence(result) == "No reward."
+    assert decision_sentence(result, 256) == "No reward."
 
 
 def test_intervals_say_what_they_speak_of():
@@ -240,13 +264,13 @@ def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence
 
 
 def test_without_a_noise_scale_nothing_is_said():
-    assert noise_sentence(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}) == ""
+    assert noise_sentence(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}, 256) == ""
     unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
-    assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}) == (
+    assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}, 256) == (
         "A step of 256 rollouts is at least 61 % noise."
     )
     nothing = unknown | {"rollouts_low": 0.0}
-    assert noise_sentence(RESULT | {"noise": {"curve": [nothing]}}) == ""
+    assert noise_sentence(RESULT | {"noise": {"curve": [nothing]}}, 256) == ""
 
 
 @pytest.mark.slow
@@ -321,7 +345,7 @@ def test_dynamic_sampling_is_said_not_to_pay_where_it_saves_next_to_nothing():
     "changes, sentence",
     [
         ({}, "Assumption 2 fails: wrong answers have the longer gradients; GRPO beats vanilla from "
-         "G = 6 on here."),
+         "G > 3.0 [2.5, 5.5] on here."),
         ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
          "Assumption 2 fails: wrong answers have the longer gradients, so vanilla beats GRPO "
          "here."),
@@ -329,13 +353,13 @@ def test_dynamic_sampling_is_said_not_to_pay_where_it_saves_next_to_nothing():
          "Assumption 2 fails, in different directions at different prompts; which of vanilla and "
          "GRPO is better is not known."),
         ({"refuted": False},
-         "Assumption 2 is not refuted; GRPO beats vanilla from G = 6 on here."),
+         "Assumption 2 is not refuted; GRPO beats vanilla from G > 3.0 [2.5, 5.5] on here."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
          "Assumption 2 fails: right answers have the longer gradients; which of vanilla and GRPO "
          "is better is not known."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
          "Assumption 2 fails: right answers have the longer gradients, so GRPO beats vanilla from "
-         "G = 6 on here."),
+         "G > 3.0 [2.5, 5.5] on here."),
     ],
 )  # fmt: skip
 def test_assumption_2_is_said_with_what_follows(changes, sentence):

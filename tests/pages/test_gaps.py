@@ -11,11 +11,12 @@ from folders import studied, trained
 
 from grpo_ustat.pages import error_figures, figures, learning, recipes
 from grpo_ustat.pages.figures import plt
+from grpo_ustat.pages.findings import interval_note
 from grpo_ustat.pages.gradient_error import mse_table, scaling_table, study_tables
 from grpo_ustat.pages.learning import GSTAR, Learning, learning_rows, notes
 from grpo_ustat.pages.page import render
 from grpo_ustat.pages.run_page import run_page
-from grpo_ustat.pages.study_page import mse_facts
+from grpo_ustat.pages.study_page import mse_facts, mse_tables
 from grpo_ustat.report.aggregate import without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.contents import misfit
@@ -76,7 +77,7 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
     lines, words = drawn_lines(monkeypatch, error_figures, recipes)
     folder, result = study(tmp_path / "runs/study", key)
     error_figures.mse_figure(folder, result)
-    error_figures.scaling_figure(folder, result)
+    error_figures.scaling_figure(folder, result, 256)
     recipes.recipes_figure(folder, result)
     assert render(run_page(folder, result))
     runs = without_unreadable(read_runs(entries_in([str(tmp_path)])))
@@ -101,7 +102,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
         folder, result = study(tmp_path / name)
         result["policy"] |= {"quantity": quantity, "mean_reward": 0.5}
         (folder / "result.json").write_text(json.dumps(result))
-        error_figures.scaling_figure(folder, result)
+        error_figures.scaling_figure(folder, result, 256)
         recipes.recipes_figure(folder, result)
         assert titles
         words = [*titles, study_tables(result)[0].title, mse_facts(RunRecord(folder))[0][0]]
@@ -113,6 +114,28 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
         assert scaling_table(runs, ()).columns[1] == quantity
         assert f"those of {quantity} generalising" in " ".join(mse_table(runs, ()).notes)
+
+
+@pytest.mark.parametrize(
+    "questions, batch, scope",
+    [(1, "1 question", "of these questions"), (3, "3 questions", "of these questions"),
+     (4, "4 questions", "generalising to new questions")],
+)  # fmt: skip
+def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, questions, batch, scope):
+    folder, result = study(tmp_path / "a")
+    result["questions"] = questions
+    (folder / "result.json").write_text(json.dumps(result))
+    run, other = RunRecord(folder, "a"), RunRecord(study(tmp_path / "b")[0], "b")
+    title = study_tables(result)[0].title
+    assert f"averaged over {batch} (" in title and f"({scope})" in title
+    assert mse_facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
+    law = next(table for table in mse_tables(run) if "Scaling law" in table.title)
+    assert law.notes[0] == f"95 % intervals {scope}."
+    assert f"those of accuracy {scope}." in mse_table([run], ()).notes[0]
+    if questions < 4:
+        both = "generalising to new questions or of these questions (fewer than 4)"
+        assert f"95 % intervals {both}, of one seed." in scaling_table([run, other], ()).notes
+        assert interval_note(result).startswith("Intervals of 95 %, of these questions alone")
 
 
 def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):

@@ -122,6 +122,18 @@ def test_a_group_size_that_may_be_as_good_is_not_said_to_take_more():
 
 
 @pytest.mark.slow
+def test_the_numbers_along_its_axis_are_apart(tmp_path, monkeypatch):
+    """Beside the 1 that is always there: 0.85 would be read with it where the worst is .01."""
+    ticks = []
+    monkeypatch.setattr(
+        "grpo_ustat.pages.recipes.save",
+        lambda figure, *_: ticks.extend(figure.axes[0].get_xticks()),
+    )
+    recipes_figure(tmp_path, {"scaling": SCALING, "policy": POLICY})
+    assert 1.0 in ticks and 0.85 not in ticks and len(ticks) > 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("high", [4.6, None])
 def test_the_figure_is_drawn(tmp_path, high):
     scaling = SCALING | {"gstar_high": high}

@@ -209,7 +209,8 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     curves, law = page.tables[:2]
     vanilla = "vanilla (no baseline)"
     assert curves.rows == [[vanilla, 2, "4.00 [3.50, 4.50]"], [vanilla, 4, "2.00 (no interval)"]]
-    assert "method: closed_form" in curves.notes[0] and law.notes == ["not above 0"]
+    assert "method: closed_form" in curves.notes[0]
+    assert law.notes == ["95 % intervals generalising to new questions.", "not above 0"]
     assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
     assert dict(page.facts)["Answers not judged"] == 3
 

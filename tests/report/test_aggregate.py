@@ -139,6 +139,19 @@ def test_a_report_of_everything(tmp_path):
     assert any("G* = 4.0 [4.0, 4.0]" in picture for picture in pictures(page))
 
 
+@pytest.mark.slow
+def test_a_report_answers_each_study_at_its_own_rollouts(tmp_path, capsys):
+    errors = {(name, size): 8.0 / size for name in ("none", "oracle") for size in (2, 4)}
+    for n in (64, 100):
+        studied(tmp_path / f"runs/{n}", "tiny", errors, changes={"study.rollouts": n})
+    report_runs([str(tmp_path / "runs")], tmp_path / "report", None)
+    said, drawn = capsys.readouterr().out, (tmp_path / "report/fixed_n.svg").read_text()
+    for n, size in ((64, 2), (100, 2)):
+        assert f"at {n} rollouts a step use G = {size}" in said
+        assert f"sizes that divide n = {n}" in drawn
+    assert "256" not in said
+
+
 def equally_rewarded(folder, model):
     """A finished study without a curve."""
     studied(folder, model, {})

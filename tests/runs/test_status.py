@@ -36,6 +36,8 @@ OF_STUDY = {
         "quantity": "accuracy", "mean_reward": 0.25, "mean_reward_low": 0.125,
         "mean_reward_high": 0.5,
     },
+    "questions": 100,
+    "scaling": {"gstar": 8.41, "gstar_low": 7.42, "gstar_high": 10.1, "best_divisor": {"64": 8}},
 }  # fmt: skip
 OF_THEOREM = {
     "config_hash": "abc", "cost": {"rollouts": 0, "seconds": 7.25}, "verdict": "disagrees",
@@ -270,7 +272,7 @@ def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch
     """One whose configuration is lost is shown beside those that come first."""
     for name, config, result in (
         ("gap/x", {"bed": {}, "study": {}}, OF_THEOREM),
-        ("mse/x", {"group_sizes": [2], "study": {}}, OF_STUDY),
+        ("mse/x", {"group_sizes": [2], "study": {"rollouts": 64}}, OF_STUDY),
         ("other/x", None, None),
         ("train/x", {"max_steps": 4}, RESULT),
     ):
@@ -284,9 +286,26 @@ def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch
     rows = {words[0]: words[1:] for line in out if "/x" in line and (words := line.split())}
     assert code == 0 and not err
     assert rows["gap/x"] == ["done", "1", "1:23", "12", "1", "0"]
-    assert rows["mse/x"] == ["done", "1", "1:23", "0.250", "[0.125,", "0.500]"]
+    assert rows["mse/x"] == ["done", "1", "1:23", "0.250", "8.4", "8"]
+    assert next(line.split() for line in out if "[7.4" in line) == [
+        "[0.125,", "0.500]", "[7.4,", "10.1]"
+    ]  # fmt: skip
     assert rows["train/x"] == ["done", "4/4", "1", "1:23", "0.625", "[0.500,", "0.750]"]
     assert rows["other/x"][0] == "stopped"
+
+
+def test_a_study_without_a_best_size_and_of_a_few_questions_says_so(tmp_path, capsys, monkeypatch):
+    scaling = {"gstar": 8.41, "gstar_low": None, "gstar_high": None, "best_divisor": {"64": 8}}
+    path = folder(
+        tmp_path / "x", START, END, result=OF_STUDY | {"questions": 3, "scaling": scaling}
+    )
+    (path / ".hydra").mkdir()
+    config = {"group_sizes": [2], "study": {"rollouts": 64}}
+    (path / ".hydra/config.yaml").write_text(json.dumps(config))
+    code, out, err = shown(capsys, monkeypatch, tmp_path)
+    text = " ".join(" ".join(out).split())
+    assert code == 0 and not err and "0.250 not enough [0.125, 0.500] data" in text
+    assert text.endswith("new questions, of fewer than 4 conditional on them")
 
 
 def test_runs_that_no_sweep_names_are_shown_too(tmp_path, capsys, monkeypatch):
@@ -314,7 +333,7 @@ def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     text = " ".join(" ".join(out).split())
     assert code == 0 and not err and text.index("of 6 runs") < text.index("by_hand/seed-7 failed")
-    assert "(named by no sweep)" in text and "1 failed of 1 runs" in text
+    assert "(namedbynosweep)" in text.replace(" ", "") and "1 failed of 1 runs" in text
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"entry": "train", "runs": [3]}',
