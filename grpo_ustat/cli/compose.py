@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -119,8 +120,10 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                 check_trust(planned.config, overrides)
                 _check_log(planned.config, run)
                 _check_packages(planned.config)
+                is_submitted = "SlurmLauncher" in launcher["_target_"]
+                _check_cuda(planned.config, is_submitted)
                 check_ranks(planned.config, tasks)
-                if "SlurmLauncher" in launcher["_target_"] and not planned.config.only_shows:
+                if is_submitted and not planned.config.only_shows:
                     _check_slurm(launcher.signal_delay_s, planned.config.launch.grace_seconds)
                 planned_runs.append(planned)
             except ConfigError as error:
@@ -316,6 +319,29 @@ def _check_packages(config: Any) -> None:
         raise ConfigError(
             f"rollout={rollout.name} needs the package vllm: {install_line('vllm')}, or use "
             "rollout=local"
+        )
+
+
+def _check_cuda(config: Any, is_submitted: bool) -> None:
+    """Refuse `cuda` where this PyTorch is built without it, or this machine has no driver, without
+    importing PyTorch; where jobs are submitted, another machine may have one.
+    """
+    device, spec = getattr(config.launch, "device", "cpu"), importlib.util.find_spec("torch")
+    if config.only_shows or not device.startswith("cuda") or spec is None or spec.origin is None:
+        return
+    version = Path(spec.origin).with_name("version.py")
+    text = version.read_text() if version.is_file() else "hip = '?'"
+    reason = None
+    if not re.search(r"(?m)^(cuda|hip)\b.*= *['\"]", text):
+        reason = "this PyTorch is built without CUDA"
+    elif re.search(r"(?m)^cuda\b.*= *['\"]", text) and sys.platform == "linux" and not is_submitted:
+        try:
+            ctypes.CDLL("libcuda.so.1")  # which PyTorch loads too
+        except OSError:
+            reason = "this machine has no NVIDIA driver"
+    if reason is not None:
+        raise ConfigError(
+            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
         )
 
 

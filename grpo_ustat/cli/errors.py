@@ -289,14 +289,31 @@ def unknown_key(key: str, schema: type) -> str:
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]
     owners = [other for other in others if field_at(key, all_fields(other))]
     owners = owners or [other for other in others if node in top_names(other) - top_names(schema)]
+    known = [field.path for field in all_fields(schema)]
     if owners:
-        return f"unknown key {key}: it is {_one_of_commands(owners)}"
+        return f"unknown key {key}: it is {_one_of_commands(owners)}{_own_name(key, schema, known)}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    known = [field.path for field in all_fields(schema)]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"
+
+
+def _own_name(key: str, schema: type, known: Sequence[str]) -> str:
+    """How another command's key is typed here, as `group_sizes=[...]` for group_size; "" where the
+    command has nothing of that name, in the plural or the singular, or below `study`.
+    """
+    last = key.rpartition(".")[2]
+    names = [last] if last != key else [key, f"{key}s", key.removesuffix("s")]
+    own = next((x for x in [*names, *(f"study.{name}" for name in names)] if x in known), None)
+    field = field_at(own or "", all_fields(schema))
+    if field is None:
+        return ""
+    value = "NAME" if field.schema else example_value(field.path, field.kind, CONF) or "..."
+    command = _command_of(schema)
+    runs = command_line(command, "-m", f"{own}=...")
+    of_each = f", or for a run of each {runs}" if key == f"{own}s" else ""
+    return f"; {command} has {own}={value}{of_each}"
 
 
 def is_overlay(file: Path) -> bool:

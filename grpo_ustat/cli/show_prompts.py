@@ -11,6 +11,7 @@ from grpo_ustat.policy.loading import (
     encode,
     stop_tokens,
 )
+from grpo_ustat.tasks.base import warn_of_prompt
 from grpo_ustat.tasks.prompts import render
 from grpo_ustat.terminal.console import tell, warn
 
@@ -28,6 +29,7 @@ def show_prompts(config: Common, split: str) -> None:
     task = configured_task(config.task_options, config.model, tokenizer)
     limit = config.most_questions
     questions, prompts = task.questions(split)[:limit], task.prompts(split)[:limit]
+    warn_of_prompt(config.task_options, prompts)
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(config.prompt.chat, tokenizer)
     tokens = encode(tokenizer, texts, special_tokens=not in_turns)

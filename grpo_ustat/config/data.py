@@ -10,14 +10,18 @@ import importlib.metadata
 import importlib.util
 import re
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.config.row_files import count_rows, split_files
+from grpo_ustat.config.row_files import count_and_columns, split_files
 from grpo_ustat.config.schema import ConfigError, did_you_mean, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
+STUDY_QUESTIONS = {  # of one table, that fall to studies
+    "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
+}  # fmt: skip
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
 MOST_HELD_OUT_QUESTIONS = 500  # questions of a file of one's own, for tests and for studies alike
 # test questions by hub id and subset, as their cards and papers give them
@@ -26,6 +30,11 @@ PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
     ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
     ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
 }
+OTHER_COLUMNS = {  # of questions and answers, as files of others name them
+    "question": ("question", "problem", "prompt", "query", "instruction", "input", "text"),
+    "answer": ("answer", "ground_truth", "solution", "expected_answer", "final_answer", "gold",
+               "target", "label", "response", "completion", "output"),
+}  # fmt: skip
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
@@ -57,12 +66,8 @@ class DatasetConfig:
         Raises:
             ConfigError: naming the values and the fix.
         """
-        if self.reward is None:
-            return
-        if reward_file(self.reward):
-            check_reward_file(self.reward, "dataset.reward")
-        else:
-            check_entry_point(REWARDS, self.reward, "dataset.reward")
+        if self.reward is not None:
+            check_reward(self.reward, "dataset.reward")
 
     @property
     def published_test_size(self) -> int | None:
@@ -241,21 +246,74 @@ class JsonlConfig(DatasetConfig):
             place = getattr(self, name)
             if place is not None and not Path(place).expanduser().exists():
                 raise ConfigError(f"dataset.{name}={place}: there is no such file or folder")
-        rows = sum(count_rows("dataset.path", file) for file in self.train_files)
+        rows, test_rows = self.row_counts()
         if not rows:
             raise ConfigError(f"dataset.path={self.path} holds no row")
         quarter = min(MOST_HELD_OUT_QUESTIONS, max(1, rows // 4))
         if self.study_size is None:
             self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
-        held_out = not self.test_files
-        if held_out and self.test_size is None:
-            self.test_size = min(quarter, (rows - self.study_size) // 2) or None
-        tests = self.test_size or 0 if held_out else 0
+        if test_rows is None and self.test_size is None:
+            self.test_size = min(quarter, max(0, rows - self.study_size) // 2) or None
+        tests = self.test_size or 0 if test_rows is None else 0
         if self.study_size + tests > rows:
-            raise ConfigError(
-                f"dataset.study_size={self.study_size} and dataset.test_size={tests} of {rows} "
-                f"rows in {self.path}: use fewer"
-            )
+            sizes = f"dataset.study_size={self.study_size}"
+            sizes += f" and dataset.test_size={tests}" * bool(tests)
+            raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in all")
+
+    def check_training(self, prompts: int) -> None:
+        """Refuse fewer rows than a step of training and a test need.
+
+        Args:
+            prompts: of a step.
+
+        Raises:
+            ConfigError: naming how many there are, and how many are needed.
+        """
+        rows, test_rows = self.row_counts()
+        study = self.study_size or 0
+        tests, least_tests = (self.test_size or 0, 2) if test_rows is None else (0, 0)
+        train = rows - study - tests
+        if train >= prompts and tests >= least_tests:
+            return
+        least = 1 + least_tests + prompts
+        lower = ", or lower budget.rollouts" * (rows > 1 + least_tests and prompts > 1)
+        if rows < least:
+            fix = f"use {least} rows or more"
+        else:
+            tests_left = min(max(tests, least_tests), rows - prompts - 1)
+            fix = f"use dataset.study_size={min(study, rows - prompts - tests_left)}"
+            fix += f" dataset.test_size={tests_left}" * (test_rows is None)
+        raise ConfigError(
+            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size), {tests} for "
+            f"tests (dataset.test_size) and {train} to train on, but training needs {least_tests} "
+            f"for tests and {prompts} a step (budget.rollouts / group_size): {fix}{lower}"
+        )
+
+    def row_counts(self) -> tuple[int, int | None]:
+        """How many rows there are to study and train on, and of tests; None where these are split
+        off from the others.
+
+        Raises:
+            ConfigError: a file cannot be read, or its first row has no such columns.
+        """
+        rows = sum(self._count("path", file) for file in self.train_files)
+        tests = [self._count("test_path", file) for file in self.test_files]
+        return rows, sum(tests) if tests else None
+
+    def _count(self, name: str, file: Path) -> int:
+        count, columns = count_and_columns(f"dataset.{name}", file)
+        missing = [key for key in ("question", "answer") if getattr(self, key) not in columns]
+        if not columns or not missing:
+            return count
+        taken = {getattr(self, key) for key in ("question", "answer") if key not in missing}
+        fixes = []
+        for key in missing:
+            known = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
+            fixes.append(f"dataset.{key}={known[0] if known else 'COLUMN'}")
+        raise ConfigError(
+            f"{file} row 1: field {getattr(self, missing[0])} is missing, the fields there are: "
+            f"{', '.join(columns)}: set {' '.join(fixes)}"
+        )
 
     @property
     def train_files(self) -> list[Path]:
@@ -323,9 +381,32 @@ def reward_file(reward: str) -> tuple[Path, str] | None:
     return (Path(file).expanduser(), function) if colon else None
 
 
+def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> None:
+    """Refuse a reward that is neither FILE:FUNCTION nor an entry point's name.
+
+    Args:
+        reward: as configured.
+        field_name: of the configuration, which names it.
+        ours: what may stand there too.
+
+    Raises:
+        ConfigError: naming the fix; see `check_reward_file` and `check_entry_point`.
+    """
+    if reward_file(reward):
+        check_reward_file(reward, field_name)
+    elif reward.endswith(".py"):
+        key, file = f"{field_name}={reward}", Path(reward).expanduser()
+        offered = ", ".join(_functions(key, file)) or "none"
+        raise ConfigError(
+            f"{key} names no function: write {field_name}={reward}:FUNCTION, {file} has {offered}"
+        )
+    else:
+        check_entry_point(REWARDS, reward, field_name, ours)
+
+
 def check_reward_file(reward: str, field_name: str) -> None:
-    """Refuse a reward FILE:FUNCTION whose file is not there, is no Python, or has no such name; the
-    file is not run.
+    """Refuse a reward FILE:FUNCTION whose file is not there, is no Python, has no such name, or
+    whose function takes something else than a prompt and a completion; the file is not run.
 
     Args:
         reward: FILE:FUNCTION.
@@ -337,16 +418,8 @@ def check_reward_file(reward: str, field_name: str) -> None:
     own, key = reward_file(reward), f"{field_name}={reward}"
     assert own is not None
     file, function = own
-    if not file.is_file():
-        raise ConfigError(f"{key}: there is no file {file}")
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
-    functions = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = _functions(key, file)
+    tree = ast.parse(file.read_bytes())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
                 for one in node.names]  # fmt: skip
@@ -355,6 +428,73 @@ def check_reward_file(reward: str, field_name: str) -> None:
         hint = did_you_mean(function, functions)
         offered = ", ".join(functions) or "none"
         raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
+    if function in functions and not functions[function].decorator_list:  # which may change it
+        check_reward_call(key, _signature(functions[function].args))
+
+
+def check_reward_call(name: str, signature: Signature) -> None:
+    """Refuse a reward that is not called with a prompt and a completion, as functions of TRL are
+    not, which take lists.
+
+    Args:
+        name: of the reward, for the message.
+        signature: of its function.
+
+    Raises:
+        ConfigError: with what it takes, and what to write.
+    """
+    names = list(signature.parameters)
+    try:
+        signature.bind("prompt", "completion")
+        of_another = "completions" in names or names[:2] == ["completion", "prompt"]
+    except TypeError:
+        of_another = True
+    if of_another:
+        takes = signature.replace(return_annotation=Signature.empty)
+        written = name.rpartition(":")[2] if ".py:" in name else "it as "
+        raise ConfigError(
+            f"{name} takes {str(takes):.120}: write {written}(prompt, completion), which returns a "
+            "number, for one completion at a time (functions of TRL take lists)"
+        )
+
+
+def _functions(key: str, file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a file by name, read without running it.
+
+    Raises:
+        ConfigError: there is no such file, or it is no Python.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{key}: there is no file {file}")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
+    return {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def _signature(arguments: ast.arguments) -> Signature:
+    """What a function takes, from its text; every default is None, annotations are left out."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    parameters = [
+        Parameter(x.arg, Parameter.POSITIONAL_OR_KEYWORD,
+                  default=Parameter.empty if place < required else None)
+        for place, x in enumerate(positional)
+    ]  # fmt: skip
+    if arguments.vararg:
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    for x, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        value = Parameter.empty if default is None else None
+        parameters.append(Parameter(x.arg, Parameter.KEYWORD_ONLY, default=value))
+    if arguments.kwarg:
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)
 
 
 def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = ()) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_ustat.config.run import ProcessConfig, Shared
-from grpo_ustat.config.schema import ConfigError, distinct, field, node, one_of, positive
+from grpo_ustat.config.schema import ConfigError, distinct, field, node
 
 OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
@@ -44,40 +44,28 @@ class TheoryConfig:
 class SimulatedConfig(TheoryConfig):
     """Fields of studies that run Algorithm 1."""
 
-    replicates: int = field("runs of Algorithm 1 behind each number", "replicates")
-    decaying_rate: float = field("c of the learning rate c / (t + offset)")
-    offset: int = field("of it", "steps")
-
-    def check(self) -> None:
-        """See `TheoryConfig.check`."""
-        positive(self, "replicates", "decaying_rate", prefix="study.")
-        if self.replicates < 10 or self.offset < 0:
-            raise ConfigError(
-                f"study.replicates={self.replicates} study.offset={self.offset}: use 10 replicates "
-                "or more, and an offset of 0 or more"
-            )
+    replicates: int = field("runs of Algorithm 1 behind each number", "replicates", at_least=10)
+    decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
+    offset: int = field("of it", "steps", at_least=0)
 
 
-def _check_divisors(rollouts: int, group_sizes: list[int]) -> None:
-    distinct("study.group_sizes", group_sizes)
-    wrong = [size for size in group_sizes if size < 2 or rollouts % size]
-    if wrong or not group_sizes:
-        raise ConfigError(
-            f"study.group_sizes={group_sizes} with study.rollouts={rollouts}: use sizes of at "
-            "least 2 that divide it"
-        )
+def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
+    distinct(key, group_sizes)
+    if not group_sizes or any(rollouts % size for size in group_sizes):
+        typed = group_sizes if key.endswith("s") else group_sizes[0]
+        raise ConfigError(f"{key}={typed} with study.rollouts={rollouts}: use divisors of it")
 
 
 def _check_steps(steps: list[int]) -> None:
-    if not steps or min(steps) < 1 or steps != sorted(set(steps)):
+    if not steps or steps != sorted(set(steps)):
         raise ConfigError(f"study.steps={steps}: name steps above 0, ascending")
 
 
 def _check_minibatches(num_prompts: int, minibatches: int) -> None:
-    if num_prompts < 1 or minibatches < 2 or num_prompts % minibatches:
+    if num_prompts % minibatches:
         raise ConfigError(
             f"study.num_prompts={num_prompts} with study.minibatches={minibatches}: "
-            "use 2 minibatches or more, of which the prompts are a multiple"
+            "use prompts that are a multiple of the minibatches"
         )
 
 
@@ -96,23 +84,18 @@ class Lemma6Config(SimulatedConfig):
     title = "Lemma 6, the gap under constant and falling learning rates"
 
     baselines: list[str] = field("whose estimators are run", choices=SIMULATED_BASELINES)
-    rollouts: int = field("of a step, n = B G", "completions")
-    group_size: int = field("in a group, G", "completions")
-    constant_rates: list[float] = field("learning rates, each below 2 / L")
-    steps: int = field("of each run, T", "steps")
+    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    group_size: int = field("in a group, G", "completions", at_least=2)
+    constant_rates: list[float] = field("learning rates, each below 2 / L", positive=True)
+    steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _check_divisors(self.rollouts, [self.group_size])
-        positive(self, "steps", prefix="study.")
-        for name in self.baselines:
-            one_of("study.baselines", name, SIMULATED_BASELINES)
-        wrong = [rate for rate in self.constant_rates if rate <= 0]
-        if wrong or not self.baselines:
+        _check_divisors("study.group_size", [self.group_size], self.rollouts)
+        if not self.baselines:
             raise ConfigError(
-                f"study.constant_rates={self.constant_rates} study.baselines={self.baselines}: use "
-                "rates above 0 and at least one baseline"
+                f"study.baselines=[]: name at least one of {', '.join(SIMULATED_BASELINES)}"
             )
 
 
@@ -122,13 +105,17 @@ class Theorem7Config(SimulatedConfig):
 
     title = "Theorem 7, the best group size"
 
-    rollouts: list[int] = field("of a step, every n = B G, compared at each T", "completions")
-    totals: list[int] = field(
-        "of a whole run, n T: at each T a step has n = total / T", "completions"
+    rollouts: list[int] = field(
+        "of a step, every n = B G, compared at each T", "completions", positive=True
     )
-    group_sizes: list[int] = field("in a group, every G; those count that divide n", "completions")
-    constant_rates: list[float] = field("learning rates, each below 2 / L")
-    steps: list[int] = field("at which gaps are compared, T", "steps")
+    totals: list[int] = field(
+        "of a whole run, n T: at each T a step has n = total / T", "completions", positive=True
+    )
+    group_sizes: list[int] = field(
+        "in a group, every G; those count that divide n", "completions", at_least=2
+    )
+    constant_rates: list[float] = field("learning rates, each below 2 / L", positive=True)
+    steps: list[int] = field("at which gaps are compared, T", "steps", positive=True)
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
@@ -144,11 +131,11 @@ class Theorem7Config(SimulatedConfig):
             if odd:
                 raise ConfigError(f"study.totals={self.totals}: {total} is no multiple of T={odd}")
         for n in [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]:
-            divisors = [size for size in self.group_sizes if n % size == 0]
-            if len(divisors) < 2 or min(divisors) < 2:
+            if sum(n % size == 0 for size in self.group_sizes) < 2:
                 raise ConfigError(
-                    f"study.rollouts={n} with study.group_sizes={self.group_sizes}: at least two "
-                    "of 2 or more must divide it (as n = total / T too)"
+                    f"study.group_sizes={self.group_sizes} with study.rollouts={self.rollouts} "
+                    f"study.totals={self.totals}: at least two sizes must divide n={n} of a step "
+                    "(total / T of a total)"
                 )
 
 
@@ -159,16 +146,16 @@ class Theorem8Config(SimulatedConfig):
     title = "Theorem 8, the law of the gap"
     beds = ("coins", "ridge_coins", "softmax")
 
-    rollouts: int = field("of a step, n = B G", "completions")
+    rollouts: int = field("of a step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "of GRPO, in a group; the first also of the others", "completions"
+        "of GRPO, in a group; the first also of the others", "completions", at_least=2
     )
-    steps: list[int] = field("at which laws are compared; the last decides", "steps")
+    steps: list[int] = field("at which laws are compared; the last decides", "steps", positive=True)
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _check_divisors(self.rollouts, self.group_sizes)
+        _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
 
 
@@ -178,16 +165,14 @@ class CorollariesConfig(SimulatedConfig):
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
-    rollouts: int = field("of a step, n = B G", "completions")
-    group_sizes: list[int] = field("in a group, every G", "completions")
-    steps: int = field("of each run, T; 4 or more", "steps")
+    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    group_sizes: list[int] = field("in a group, every G", "completions", at_least=2)
+    steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _check_divisors(self.rollouts, self.group_sizes)
-        if self.steps < 4:
-            raise ConfigError(f"study.steps={self.steps}: use 4 or more")
+        _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
 
 
 @dataclass
@@ -197,45 +182,34 @@ class Proposition13Config(SimulatedConfig):
     title = "Proposition 13, what normalised advantages maximise"
     beds = ("coins",)
 
-    num_prompts: int = field("of a step, B", "prompts")
-    group_sizes: list[int] = field("in a group, every G, ascending", "completions")
-    epsilon: float = field("added to a group's standard deviation")
+    num_prompts: int = field("of a step, B", "prompts", positive=True)
+    group_sizes: list[int] = field("in a group, every G, ascending", "completions", at_least=2)
+    epsilon: float = field("added to a group's standard deviation", at_least=0)
     limit_sizes: list[int] = field(
         "three, each twice the one before, from which the limit in G is extrapolated", "completions"
     )
-    beta: float = field("weight of the KL term, of the variants that have it")
+    beta: float = field("weight of the KL term, of the variants that have it", positive=True)
     reference: list[float] = field(
         "u of the reference policy there, in the test problem's coordinate"
     )
     minibatches: int = field(
-        "that a batch is split into, of the variants that do so", "minibatches"
+        "that a batch is split into, of the variants that do so", "minibatches", at_least=2
     )
     variant_sizes: list[int] = field(
         "in a group, every G at which there are variants with KL term, minibatches, both",
         "completions",
+        at_least=2,
     )
-    steps: int = field("updates of each run, T; 4 or more", "steps")
+    steps: int = field("updates of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        positive(self, "num_prompts", prefix="study.")
-        if self.steps < 4 or self.group_sizes != sorted(set(self.group_sizes)):
-            raise ConfigError(
-                f"study.steps={self.steps} study.group_sizes={self.group_sizes}: use 4 steps or "
-                "more, and ascending sizes"
-            )
-        if min(self.group_sizes, default=0) < 2 or self.epsilon < 0:
-            raise ConfigError(
-                f"study.group_sizes={self.group_sizes} study.epsilon={self.epsilon}: use sizes of "
-                "2 or more, and an epsilon of 0 or more"
-            )
+        if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
+            raise ConfigError(f"study.group_sizes={self.group_sizes}: name sizes, ascending")
         _check_doubling(self.limit_sizes)
-        positive(self, "beta", prefix="study.")
         _check_minibatches(self.num_prompts, self.minibatches)
         distinct("study.variant_sizes", self.variant_sizes)
-        if any(size < 2 for size in self.variant_sizes):
-            raise ConfigError(f"study.variant_sizes={self.variant_sizes}: use sizes of 2 or more")
 
 
 @dataclass
@@ -244,16 +218,13 @@ class Lemma11Config(TheoryConfig):
 
     title = "Lemma 11, normalised advantages as a U-statistic"
 
-    group_sizes: list[int] = field("in a group, every G of the curves", "completions")
-    epsilon: float = field("added to a group's standard deviation")
+    group_sizes: list[int] = field("in a group, every G of the curves", "completions", at_least=2)
+    epsilon: float = field("added to a group's standard deviation", at_least=0)
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
-        if len(set(self.group_sizes)) < 3 or min(self.group_sizes) < 2 or self.epsilon < 0:
-            raise ConfigError(
-                f"study.group_sizes={self.group_sizes} study.epsilon={self.epsilon}: use at least "
-                "three sizes, each of 2 or more, and an epsilon of 0 or more"
-            )
+        if len(set(self.group_sizes)) < 3:
+            raise ConfigError(f"study.group_sizes={self.group_sizes}: use at least three sizes")
 
 
 @dataclass
@@ -267,38 +238,43 @@ class Theorem12Config(TheoryConfig):
         "what advantages are divided by along the updates: nothing, or the group's std + epsilon",
         choices=NORMALISATIONS,
     )
-    epsilon: float = field("added to a group's standard deviation")
-    floor: float = field("smallest standard deviation, of the guards that are compared")
-    learning_rates: list[float] = field("of the updates, three or more above 0")
-    num_prompts: int = field("of a batch, B", "prompts")
-    minibatches: int = field(
-        "that a batch is split into; an update on each, one pass", "minibatches"
+    epsilon: float = field("added to a group's standard deviation", positive=True)
+    floor: float = field(
+        "smallest standard deviation, of the guards that are compared", positive=True
     )
-    group_size: int = field("in a group, G, of the updates; one of group_sizes", "completions")
-    group_sizes: list[int] = field("in a group, every G at learning rate 0", "completions")
+    learning_rates: list[float] = field("of the updates, three or more above 0", positive=True)
+    num_prompts: int = field("of a batch, B", "prompts", positive=True)
+    minibatches: int = field(
+        "that a batch is split into; an update on each, one pass", "minibatches", at_least=2
+    )
+    group_size: int = field(
+        "in a group, G, of the updates; one of group_sizes", "completions", at_least=2
+    )
+    group_sizes: list[int] = field(
+        "in a group, every G at learning rate 0", "completions", at_least=2
+    )
     limit_sizes: list[int] = field(
         "three, each twice the one before, from which limits in G are extrapolated", "completions"
     )
-    beta: float = field("weight of the KL term; bias and variance without it are shown beside")
-    replicates: int = field("random paths of updates", "paths")
-    lengths: list[int] = field("of completions, for what ratios cost", "tokens")
+    beta: float = field(
+        "weight of the KL term; bias and variance without it are shown beside", at_least=0
+    )
+    replicates: int = field("random paths of updates", "paths", at_least=3)
+    lengths: list[int] = field("of completions, for what ratios cost", "tokens", positive=True)
     shift: float = field("of a token's logit there")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
-        positive(self, "epsilon", "floor", prefix="study.")
-        for name in self.normalisations:
-            one_of("study.normalisations", name, NORMALISATIONS)
         distinct("study.normalisations", self.normalisations)
         if not self.normalisations:
             raise ConfigError(
                 f"study.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
             )
         _check_minibatches(self.num_prompts, self.minibatches)
-        if self.group_size not in self.group_sizes or min(self.group_sizes) < 2:
+        if self.group_size not in self.group_sizes:
             raise ConfigError(
                 f"study.group_size={self.group_size} with study.group_sizes={self.group_sizes}: "
-                "use sizes of 2 or more, and one of them"
+                "use one of them"
             )
         distinct("study.group_sizes", self.group_sizes)
         _check_doubling(self.limit_sizes)
@@ -320,7 +296,9 @@ class GapLaunch(ProcessConfig):
     """`ProcessConfig` of studies of theorems."""
 
     workers: int = field(
-        "that share the replicates, with the same results; under torchrun its ranks do", "processes"
+        "that share the replicates, with the same results; under torchrun its ranks do",
+        "processes",
+        positive=True,
     )
 
 
@@ -373,7 +351,6 @@ class GapConfig(Shared):
     def check(self) -> None:
         """See `Shared.check`."""
         super().check()
-        positive(self.launch, "workers", prefix="launch.")
         if self.bed.kind not in self.study.beds:
             raise ConfigError(
                 f"study={self.study.kind} with bed.kind={self.bed.kind}: choose a test problem "

@@ -343,3 +343,9 @@ def check_model(
         check_choice(key, name, tuple(EMBEDDED + model for model in models))
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(f"{key}={name} is neither a folder nor org/name")
+    elif key.startswith("study.") and "/" not in name:
+        own = f", such as {key}={EMBEDDED}{name}" if (ASSETS / name).is_dir() else ""
+        raise ConfigError(
+            f"{key}={name}: there is no folder {Path(name).resolve()}, use a folder, org/name or "
+            f"{EMBEDDED}NAME{own}"
+        )

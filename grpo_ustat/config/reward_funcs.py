@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from grpo_ustat.config.data import REWARDS, check_entry_point, check_reward_file, reward_file
+from grpo_ustat.config.data import check_reward, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 
@@ -33,10 +33,8 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
             f"is evaluated: use reward_funcs={as_typed([TASK, *others])}, and {weights}"
         )
     for name in reward_funcs[1:]:
-        if reward_file(name):
-            check_reward_file(name, "reward_funcs")
-        elif name not in (TASK, *DATASET_FREE_REWARDS):
-            check_entry_point(REWARDS, name, "reward_funcs", (TASK, *DATASET_FREE_REWARDS))
+        if name not in (TASK, *DATASET_FREE_REWARDS):
+            check_reward(name, "reward_funcs", (TASK, *DATASET_FREE_REWARDS))
     check_distinct("reward_funcs", reward_names(reward_funcs))
     if reward_weights is None:
         return

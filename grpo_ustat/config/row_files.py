@@ -9,7 +9,7 @@ import logging
 import lzma
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -90,8 +90,8 @@ def json_rows(text: str) -> list[tuple[int, str | Any]]:
     return [(number, line) for number, line in lines if line.strip()]
 
 
-def count_rows(key: str, file: Path) -> int:
-    """How many rows a file has.
+def count_and_columns(key: str, file: Path) -> tuple[int, list[str]]:
+    """How many rows a file has, and the names in the first one; none where that is no object.
 
     Raises:
         ConfigError: it cannot be read.
@@ -99,10 +99,14 @@ def count_rows(key: str, file: Path) -> int:
     try:
         if kind_of(file) == "parquet" and file.suffix == ".parquet":
             parquet: Any = import_module("pyarrow.parquet")
-            return parquet.read_metadata(file).num_rows
-        return len(json_rows(text_of(file)))
+            return parquet.read_metadata(file).num_rows, parquet.read_schema(file).names
+        rows = json_rows(text_of(file))
     except Exception as error:
         raise unreadable(key, file, error) from error
+    first = rows[0][1] if rows else None
+    with suppress(ValueError, RecursionError):  # the reader refuses it by its number
+        first = json.loads(first) if isinstance(first, str) else first
+    return len(rows), [*first] if isinstance(first, dict) else []
 
 
 def unreadable(key: str, file: Path, error: Exception) -> ConfigError:

@@ -327,6 +327,8 @@ class TrainConfig(Common):
         if rule.needs & FROM_FRESH_COMPLETIONS:
             check_positive(self.budget, "value_completions", prefix="budget.")
         check_shape(rule.name, self.prompts_per_step, size, "budget.rollouts")
+        if self.dataset.kind == "jsonl" and not self.show_prompts:
+            self.dataset.check_training(self.prompts_per_step)
         if self.prompts_per_step > (self.dataset.train_size or math.inf):
             raise ConfigError(
                 f"{self.prompts_per_step} prompts a step (budget.rollouts / group_size) but "

@@ -113,16 +113,16 @@ def check_design(tokens: int, design: Theorem12Config) -> None:
     """
     rates, lengths = design.learning_rates, design.lengths
     if len(set(rates)) < 3 or min(rates) <= 0:
-        raise ConfigError(f"learning_rates={rates}: use at least three, all above 0")
+        raise ConfigError(f"study.learning_rates={rates}: use at least three, all above 0")
     longest = MOST_COMPLETIONS.bit_length() - 1
     if len(set(lengths)) < 2 or min(lengths) < 1 or max(lengths) > longest:
-        raise ConfigError(f"lengths={lengths}: use at least two, all of 1 to {longest}")
+        raise ConfigError(f"study.lengths={lengths}: use at least two, all of 1 to {longest}")
     least = {
         "the policy's tokens": (tokens, 2),
-        "minibatches": (design.minibatches, 2),
-        "group_size": (design.group_size, 2),
-        "replicates": (design.replicates, 3),
-        "beta": (design.beta, 0),
+        "study.minibatches": (design.minibatches, 2),
+        "study.group_size": (design.group_size, 2),
+        "study.replicates": (design.replicates, 3),
+        "study.beta": (design.beta, 0),
     }
     for name, (value, at_least) in least.items():
         if value < at_least:

@@ -101,7 +101,8 @@ def check_tokenizers(config: MseConfig) -> None:
         if place is None:
             continue
         other = {"policy": config.later_model, "reference": config.reference_model}[key]
-        own, theirs = (configured_tokenizer(one).get_vocab() for one in (config.model, other))
+        own = configured_tokenizer(config.model).get_vocab()
+        theirs = configured_tokenizer(other, f"study.{key}").get_vocab()
         if own != theirs:
             raise ConfigError(
                 f"study.{key}={place} knows {len(theirs)} tokens and {config.model.name} "

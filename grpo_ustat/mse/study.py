@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.costs.cost import score_memory
-from grpo_ustat.distributed.ranks import is_main, main_only
+from grpo_ustat.distributed.ranks import is_main, main_only, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
@@ -63,13 +63,19 @@ from grpo_ustat.pages.reward_functions import reward_tables
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.pages.verdicts import verdicts_table
-from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
+from grpo_ustat.policy.loading import (
+    check_device,
+    check_lengths,
+    check_parameters,
+    configured_task,
+    configured_tokenizer,
+)
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.result import EqualRewardsResult, StudyResult
 from grpo_ustat.runs.study_parts import CurveRow, NotMeasured, RuleSizes
-from grpo_ustat.tasks.base import tell_dropped
+from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
@@ -125,7 +131,9 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         logged_rollouts(config)
     elif config.pool:
         main_only(PoolStore(Path(config.pool), draws_of(config)).open)
+    check_device(own_device(config.launch.device))
     check_tokenizers(config)
+    check_parameters(config.policy_options)
     main_only(folder.open)
     try:
         result = study(config, folder.path)
@@ -270,6 +278,7 @@ def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
     task = configured_task(config.task_options, config.model, tokenizer)
     prompts = task.prompts("study")[: config.study.questions]
     tell_dropped(task)
+    warn_of_prompt(config.task_options, prompts)
     config.check_questions(len(prompts))
     check_lengths(config.policy_options, config.sampler_options, tokenizer, prompts)
     return prompts, task.dropped

@@ -12,8 +12,10 @@ from typing import Any
 import yaml
 
 from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.data import STUDY_QUESTIONS, JsonlConfig
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.objective import OBJECTIVES, preset
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.pages.findings import (
     divisible_rollouts,
@@ -59,15 +61,26 @@ def next_step(
     if result["assumption2"].get("corr") is None:
         return command_line("mse", *shared, "debug=prompts")
     if best is not None:
-        most = config["dataset"].get("train_size") or math.inf
+        _, most = _questions_there(config["dataset"])
         while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
             rollouts //= 2
+        if rollouts // best > most:
+            return (
+                f"more questions: {_place(config)} has {most} to train on, a step with the best G "
+                f"takes {rollouts // best} or more"
+            )
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(result, config, best)}"]
         # which train refuses, as it draws no group again
         replaced, dropped = "zero_variance_groups=replace", "zero_variance_groups=drop"
         loss = [word.replace(replaced, dropped) for word in objective_overrides(config)]
         return command_line("train", *shared, *loss, *sizes)
-    questions = _questions_for_best(result)
+    questions, (there, _) = _questions_for_best(result), _questions_there(config["dataset"])
+    if there <= result["questions"]:
+        return (
+            f"more questions: {_place(config)} has {there} for studies, about {questions} are "
+            "needed to know the best G"
+        )
+    questions = int(min(questions, there))
     budget = config["budget"] | {"pool_completions": result["pool_completions"]}
     sizes = [f"study.questions={questions}", *study_overrides({**config, "budget": budget})]
     if questions > (config["dataset"].get("study_size") or math.inf):
@@ -101,6 +114,27 @@ def new_rollouts(
         f"{command}  # new rollouts with the run's own DATA.jsonl, rows of question and answer, "
         "and REWARD.py, FUNCTION(prompt, completion): see docs/models-and-data.md"
     )
+
+
+def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
+    """How many questions there can be for studies, and how many there are to train on; inf where
+    only the data set itself knows.
+    """
+    train = dataset.get("train_size") or math.inf
+    if dataset.get("kind") == "one_step":
+        return max(map(STUDY_QUESTIONS.__getitem__, dataset["tables"])), train
+    if dataset.get("kind") != "jsonl":
+        return math.inf, train
+    try:
+        rows, test_rows = JsonlConfig(**dataset).row_counts()
+    except ConfigError:  # the file is elsewhere
+        return math.inf, train
+    left = rows - (dataset["test_size"] or 0 if test_rows is None else 0)
+    return left, min(train, left - dataset["study_size"])
+
+
+def _place(config: Mapping[str, Any]) -> str:
+    return config["dataset"].get("path") or f"dataset={config['dataset']['name']}"
 
 
 def _questions_for_best(result: Mapping[str, Any]) -> int:

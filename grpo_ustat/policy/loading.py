@@ -40,7 +40,7 @@ from grpo_ustat.config.model import (
     model_folder,
 )
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.distributed.ranks import RefusedByRank, own_device
 from grpo_ustat.policy.adapters import with_stored_adapters
 from grpo_ustat.policy.chat import ChatFormat, writes_turns
@@ -257,13 +257,17 @@ def _more(names: list[Any]) -> str:
 
 
 def load_tokenizer(
-    model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+    model_name_or_path: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
     """The model's tokenizer: AutoTokenizer's, but a tokenizer.json that names no class is used
     unchanged.
 
     AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
-    without a tokenizer have that of the model that they name.
+    without a tokenizer have that of the model that they name. `key` is what errors call the place.
 
     Raises:
         ConfigError: none can be loaded from there.
@@ -273,8 +277,8 @@ def load_tokenizer(
     adapters = adapter_base(Path(source))
     if adapters is not None and not (Path(source) / "tokenizer_config.json").is_file():
         base, revision = adapters
-        return load_tokenizer(base, revision=revision, trust_remote_code=trust_remote_code)
-    with _one_line(model_name_or_path):
+        return load_tokenizer(base, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    with _one_line(model_name_or_path, key):
         config = get_tokenizer_config(source, **common)
         plain = config.get("tokenizer_class") in CLASSES_OF_NO_MODEL
         loader = PreTrainedTokenizerFast if plain else AutoTokenizer
@@ -293,7 +297,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 @contextmanager
-def _one_line(model_name_or_path: str) -> Iterator[None]:
+def _one_line(model_name_or_path: str, key: str = "model_name_or_path") -> Iterator[None]:
     of_hub = not Path(resolve(model_name_or_path)).exists()
     unreachable = of_hub and go_offline_if_unreachable()
     try:
@@ -323,7 +327,7 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
                 "model.trust_remote_code=true to the command line"
             )
         raise ConfigError(
-            f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
+            f"no model could be loaded from {key}={model_name_or_path}: {reason}"
         ) from error
 
 
@@ -357,6 +361,28 @@ def configured_policy(
     return replace(policy, end_tokens=policy.end_tokens | stops)
 
 
+def check_parameters(options: PolicyOptions) -> None:
+    """Refuse a regular expression that fits no parameter of the configured model, before its
+    weights are loaded. Of adapters, and of a model that cannot be made without its weights, only
+    the loaded one knows.
+
+    Raises:
+        ConfigError: see `train_only`.
+    """
+    model = options.model
+    name = model.model_name_or_path
+    if options.parameters is None or adapter_base(model_folder(name)):
+        return
+    common: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    try:
+        stored = AutoConfig.from_pretrained(resolve(name), revision=model.revision, **common)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(stored, **common)
+    except Exception:  # whatever a damaged file leads to; loading says it
+        return
+    train_only(empty, options.parameters)
+
+
 def train_only(model: nn.Module, pattern: str) -> None:
     """Freeze all trainable parameters but those in whose names a regular expression occurs.
 
@@ -367,23 +393,27 @@ def train_only(model: nn.Module, pattern: str) -> None:
     matches = {name for name in names if re.search(pattern, name)}
     if not matches:
         some = ", ".join(names[:: max(1, len(names) // 4)][:4])
+        hint = did_you_mean(pattern, sorted({part for name in names for part in name.split(".")}))
         raise ConfigError(
             f"study.parameters={pattern} fits none of the model's {len(names)} trainable "
-            f"parameters, such as {some}: use part of a name"
+            f"parameters, such as {some}: {hint}use part of a name"
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in matches)
 
 
-def configured_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The configured model's tokenizer.
+def configured_tokenizer(
+    model: ModelConfig, key: str = "model_name_or_path"
+) -> PreTrainedTokenizerBase:
+    """The configured model's tokenizer; `key` is what errors call the place of the model.
 
     Raises:
         ConfigError: none can be loaded.
     """
     return load_tokenizer(
-        model.model_name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
+        model.model_name_or_path, revision=model.revision,
+        trust_remote_code=model.trust_remote_code, key=key,
+    )  # fmt: skip
 
 
 def context_length(model: ModelConfig) -> int | None:

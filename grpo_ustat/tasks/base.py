@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from grpo_ustat.config.parts import TaskOptions
 from grpo_ustat.config.reward_funcs import TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
@@ -17,7 +19,14 @@ from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.records import LARGEST_REWARD, Array, Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.console import tell, warn
+
+WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")  # two in a row
+PROMPTS = {  # that fit questions of words, by the kind of the data set
+    "gsm8k": "prompt=gsm8k, or prompt=gsm8k_chat for a chat model",
+    "math": "prompt=qwen_math_cot, or prompt=chat_boxed for a chat model",
+    "jsonl": "prompt=as_is, or prompt=chat for a chat model",
+}
 
 
 class Source(Protocol):
@@ -142,6 +151,24 @@ def tell_dropped(task: Task) -> None:
     reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
     if reasons and is_main():
         tell(f"note: questions left out: {reasons}", file=sys.stderr)
+
+
+def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
+    """Warn on rank 0 where most prompts put an equals sign behind a question of words."""
+    ended = [
+        prompt
+        for prompt in prompts
+        if prompt.text.rstrip().endswith("=")
+        and not prompt.question.rstrip().endswith("=")
+        and WORDS.search(prompt.question)
+    ]
+    if 2 * len(ended) <= len(prompts) or not is_main():
+        return
+    dataset = options.dataset
+    warn(
+        f"prompt={options.prompt.name} ends questions with '=', which is for arithmetic: for "
+        f"{dataset.name} write {PROMPTS.get(dataset.kind, PROMPTS['jsonl'])}"
+    )
 
 
 def rewards(task: Task, rollouts: Rollouts) -> Array:

@@ -22,7 +22,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from types import CodeType
 from typing import Any, cast
 
-from grpo_ustat.config.data import TASKS, reward_file
+from grpo_ustat.config.data import TASKS, check_reward_call, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
@@ -54,6 +54,7 @@ class OwnSource:
         self._name, self._sizes = describe(TASKS, name), sizes
         with user_errors(self._name):
             self.task = entry_point(TASKS, name)(**options)
+        check_method(self._name, self.task, "questions", "split")
 
     def questions(self, split: str) -> list[Question]:
         """The task's first questions of a split, as many as its size says.
@@ -122,14 +123,8 @@ class OwnJudge:
     ):
         self.counts: Counter[str] = Counter()
         self._reward, self._extract, self._name = reward, extract, name
-        with suppress(ValueError):  # no signature, as some of C have none
-            try:
-                inspect.signature(reward).bind("prompt", "completion")
-            except TypeError as error:
-                raise ConfigError(
-                    f"{name}: {error}: it is called as reward(prompt, completion), for one "
-                    "completion at a time (functions of TRL take lists)"
-                ) from error
+        with suppress(TypeError):  # no signature, as some of C have none
+            check_reward_call(name, signature_of(reward))
         self._loop: Any = None  # in which coroutines run, and of which process it is
         self._loop_of = 0
 
@@ -194,6 +189,43 @@ def _finite(reward: Any, name: str) -> float:
             f"{LARGEST_REWARD:g}, of the one completion that it is called for"
         )
     return float(number)
+
+
+def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
+    """Refuse a task without a method that can be called with these arguments.
+
+    Args:
+        name: of the task, for the message.
+        task: what its entry point returned.
+        method: of it.
+        arguments: their names.
+
+    Raises:
+        ConfigError: naming what there is, and how the method is called.
+    """
+    function, call = getattr(task, method, None), f"{method}({', '.join(arguments)})"
+    if not callable(function):
+        raise ConfigError(f"{name} returned {task!r:.60}, which has no method {call}: add it")
+    with suppress(TypeError):
+        signature = signature_of(function)
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name}: {method} takes {signature!s:.120}: it is called as {call}"
+            ) from error
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """What a function takes.
+
+    Raises:
+        TypeError: that is not known, as of some of C.
+    """
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        raise TypeError from error
 
 
 def describe(group: str, name: str) -> str:

@@ -16,6 +16,7 @@ from grpo_ustat.tasks.one_step import OneStep
 from grpo_ustat.tasks.plugins import (
     OwnJudge,
     OwnSource,
+    check_method,
     describe,
     entry_point,
     file_function,
@@ -82,8 +83,12 @@ def make_judge(options: TaskOptions, source: Source) -> Judge:
     dataset = options.dataset
     if dataset.kind == "own":
         assert isinstance(source, OwnSource)
-        own = source.task
-        judge = OwnJudge(own.reward, getattr(own, "extract", None), describe(TASKS, dataset.name))
+        own, named = source.task, describe(TASKS, dataset.name)
+        if dataset.reward is None:
+            check_method(named, own, "reward", "prompt", "completion")
+        if hasattr(own, "extract"):
+            check_method(named, own, "extract", "completion")
+        judge = OwnJudge(getattr(own, "reward", None), getattr(own, "extract", None), named)
     elif dataset.kind == "math":
         limits = (options.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
         judge = MathJudge(Verifier(*limits), dataset.max_answer_length)

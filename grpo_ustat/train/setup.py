@@ -26,7 +26,7 @@ from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous, can_share
 from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.base import tell_dropped
+from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.train import deepspeed, fsdp2
 from grpo_ustat.train.baseline_state import make_baseline_state
@@ -48,6 +48,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
     task = configured_task(config.task_options, config.model, tokenizer)
     train_prompts, test_prompts = task.prompts("train"), task.prompts("test")
     tell_dropped(task)
+    warn_of_prompt(config.task_options, train_prompts)
     check_sizes(config, len(train_prompts), len(test_prompts), accelerator.num_processes)
     check_lengths(
         config.policy_options, config.sampler_options, tokenizer, train_prompts + test_prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,32 @@ def test_a_package_that_a_run_needs_is_missed_before_anything_is_imported(monkey
     parse("train", [*words, "dry_run=true"])
     monkeypatch.setattr(compose, "_is_installed", lambda _: True)
     parse("train", words)
+
+
+@pytest.mark.parametrize("version, driver, reason", [
+    ("cuda: Optional[str] = None\nhip: Optional[str] = None", True, "PyTorch is built without"),
+    ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None", False, "no NVIDIA driver"),
+    ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None", True, None),
+    ("cuda: Optional[str] = None\nhip: Optional[str] = '6.2'", False, None),
+])  # fmt: skip
+def test_cuda_is_missed_before_pytorch_is_imported(version, driver, reason, monkeypatch, tmp_path):
+    def load(name):
+        if not driver:
+            raise OSError(name)
+
+    (tmp_path / "version.py").write_text(version)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(compose.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(compose.ctypes, "CDLL", load)
+    monkeypatch.setattr(compose.sys, "platform", "linux")
+    config = SimpleNamespace(launch=SimpleNamespace(device="cuda:1"), only_shows=False)
+    if reason is None:
+        compose._check_cuda(config, False)
+        return
+    with pytest.raises(ConfigError, match=f"launch.device=cuda:1 cannot be used .*{reason}"):
+        compose._check_cuda(config, False)
+    if not driver:
+        compose._check_cuda(config, True)
 
 
 @pytest.mark.parametrize("include, exclude", [

@@ -48,6 +48,22 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not override 'group_size'. Key 'group_size' is not in struct": (
         "report", "unknown key group_size: it is one of train's, grpo-ustat train"
     ),
+    "Could not override 'group_size'. Key 'group_size' is not in": (
+        "mse", "unknown key group_size: it is one of train's, grpo-ustat train; mse has "
+        "group_sizes=[2,4,8]"
+    ),
+    "Could not override 'group_sizes'. Key 'group_sizes' is not in": (
+        "train", "unknown key group_sizes: it is one of mse's, grpo-ustat mse; train has "
+        "group_size=8, or for a run of each grpo-ustat train -m group_size=..."
+    ),
+    "Could not override 'baselines'. Key 'baselines' is not in struct": (
+        "train", "unknown key baselines: it is one of mse's, grpo-ustat mse; train has "
+        "baseline=NAME, or for a run of each"
+    ),
+    "Could not override 'study.group_size'. Key 'group_size' is not in": (
+        "train", "unknown key study.group_size: it is one of gap's, grpo-ustat gap; train has "
+        "group_size=8"
+    ),
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"
     ),

@@ -163,7 +163,7 @@ WRONG = {
         "gap", ["study=figure4"], "study=figure4 is one of mse's, grpo-ustat mse"
     ),
     "size of train": (
-        "gap", ["group_size=4"], "group_size: it is one of train's, grpo-ustat train"
+        "gap", ["group_size=4"], "grpo-ustat train; gap has study.group_size=4"
     ),
     "model of two": (
         "gap", ["model=tiny"],
@@ -180,7 +180,7 @@ WRONG = {
     "misspelt bed": ("gap", ["bed.sed=1"], "unknown key bed.sed: did you mean bed.seed?"),
     "another trainer's": ("mse", ["num_generations=4"], "in train it is group_size"),
     "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: choose a"),
-    "few replicates": ("gap", ["study.replicates=2"], "use 10 replicates or more"),
+    "few replicates": ("gap", ["study.replicates=2"], "study.replicates=2 must be 10 or more"),
     "one file": (
         "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
     ),

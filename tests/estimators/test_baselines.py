@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from scipy import stats
 
 from grpo_ustat.estimators.baselines import (
     BASELINES,
+    Baseline,
     advantages,
     opo_self,
+    registry,
     running_update,
     tracker_discount,
     tracker_start,
@@ -451,6 +454,22 @@ def test_coupled_and_prompt_only_rules_are_so(name, rng):
     change = np.abs(apply(name, other, longer, known) - apply(name, z, lengths, known))
     assert (change[1:].max() > 1e-12) == BASELINES[name].couples_prompts
     assert (change[0, 1:].max() < 1e-12) == BASELINES[name].prompt_only
+
+
+def test_a_rule_of_ones_own_that_cannot_be_called_is_refused_when_it_is_loaded(monkeypatch):
+    def offered(advantage, **options):
+        rule = Baseline("mine", advantage, unbiased=True, min_group_size=2, **options)
+        point = SimpleNamespace(load=lambda: rule)
+        monkeypatch.setattr(registry, "entry_points", lambda group: {"mine": point})
+        return registry._Rules()["mine"]
+
+    with pytest.raises(
+        TypeError, match=r"mine takes \(rewards\): write it as \(rewards_PG, context\)"
+    ):
+        offered(lambda rewards: rewards)
+    with pytest.raises(TypeError, match=r"write it as \(rewards_PG, context, epsilon\)"):
+        offered(lambda rewards, context: rewards, options=("epsilon",))
+    offered(lambda r, c, decay: r, options=("decay", "rho"), of_memory=("rho",))
 
 
 def test_options_are_exactly_the_rules():

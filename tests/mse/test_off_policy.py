@@ -221,6 +221,8 @@ REFUSED = {
                        "use study.metric=euclidean"),
     "no such checkpoint": (("study.policy=./nowhere",),
                            "study.policy=./nowhere: there is no folder"),
+    "no such name": (("study.policy=nothere",), "study.policy=nothere: there is no folder"),
+    "no prefix": (("study.policy=tiny",), "or embedded:NAME, such as study.policy=embedded:tiny"),
     "no such reference": (("study.reference=embedded:huge", *PENALISED),
                           "unknown study.reference"),
     "a reference of nothing": (("study.reference=embedded:tiny",), "no loss has a penalty"),
@@ -235,6 +237,12 @@ REFUSED = {
 def test_what_makes_no_sense_is_refused(words, line):
     with pytest.raises(ConfigError, match=line.replace("[", r"\[")):
         compose("mse", *SMALL, *words)
+
+
+def test_a_policy_that_cannot_be_loaded_is_named_by_its_own_field(tmp_path):
+    with pytest.raises(ConfigError, match="could be loaded from study.policy=org/nothere: it is"):
+        study(tmp_path / "run", "study.policy=org/nothere")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_a_file_lacks_is_refused(tmp_path, logged):

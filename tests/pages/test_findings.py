@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 import shlex
@@ -216,6 +217,39 @@ def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
     step = next_step(RESULT, asdict(own))
     _, verb, *words = shlex.split(step)
     assert compose(verb, *words).prompt.template == "Q: {question}, it is "
+
+
+def rows_of_ones_own(path, count, *words):
+    rows = (json.dumps({"question": f"{n}+1", "answer": n + 1}) for n in range(count))
+    path.write_text("\n".join(rows))
+    return ("dataset=jsonl", f"dataset.path={path}", *words)
+
+
+def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
+    words = rows_of_ones_own(tmp_path / "my.jsonl", 200, "dataset.study_size=100")
+    _, verb, *typed = shlex.split(next_step(UNDECIDED, asdict(compose("mse", *words))))
+    following = compose(verb, *typed)
+    assert following.study.questions == following.dataset.study_size == 150
+    config = asdict(compose("mse", *rows_of_ones_own(tmp_path / "few.jsonl", 2)))
+    few = {**UNDECIDED, "questions": 2}
+    assert next_step(few, config).startswith(
+        f"more questions: {tmp_path / 'few.jsonl'} has 2 for studies, about "
+    )
+    assert next_step(RESULT, config) == (
+        f"more questions: {tmp_path / 'few.jsonl'} has 1 to train on, a step with the best G takes "
+        "2 or more"
+    )
+    (tmp_path / "few.jsonl").unlink()
+    assert next_step(RESULT, config).startswith("grpo-ustat train ")
+
+
+def test_no_more_questions_are_asked_for_than_a_table_has():
+    few = {**UNDECIDED, "questions": 10}
+    _, verb, *typed = shlex.split(next_step(few, asdict(compose("mse", "dataset=plus_one"))))
+    assert compose(verb, *typed).dataset.study_size == 31
+    whole = {**UNDECIDED, "questions": 31}
+    step = next_step(whole, asdict(compose("mse", "dataset=plus_one", "dataset.study_size=31")))
+    assert step.startswith("more questions: dataset=plus_one has 31 for studies, about ")
 
 
 def test_rollouts_of_another_framework_are_not_trained_on_here():

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ from grpo_ustat.config.identity import folder_name, weights_fingerprint
 from grpo_ustat.config.model import cache_folder, model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import draws_of
-from grpo_ustat.policy.loading import _model, load_policy, resolve, train_only
+from grpo_ustat.policy.loading import _model, check_parameters, load_policy, resolve, train_only
 
 TOOLS = Path(__file__).parents[2] / "scripts/tools"
 
@@ -422,3 +423,12 @@ def test_an_expression_that_fits_nothing_names_what_there_is():
     message = "study.parameters=atn fits none of the model's .* such as model.embed_tokens"
     with pytest.raises(ConfigError, match=message):
         train_only(random_policy(tied=True).model, "atn")
+
+
+@pytest.mark.parametrize("pattern", ["mlp", "^model.layers.[01].*norm"])
+def test_an_expression_is_checked_before_the_weights_are_loaded(pattern, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    options = compose("mse", f"study.parameters='{pattern}'").policy_options
+    check_parameters(options)
+    with pytest.raises(ConfigError, match="study.parameters=nrom .*: did you mean norm"):
+        check_parameters(replace(options, parameters="nrom"))

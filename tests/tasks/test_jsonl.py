@@ -221,10 +221,95 @@ def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     ("x = 1", "has no function 'score': it has none"),
     ("async def scores(p, t):\n return 1", "no function .score.: did you mean scores. it has"),
     ("def score(:", "my.py line 1 is no Python"),
+    ("def score(completions, **kwargs):\n return [1.0]",
+     r"my.py:score takes \(completions, \*\*kwargs\): write score\(prompt, completion\), which re"),
+    ("def score(prompts, completions, **kwargs):\n return [1.0]", r"takes \(prompts, completions"),
+    ("async def score(*, completions):\n return [1.0]", r"takes \(\*, completions\): write score"),
+    ("def score(completion, prompt):\n return 1", r"takes \(completion, prompt\): write score"),
+    ("def score(p, t, rate):\n return 1", r"takes \(p, t, rate\): write score\(prompt, complet"),
+    ("def score(p, t, *, rate):\n return 1", r"takes \(p, t, \*, rate\): write score"),
 ])  # fmt: skip
 def test_a_wrong_reward_file_is_refused_before_it_runs(source, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         configured(*reward_in(tmp_path, f"{source}\n"))
+
+
+@pytest.mark.parametrize("takes", ["p, t", "p, t, /", "*pair", "p, t=1, **more", "p, t, *, k=1"])
+def test_whatever_can_be_called_with_prompt_and_completion_is_a_reward(takes, tmp_path):
+    path, reward = reward_in(tmp_path, f"def score({takes}):\n return 0.5")
+    assert task(path, reward).rewards([Prompt("1", "", "", "a", "jsonl")], [""]) == [0.5]
+
+
+def test_a_reward_that_a_decorator_changes_is_read_as_it_is_called(tmp_path):
+    source = "def two(f):\n return lambda prompt, completion: f([completion])[0]\n@two\n"
+    source += "def score(completions):\n return [0.5]"
+    path, reward = reward_in(tmp_path, source)
+    assert task(path, reward).rewards([Prompt("1", "", "", "a", "jsonl")], [""]) == [0.5]
+    source = "def two(f):\n return lambda completions, **rest: f(completions)\n@two\n"
+    file_function.cache_clear()
+    path, reward = reward_in(tmp_path, source + "def score(p, t):\n return 1")
+    with pytest.raises(ConfigError, match=r"my.py:score takes \(completions, \*\*rest\): write"):
+        task(path, reward)
+
+
+def test_a_file_without_its_function_says_which_it_has(tmp_path):
+    path, reward = reward_in(tmp_path, "def a(p, t): 0\nasync def b(p, t): 0\n")
+    file = reward.removesuffix(":score").partition("=")[2]
+    with pytest.raises(
+        ConfigError, match=r"write dataset.reward=.*my.py:FUNCTION, .*my.py has a, b"
+    ):
+        configured(path, f"dataset.reward={file}")
+    with pytest.raises(ConfigError, match=r"write reward_funcs=.*my.py:FUNCTION, .*my.py has a, b"):
+        configured(path, f"reward_funcs=[task,{file}]")
+    with pytest.raises(ConfigError, match=r"dataset.reward=no.py: there is no file no.py"):
+        configured(path, "dataset.reward=no.py")
+
+
+@pytest.mark.parametrize("columns, words, fix", [
+    (("problem", "solution"), (), "question is missing, the fields there are: problem, solution: "
+     "set dataset.question=problem dataset.answer=solution"),
+    (("problem", "answer"), (), "field question is missing, .*: set dataset.question=problem$"),
+    (("problem", "solution"), ("dataset.question=problem",), "set dataset.answer=solution$"),
+    (("question", "k"), (), "field answer is missing, .*: set dataset.answer=COLUMN$"),
+    (("a", "b"), (), "set dataset.question=COLUMN dataset.answer=COLUMN$"),
+    (("question", "b"), ("dataset.answer=question2",), "field question2 is missing"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_columns_of_other_names_are_named_before_anything_is_read(
+    kind, columns, words, fix, tmp_path
+):
+    path, rows = tmp_path / f"my.{kind}", [dict.fromkeys(columns, "x")] * 40
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows)) if kind == "json" else written(path, rows)
+    with pytest.raises(ConfigError, match=f"my.{kind} row 1: .*{fix}"):
+        configured(path, *words, entry="mse")
+
+
+@pytest.mark.parametrize("rows, words, line", [
+    (2, (), "my.jsonl has 2 rows, 1 for studies .* 0 for tests .* and 1 to train on, but training "
+     "needs 2 for tests and 8 a step .*: use 11 rows or more$"),
+    (10, (), "use 11 rows or more, or lower budget.rollouts"),
+    (11, (), "use dataset.study_size=1 dataset.test_size=2, or lower"),
+    (20, ("dataset.test_size=12",), "use dataset.study_size=1 dataset.test_size=11, or lower"),
+    (20, ("dataset.study_size=20",), "use dataset.study_size=10 dataset.test_size=2"),
+])  # fmt: skip
+def test_too_few_rows_to_train_on_are_refused_with_what_can_be_typed(rows, words, line, tmp_path):
+    path = written(tmp_path / "my.jsonl", ROWS[:rows])
+    with pytest.raises(ConfigError, match=line) as caught:
+        configured(path, "budget.rollouts=64", *words)
+    if "use dataset." in str(caught.value):
+        fix = str(caught.value).partition(": use ")[2].partition(",")[0].split()
+        made = make_task(configured(path, "budget.rollouts=64", *words, *fix).task_options)
+        assert len(made.questions("train")) >= 8 and len(made.questions("test")) >= 2
+    configured(path, "budget.rollouts=64", "show_prompts=1")
+
+
+def test_more_than_there_are_names_what_was_typed_alone(tmp_path):
+    path = written(tmp_path / "my.jsonl", ROWS[:2])
+    with pytest.raises(ConfigError, match=r"^dataset.study_size=4 of 2 rows in .*: use at most 2"):
+        configured(path, "dataset.study_size=4", entry="mse")
 
 
 def test_a_reward_file_that_is_not_there_is_named():
@@ -250,18 +335,20 @@ def test_a_reward_of_a_file_is_for_every_data_set(tmp_path):
 
 def test_a_run_is_known_by_the_content_of_rows_and_reward(tmp_path):
     path, reward = reward_in(tmp_path, "def score(p, t):\n return 0.25")
-    before = folder_name(configured(path, reward))
+    few = "budget.rollouts=8"
+    before = folder_name(configured(path, reward, few))
     assert "-jsonl-" in before
     moved = tmp_path / "moved"
     moved.mkdir()
     other = moved / "rows.jsonl"
     other.write_text(path.read_text())
     (moved / "r.py").write_text((tmp_path / "my.py").read_text())
-    assert folder_name(configured(other, f"dataset.reward={moved / 'r.py'}:score")) == before
+    reread = f"dataset.reward={moved / 'r.py'}:score"
+    assert folder_name(configured(other, reread, few)) == before
     (moved / "r.py").write_text("def score(p, t):\n return 0.5")
-    assert folder_name(configured(other, f"dataset.reward={moved / 'r.py'}:score")) != before
+    assert folder_name(configured(other, reread, few)) != before
     written(other, ROWS[1:])
-    assert folder_name(configured(other, reward)) != before
+    assert folder_name(configured(other, reward, few)) != before
 
 
 def test_the_files_are_those_of_the_page():
@@ -363,7 +450,8 @@ def test_a_whole_float_is_an_integer_and_no_other(tmp_path):
         if kept is not answers:  # a column of a table has one type
             path = tmp_path / "my.parquet"
             pq.write_table(pa.Table.from_pylist(rows), path)
-        made = task(path, f"dataset.study_size={len(rows)}")
+        study = configured(path, f"dataset.study_size={len(rows)}", entry="mse")
+        made = make_task(study.task_options)
         found = {question.text: question.answer for question in made.questions("study")}
         assert found == {f"{n}?": text for n, (_, text) in enumerate(kept)}
 
@@ -374,7 +462,8 @@ def test_a_number_of_a_table_is_the_shortest_that_its_precision_tells_apart(kind
     names = [f"{n}?" for n in range(6)]
     answers = pa.array(np.array(values, dtype=kind.to_pandas_dtype()), type=kind)
     pq.write_table(pa.table({"question": names, "answer": answers}), path)
-    found = {q.text: q.answer for q in task(path, "dataset.study_size=6").questions("study")}
+    study = configured(path, "dataset.study_size=6", entry="mse")
+    found = {q.text: q.answer for q in make_task(study.task_options).questions("study")}
     assert [found[name] for name in names] == ["0.1", "0.7", "2.5", "3", "0.9", "-0.3"]
 
 

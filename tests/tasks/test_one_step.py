@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from grpo_ustat.config.data import STUDY_QUESTIONS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.one_step import OneStep, draw, exercises
@@ -29,6 +30,11 @@ def test_answers_are_right_and_every_question_has_one_split(name, count):
         assert RESULTS[sign](int(left), int(right)) == question.answer
     splits = {q.canonical: q.split for q in found}
     assert all(splits[q.canonical] == q.split for q in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_number_for_studies_is_known_without_making_them(name):
+    assert STUDY_QUESTIONS[name] == sum(q.split == "study" for q in exercises([name]))
 
 
 def test_the_order_of_operands_does_not_matter():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import compose
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
 from grpo_ustat.tasks import plugins
 from grpo_ustat.tasks.plugins import OwnJudge, OwnSource
+from grpo_ustat.tasks.registry import make_judge
 
 PROMPT = Prompt("p7", "3 1 2 =", "3 1 2", "1 2 3", "sorting")
 
@@ -105,6 +109,52 @@ def test_rewards_are_the_functions(monkeypatch):
         assert OwnJudge(lambda *_, value=value: value).rewards([PROMPT], [""]) == [float(value)]
     assert judge.extract(" 3 ") == "3" and judge.extract(" ") is None
     assert OwnJudge(None, lambda text: text[:1]).extract("321") == "3"
+
+
+def test_functions_of_another_call_are_refused_when_they_are_loaded(monkeypatch):
+    named = {"name": "grpo_ustat.rewards entry point 'x'"}
+    with pytest.raises(
+        ConfigError, match=r"'x' takes \(completions, \*\*more\): write it as \(pro"
+    ):
+        OwnJudge(lambda completions, **more: [1.0], **named)
+    with pytest.raises(ConfigError, match=r"'x' takes \(prompts, completions\): write it as \(pro"):
+        OwnJudge(lambda prompts, completions: [1.0], **named)
+    OwnJudge(max, **named)  # whose signature is not known
+
+    class Wrong(Letters):
+        def questions(self):
+            return []
+
+    with pytest.raises(
+        ConfigError, match=r"questions takes \(\): it is called as questions\(split"
+    ):
+        source(monkeypatch, task=Wrong)
+    with pytest.raises(
+        ConfigError, match=r"'letters' returned 3, which has no method questions\(s"
+    ):
+        source(monkeypatch, task=lambda: 3)
+
+
+@pytest.mark.parametrize(
+    "methods, line",
+    [
+        ({}, r"which has no method reward\(prompt, completion\): add it"),
+        (
+            {"reward": lambda self, text: 1},
+            r"reward takes \(text\): it is called as reward\(prompt",
+        ),
+        (
+            {"reward": lambda self, p, t: 1, "extract": lambda self: ""},
+            r"extract takes \(\): it is called as extract\(completion\)",
+        ),
+    ],
+)
+def test_a_task_without_its_methods_is_refused_when_it_is_made(monkeypatch, methods, line):
+    own = source(monkeypatch, task=type("Mine", (Letters,), methods))
+    options = compose("mse").task_options
+    dataset = SimpleNamespace(kind="own", name="letters", reward=None)
+    with pytest.raises(ConfigError, match=f"tasks entry point 'letters'.*{line}"):
+        make_judge(replace(options, dataset=dataset), own)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j])

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from commands import compose
+
 from grpo_ustat.records import Question
+from grpo_ustat.tasks.base import warn_of_prompt
 from grpo_ustat.tasks.prompts import Prompting, render
 
 QUESTION = Question("id", "How many {x}?", "7", "kind", "3+4=7 #### 7")
@@ -25,6 +32,24 @@ def test_a_prompt_is_the_examples_then_the_question():
     )  # fmt: skip
     assert (prompt.id, prompt.question, prompt.answer) == ("id", "How many {x}?", "7")
     assert Prompting("{question}=").prompt(QUESTION).text == "How many {x}?="
+
+
+@pytest.mark.parametrize("texts, template, warned", [
+    (["What size does Ginger wear?", "How many?"], "{question}=", True),
+    (["What size does Ginger wear?"], "{question}\nAnswer:", False),
+    (["3+4", "sin(3)*2"], "{question} = ", False),
+    (["What is it? 3+4 ="], "{question}", False),
+])  # fmt: skip
+def test_an_equals_sign_behind_words_is_warned_of(texts, template, warned, capsys):
+    prompting = Prompting(template)
+    prompts = [prompting.prompt(Question(text, text, "7", "gsm8k", "7")) for text in texts]
+    dataset = SimpleNamespace(kind="gsm8k", name="gsm8k")
+    warn_of_prompt(replace(compose("mse").task_options, dataset=dataset), prompts)
+    line = (
+        "warning: prompt=bare ends questions with '=', which is for arithmetic: for gsm8k write "
+        "prompt=gsm8k, or prompt=gsm8k_chat for a chat model\n"
+    )
+    assert capsys.readouterr().err == (line if warned else "")
 
 
 def test_a_chat_has_a_turn_for_each():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import entry_points
@@ -25,7 +26,7 @@ class _Rules(dict[str, Baseline]):
 
     Raises:
         KeyError: no rule has this name.
-        TypeError: the entry point is no `Baseline` of this name.
+        TypeError: the entry point is no `Baseline` of this name, or cannot be called as rules are.
     """
 
     def __missing__(self, name: str) -> Baseline:
@@ -35,6 +36,13 @@ class _Rules(dict[str, Baseline]):
                 f"entry point {name} of {PLUGIN_GROUP} is {rule!r:.80}: it must be a Baseline of "
                 f"name {name!r}"
             )
+        takes = inspect.signature(rule.advantage)
+        options = [option for option in rule.options if option not in rule.of_memory]
+        try:
+            takes.bind("rewards_PG", "context", **dict.fromkeys(options))
+        except TypeError as error:
+            called = ", ".join(("rewards_PG", "context", *options))
+            raise TypeError(f"{name} takes {takes!s:.120}: write it as ({called})") from error
         self[name] = rule
         return rule
 
