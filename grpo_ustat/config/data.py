@@ -306,7 +306,7 @@ class JsonlConfig(DatasetConfig):
         if not columns or not missing:
             return count
         taken = {getattr(self, key) for key in ("question", "answer") if key not in missing}
-        fixes = []
+        fixes: list[str] = []
         for key in missing:
             known = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
             fixes.append(f"dataset.{key}={known[0] if known else 'COLUMN'}")
