@@ -283,10 +283,12 @@ class JsonlConfig(DatasetConfig):
             tests_left = min(max(tests, least_tests), rows - prompts - 1)
             fix = f"use dataset.study_size={min(study, rows - prompts - tests_left)}"
             fix += f" dataset.test_size={tests_left}" * (test_rows is None)
+        of_tests = f", {tests} for tests (dataset.test_size)" * (test_rows is None)
+        needs = "2 for tests and " * (test_rows is None)
         raise ConfigError(
-            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size), {tests} for "
-            f"tests (dataset.test_size) and {train} to train on, but training needs {least_tests} "
-            f"for tests and {prompts} a step (budget.rollouts / group_size): {fix}{lower}"
+            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size){of_tests} and "
+            f"{train} to train on, but training needs {needs}{prompts} a step (budget.rollouts / "
+            f"group_size): {fix}{lower}"
         )
 
     def row_counts(self) -> tuple[int, int | None]:
@@ -306,7 +308,7 @@ class JsonlConfig(DatasetConfig):
         if not columns or not missing:
             return count
         taken = {getattr(self, key) for key in ("question", "answer") if key not in missing}
-        fixes = []
+        fixes: list[str] = []
         for key in missing:
             known = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
             fixes.append(f"dataset.{key}={known[0] if known else 'COLUMN'}")

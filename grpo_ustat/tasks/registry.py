@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 from grpo_ustat.config.data import REWARDS, TASKS, reward_file
 from grpo_ustat.config.parts import TaskOptions
@@ -88,7 +89,8 @@ def make_judge(options: TaskOptions, source: Source) -> Judge:
             check_method(named, own, "reward", "prompt", "completion")
         if hasattr(own, "extract"):
             check_method(named, own, "extract", "completion")
-        judge = OwnJudge(getattr(own, "reward", None), getattr(own, "extract", None), named)
+        reward = cast(Any, getattr(own, "reward", None))  # not called where dataset.reward is set
+        judge = OwnJudge(reward, getattr(own, "extract", None), named)
     elif dataset.kind == "math":
         limits = (options.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
         judge = MathJudge(Verifier(*limits), dataset.max_answer_length)

@@ -306,6 +306,13 @@ def test_too_few_rows_to_train_on_are_refused_with_what_can_be_typed(rows, words
     configured(path, "budget.rollouts=64", "show_prompts=1")
 
 
+def test_rows_of_a_test_file_are_not_counted_among_those_to_train_on(tmp_path):
+    path, tests = (written(tmp_path / name, ROWS[:8]) for name in ("my.jsonl", "test.jsonl"))
+    words = ("budget.rollouts=64", f"dataset.test_path={tests}")
+    with pytest.raises(ConfigError, match=r"study_size\) and 6 to train on, .* 8 a step .* 9 r"):
+        configured(path, *words)
+
+
 def test_more_than_there_are_names_what_was_typed_alone(tmp_path):
     path = written(tmp_path / "my.jsonl", ROWS[:2])
     with pytest.raises(ConfigError, match=r"^dataset.study_size=4 of 2 rows in .*: use at most 2"):
