@@ -129,8 +129,8 @@ def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
         rows, test_rows = JsonlConfig(**dataset).row_counts()
     except ConfigError:  # the file is elsewhere
         return math.inf, train
-    left = rows - (dataset["test_size"] or 0 if test_rows is None else 0)
-    return left, min(train, left - dataset["study_size"])
+    tests, least_tests = (dataset["test_size"] or 0, 2) if test_rows is None else (0, 0)
+    return rows - tests, min(train, max(0, rows - max(tests, least_tests) - dataset["study_size"]))
 
 
 def _place(config: Mapping[str, Any]) -> str:

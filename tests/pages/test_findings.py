@@ -236,15 +236,16 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
         f"more questions: {tmp_path / 'few.jsonl'} has 2 for studies, about "
     )
     assert next_step(RESULT, config) == (
-        f"more questions: {tmp_path / 'few.jsonl'} has 1 to train on, a step with the best G takes "
-        "2 or more"
+        f"more questions: {tmp_path / 'few.jsonl'} has 0 to train on, a step with the best G takes "
+        "1 or more"
     )
     (tmp_path / "few.jsonl").unlink()
     assert next_step(RESULT, config).startswith("grpo-ustat train ")
 
 
 def test_no_more_questions_are_asked_for_than_a_table_has():
-    few = {**UNDECIDED, "questions": 10}
+    few = changed(gstar_high=None, covariance=np.diag([1.0, 4.0, 3.24]).tolist(), dof=1e9)
+    few["questions"] = 10
     _, verb, *typed = shlex.split(next_step(few, asdict(compose("mse", "dataset=plus_one"))))
     assert compose(verb, *typed).dataset.study_size == 31
     whole = {**UNDECIDED, "questions": 31}
