@@ -20,6 +20,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDS = {"number": "", "low": "_low", "high": "_high"}
@@ -91,7 +92,7 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
     shown = [[r for r in records if r["claim"].startswith(start)] for start, _, _ in panels]
     names = list(dict.fromkeys(r["policy"] for rows in shown for r in rows))
     image, axes = plt.subplots(
-        1, len(panels), figsize=(1.6 + 2.6 * len(panels), 1.5 + 0.24 * len(names)), sharey=True,
+        1, len(panels), figsize=(2.4 + 2.5 * len(panels), 1.5 + 0.24 * len(names)), sharey=True,
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for axis, (_, label, logs), rows in zip(axes[0], panels, shown, strict=True):
@@ -99,7 +100,7 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
         ends = [float(r[key]) for r in known for key in ENDS if r[key]]
         bounds = [float(rows[0][key]) for key in ("least", "most") if rows[0][key]]
         low, high = min([*ends, *bounds]), max([*ends, *bounds])
-        log = logs and high > WIDE * low
+        log = logs and 0 < WIDE * low < high
         if log:
             low, high = low / 1.15, high * 1.15
             axis.set_xscale("log")
@@ -113,12 +114,13 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
         else:
             apart = 0.07 * (high - low)
             low, high = low - apart, high + apart
+            axis.xaxis.set_major_locator(MaxNLocator(5))
         least, most = (float(rows[0][key] or end) for key, end in (("least", low), ("most", high)))
         axis.axvspan(max(least, low), min(most, high), color=SHADE, alpha=0.2, linewidth=0)
         for r in rows:
             y, colour = names.index(r["policy"]), COLOURS.get(r["verdict"], COLOURS["not decided"])
             if r not in known:
-                axis.text(0.5, y, "not known", transform=axis.get_yaxis_transform(), va="center",
+                axis.text(0.5, y, r["verdict"], transform=axis.get_yaxis_transform(), va="center",
                           ha="center", fontsize=8, color=colour)  # fmt: skip
                 continue
             ending = float(r["high"]) if r["high"] else high
