@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.config.data import FILE_SUFFIXES, REWARDS, TASKS, module_file, reward_file
+from grpo_ustat.config.data import FILE_SUFFIXES
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
+from grpo_ustat.config.own_functions import REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
 from grpo_ustat.config.rollout import NEUTRAL_FIELDS
 from grpo_ustat.config.schema import ConfigError

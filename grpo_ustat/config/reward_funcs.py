@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from grpo_ustat.config.data import check_reward, reward_file
+from grpo_ustat.config.own_functions import check_reward, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 

@@ -22,7 +22,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from types import CodeType
 from typing import Any, cast
 
-from grpo_ustat.config.data import TASKS, check_reward_call, reward_file
+from grpo_ustat.config.own_functions import TASKS, check_reward_call, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from grpo_ustat.config.data import REWARDS, TASKS, reward_file
+from grpo_ustat.config.own_functions import REWARDS, TASKS, reward_file
 from grpo_ustat.config.parts import TaskOptions
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
 from grpo_ustat.tasks.base import Fitting, Judge, NumberJudge, Source, Task

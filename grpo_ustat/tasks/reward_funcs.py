@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from grpo_ustat.config.data import REWARDS, reward_file
+from grpo_ustat.config.own_functions import REWARDS, reward_file
 from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.tasks.base import Judge

@@ -17,8 +17,8 @@ from commands import compose
 from launching import finished
 from slow_cases import slow_after
 
-from grpo_ustat.config.data import check_reward_file
 from grpo_ustat.config.identity import folder_name
+from grpo_ustat.config.own_functions import check_reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.jsonl import ExactJudge

@@ -1,0 +1,173 @@
+"""Functions and tasks of one's own, by FILE:FUNCTION or entry point, checked before they run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from inspect import Parameter, Signature
+from pathlib import Path
+
+from grpo_ustat.config.schema import ConfigError, did_you_mean
+
+TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
+
+
+def reward_file(reward: str) -> tuple[Path, str] | None:
+    """File and function of a reward FILE:FUNCTION; None of an entry point's name.
+
+    >>> reward_file("rewards/my.py:score"), reward_file("lenient")
+    ((PosixPath('rewards/my.py'), 'score'), None)
+    """
+    file, colon, function = reward.rpartition(":")
+    return (Path(file).expanduser(), function) if colon else None
+
+
+def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> None:
+    """Refuse a reward that is neither FILE:FUNCTION nor an entry point's name.
+
+    Args:
+        reward: as configured.
+        field_name: of the configuration, which names it.
+        ours: what may stand there too.
+
+    Raises:
+        ConfigError: naming the fix; see `check_reward_file` and `check_entry_point`.
+    """
+    if reward_file(reward):
+        check_reward_file(reward, field_name)
+    elif reward.endswith(".py"):
+        key, file = f"{field_name}={reward}", Path(reward).expanduser()
+        offered = ", ".join(_functions(key, file)) or "none"
+        raise ConfigError(
+            f"{key} names no function: write {field_name}={reward}:FUNCTION, {file} has {offered}"
+        )
+    else:
+        check_entry_point(REWARDS, reward, field_name, ours)
+
+
+def check_reward_file(reward: str, field_name: str) -> None:
+    """Refuse a reward FILE:FUNCTION whose file is not there, is no Python, has no such name, or
+    whose function takes something else than a prompt and a completion; the file is not run.
+
+    Args:
+        reward: FILE:FUNCTION.
+        field_name: of the configuration, which names it.
+
+    Raises:
+        ConfigError: naming the file and what it has.
+    """
+    own, key = reward_file(reward), f"{field_name}={reward}"
+    assert own is not None
+    file, function = own
+    functions = _functions(key, file)
+    tree = ast.parse(file.read_bytes())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+                for one in node.names]  # fmt: skip
+    names |= {one.asname or one.name for one in imported}
+    if function not in functions and function not in names and "*" not in names:
+        hint = did_you_mean(function, functions)
+        offered = ", ".join(functions) or "none"
+        raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
+    if function in functions and not functions[function].decorator_list:  # which may change it
+        check_reward_call(key, _signature(functions[function].args))
+
+
+def check_reward_call(name: str, signature: Signature) -> None:
+    """Refuse a reward that is not called with a prompt and a completion, as functions of TRL are
+    not, which take lists.
+
+    Args:
+        name: of the reward, for the message.
+        signature: of its function.
+
+    Raises:
+        ConfigError: with what it takes, and what to write.
+    """
+    names = list(signature.parameters)
+    try:
+        signature.bind("prompt", "completion")
+        of_another = "completions" in names or names[:2] == ["completion", "prompt"]
+    except TypeError:
+        of_another = True
+    if of_another:
+        takes = signature.replace(return_annotation=Signature.empty)
+        written = name.rpartition(":")[2] if ".py:" in name else "it as "
+        raise ConfigError(
+            f"{name} takes {str(takes):.120}: write {written}(prompt, completion), which returns a "
+            "number, for one completion at a time (functions of TRL take lists)"
+        )
+
+
+def _functions(key: str, file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a file by name, read without running it.
+
+    Raises:
+        ConfigError: there is no such file, or it is no Python.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{key}: there is no file {file}")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
+    return {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def _signature(arguments: ast.arguments) -> Signature:
+    """What a function takes, from its text; every default is None, annotations are left out."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    parameters = [
+        Parameter(x.arg, Parameter.POSITIONAL_OR_KEYWORD,
+                  default=Parameter.empty if place < required else None)
+        for place, x in enumerate(positional)
+    ]  # fmt: skip
+    if arguments.vararg:
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    for x, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        value = Parameter.empty if default is None else None
+        parameters.append(Parameter(x.arg, Parameter.KEYWORD_ONLY, default=value))
+    if arguments.kwarg:
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)
+
+
+def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = ()) -> None:
+    """Refuse a name that no installed package offers.
+
+    Args:
+        group: of entry points.
+        name: of the entry point.
+        key: of the configuration, which has that name.
+        ours: what may stand there that is no entry point.
+
+    Raises:
+        ConfigError: naming those that are offered, or the module that is not to be found.
+    """
+    installed = sorted(importlib.metadata.entry_points(group=group).names)
+    if name not in installed:
+        offered = ", ".join(installed) or "none is installed"
+        hint = did_you_mean(name, [*ours, *installed])
+        also = f"choose from {', '.join(ours)}, FILE.py:FUNCTION; " if ours else ""
+        raise ConfigError(
+            f"unknown {key} {name!r}: {hint}{also}entry points of {group} are: {offered}"
+        )
+    module = importlib.metadata.entry_points(group=group)[name].module
+    if module_file(group, name) is None:
+        raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")
+
+
+def module_file(group: str, name: str) -> Path | None:
+    """The file of the module that an entry point is in, without importing that module."""
+    try:
+        spec = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
+    except ImportError:
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
