@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from grpo_ustat.cli.compose import composing, parse
+from grpo_ustat.cli.compose import check_cuda, composing, parse
 from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_composed, show_hydra
 from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.load import SCHEMAS, build_config
@@ -47,6 +47,9 @@ def main(command: Command) -> None:
         invocation = parse(command.name, sys.argv[1:])
         if print_preview(command, invocation.planned_runs):
             return
+        for planned in invocation.planned_runs:
+            launcher = invocation.node.hydra.launcher
+            check_cuda(planned.config, is_submitted="SlurmLauncher" in launcher["_target_"])
         if invocation.sweep:
             from grpo_ustat.cli.multirun import run_sweep
 

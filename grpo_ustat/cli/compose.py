@@ -120,10 +120,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                 check_trust(planned.config, overrides)
                 _check_log(planned.config, run)
                 _check_packages(planned.config)
-                is_submitted = "SlurmLauncher" in launcher["_target_"]
-                _check_cuda(planned.config, is_submitted)
                 check_ranks(planned.config, tasks)
-                if is_submitted and not planned.config.only_shows:
+                if "SlurmLauncher" in launcher["_target_"] and not planned.config.only_shows:
                     _check_slurm(launcher.signal_delay_s, planned.config.launch.grace_seconds)
                 planned_runs.append(planned)
             except ConfigError as error:
@@ -322,12 +320,12 @@ def _check_packages(config: Any) -> None:
         )
 
 
-def _check_cuda(config: Any, is_submitted: bool) -> None:
+def check_cuda(config: Any, is_submitted: bool) -> None:
     """Refuse `cuda` where this PyTorch is built without it, or this machine has no driver, without
     importing PyTorch; where jobs are submitted, another machine may have one.
     """
     device, spec = getattr(config.launch, "device", "cpu"), importlib.util.find_spec("torch")
-    if config.only_shows or not device.startswith("cuda") or spec is None or spec.origin is None:
+    if not device.startswith("cuda") or spec is None or spec.origin is None:
         return
     version = Path(spec.origin).with_name("version.py")
     text = version.read_text() if version.is_file() else "hip = '?'"

@@ -126,7 +126,7 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int) -> str:
     divisible = divisible_rollouts(rollouts)
     costs = costs_sentence(group_size_costs(result["scaling"], divisible))
     if divisible != rollouts:
-        costs = f"only G = {rollouts} divides {rollouts} rollouts a step; {costs}"
+        costs = f"only G = {rollouts} divides {rollouts}; {costs}"
     return f"{sentence.removesuffix('.')}: {costs}"
 
 

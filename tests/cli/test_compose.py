@@ -46,14 +46,14 @@ def test_cuda_is_missed_before_pytorch_is_imported(version, driver, reason, monk
     monkeypatch.setattr(compose.importlib.util, "find_spec", lambda _: spec)
     monkeypatch.setattr(compose.ctypes, "CDLL", load)
     monkeypatch.setattr(compose.sys, "platform", "linux")
-    config = SimpleNamespace(launch=SimpleNamespace(device="cuda:1"), only_shows=False)
+    config = SimpleNamespace(launch=SimpleNamespace(device="cuda:1"))
     if reason is None:
-        compose._check_cuda(config, False)
+        compose.check_cuda(config, False)
         return
     with pytest.raises(ConfigError, match=f"launch.device=cuda:1 cannot be used .*{reason}"):
-        compose._check_cuda(config, False)
+        compose.check_cuda(config, False)
     if not driver:
-        compose._check_cuda(config, True)
+        compose.check_cuda(config, True)
 
 
 @pytest.mark.parametrize("include, exclude", [

@@ -92,7 +92,7 @@ def test_one_rollout_has_no_group():
         (10, "at 10 rollouts a step use G = 5 (G = 2: +41 % error [+39 %, +42 %]; G = 10: +41 % "
          "[+40 %, +41 %]). A step of 10 rollouts is 99 % noise [98 %, 99 %] (half at n = 770); "
          "doubling it gains 97 % more."),
-        (97, "only G = 97 divides 97 rollouts a step; at 104 rollouts a step use G = 4 (G = 2: +44 "
+        (97, "only G = 97 divides 97; at 104 rollouts a step use G = 4 (G = 2: +44 "
          "% error [+43 %, +46 %]; G = 8: +25 % [+25 %, +26 %]). A step of 97 rollouts is 89 % "
          "noise [84 %, 91 %] (half at n = 770); doubling it gains 80 % more."),
     ],
