@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from grpo_ustat.cli.verbs import VERBS
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import did_you_mean
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import visible
 
 TYPE_NOUNS = {"int": "a whole number", "float": "a number"}
 
@@ -35,7 +35,7 @@ class VerbParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong in one line and end with exit code 2."""
-        tell(f"error: {self.verb}: {self._line(message)}", file=sys.stderr)
+        print(visible(f"error: {self.verb}: {self._line(message)}"), file=sys.stderr)
         raise SystemExit(2)
 
     def _line(self, message: str) -> str:
