@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import faults
+import doctor_faults as faults
 import hostile
 import pytest
 import torch

@@ -23,18 +23,18 @@ def doctor(*arguments, path=None, **environment):
 def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     names = ("well", "crash", "leave", "missing", "hang", "absent")
-    checks = [Check(name, f"faults:{name}", 0.5 if name == "hang" else 20) for name in names]
+    checks = [Check(name, f"doctor_faults:{name}", 0.5 if name == "hang" else 20) for name in names]
     found = {name: finding for name, finding, _ in examine(checks, tmp_path)}
     assert list(found) == list(names)
     assert [one.status for one in found.values()] == ["ok"] + ["failed"] * 5
     assert found["well"].message == f"well in {tmp_path}; WANDB_API_KEY=***"
     assert "broke: RuntimeError: *** was refused" in found["crash"].message
-    assert "import faults as m" in found["crash"].fix
+    assert "import doctor_faults as m" in found["crash"].fix
     assert "broke: SystemExit: 3" in found["leave"].message
     assert "No module named 'no_such_package'" in found["missing"].message
     assert found["missing"].fix == "pip install -e '.[cli]'"
     assert found["hang"].message == "did not answer in 0.5 s"
-    assert "module 'faults' has no attribute 'absent'" in found["absent"].message
+    assert "module 'doctor_faults' has no attribute 'absent'" in found["absent"].message
     assert all(one.fix and "\n" not in one.message + one.fix for one in list(found.values())[1:])
     assert capsys.readouterr().out == ""
 
