@@ -21,8 +21,8 @@ Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 LARGEST_REWARD = 1e50  # in absolute value: squares of larger ones, and their products, overflow
+LEAST_QUESTIONS = 4  # of which an interval for new ones is made
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is called
-GENERALISING_QUESTIONS = 4  # from which on an interval for new ones is known to cover
 
 
 def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
@@ -48,43 +48,6 @@ def joint_quantity(quantities: Iterable[str]) -> str:
     ('accuracy', 'mean reward')
     """
     return ACCURACY if set(quantities) <= {ACCURACY} else MEAN_REWARD
-
-
-def interval_scope(questions: int) -> str:
-    """What a study's intervals for new questions speak of where it has so many: a few tell nothing
-    of others, see `intervals.pool_mean_reward`.
-    """
-    if questions < GENERALISING_QUESTIONS:
-        return "of these questions"
-    return "generalising to new questions"
-
-
-def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
-    """G* with its interval; None where not even a lower end above 2, the smallest group, is known.
-
-    Args:
-        best: estimate, null or NaN where there is none.
-        low, high: its interval; a null or infinite `high` has no end.
-
-    >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
-    ('4.2 [3.0, 9.0]', 'at least 3.0', None)
-    """
-    bounded = high is not None and math.isfinite(high)
-    if low is None or not math.isfinite(low) or (low <= 2 and not bounded):
-        return None
-    if not bounded:
-        return f"at least {low:.1f}"
-    estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else "–"
-    return f"{estimate} [{low:.1f}, {high:.1f}]"
-
-
-def count_text(count: int, noun: str) -> str:
-    """A number of things.
-
-    >>> count_text(1, "question"), count_text(20, "question")
-    ('1 question', '20 questions')
-    """
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)

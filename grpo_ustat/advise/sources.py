@@ -18,6 +18,7 @@ from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.estimators.scaling import (
     CONSTANTS,
+    divisible_rollouts,
     group_size_interval,
     scaling_estimate,
     widening,
@@ -48,11 +49,9 @@ from grpo_ustat.pages.advice import (
 )
 from grpo_ustat.pages.findings import (
     best_size_sentence,
-    divisible_rollouts,
     group_size_costs,
     interval_note,
     noise_sentence,
-    study_rollouts,
     training_noise_sentence,
 )
 from grpo_ustat.pages.losses import losses_sentences
@@ -60,7 +59,7 @@ from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_ov
 from grpo_ustat.records import Array
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import natural_order
-from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around
+from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around, study_rollouts
 
 OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your loss wants is told by:"
 NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")  # refused by mse

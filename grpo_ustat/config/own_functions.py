@@ -38,7 +38,7 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
         check_reward_file(reward, field_name)
     elif reward.endswith(".py"):
         key, file = f"{field_name}={reward}", Path(reward).expanduser()
-        offered = ", ".join(_functions(key, file)) or "none"
+        offered = ", ".join(_functions(_module(key, file))) or "none"
         raise ConfigError(
             f"{key} names no function: write {field_name}={reward}:FUNCTION, {file} has {offered}"
         )
@@ -60,8 +60,8 @@ def check_reward_file(reward: str, field_name: str) -> None:
     own, key = reward_file(reward), f"{field_name}={reward}"
     assert own is not None
     file, function = own
-    functions = _functions(key, file)
-    tree = ast.parse(file.read_bytes())
+    tree = _module(key, file)
+    functions = _functions(tree)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
                 for one in node.names]  # fmt: skip
@@ -100,8 +100,8 @@ def check_reward_call(name: str, signature: Signature) -> None:
         )
 
 
-def _functions(key: str, file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The functions of a file by name, read without running it.
+def _module(key: str, file: Path) -> ast.Module:
+    """What a file holds, read without running it.
 
     Raises:
         ConfigError: there is no such file, or it is no Python.
@@ -109,10 +109,14 @@ def _functions(key: str, file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFun
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
     try:
-        tree = ast.parse(file.read_bytes())
+        return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a file by name."""
     return {
         node.name: node
         for node in tree.body

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
 
-from grpo_ustat.records import ACCURACY, GENERALISING_QUESTIONS, MEAN_REWARD, Array
+from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, MEAN_REWARD, Array
 
 CONFIDENCE = 0.95
 LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
@@ -260,7 +260,7 @@ def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
     """
-    if len(rewards_PN) >= GENERALISING_QUESTIONS:
+    if len(rewards_PN) >= LEAST_QUESTIONS:
         return mean_reward(rewards_PN, level)
     if is_binary(rewards_PN):
         return wilson(float(rewards_PN.sum()), rewards_PN.size, level)

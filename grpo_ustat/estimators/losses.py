@@ -33,9 +33,8 @@ from grpo_ustat.estimators.worth import (
     update_moments,
     worth,
 )
-from grpo_ustat.records import ScorePool
+from grpo_ustat.records import LEAST_QUESTIONS, ScorePool
 
-LEAST_QUESTIONS = 4  # of which a delete-one interval can be made
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
 FROM_A_POOL = {"lengths_PG"}  # what a rule may read of a row besides its reward
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}  # and of a pool with several reward functions

@@ -42,6 +42,7 @@ CONSTANTS = ("c1", "c2", "c3")
 LARGEST_GROUP_SIZE = 1e6  # group sizes are looked for up to here
 SMALLEST_GAP = 1e-3  # and from 1 + this on
 SMALLEST_CONSTANT = np.finfo(float).tiny ** 0.5
+WHOLE_GROUPS = 8  # of which the rollouts are a multiple where nothing else divides them
 ROOT_POINTS = 200  # between which a root is looked for
 ONE_SIDED_FACTOR = 2.0  # times the critical value, of a lower end without an upper one
 MOST_PROMPTS = 1e7  # that a study is said to need
@@ -87,6 +88,17 @@ class ScalingLaw:
             raise ValueError(f"rollouts={rollouts}: leave-one-out needs at least 2")
         sizes = [g for g in range(2, rollouts + 1) if rollouts % g == 0]
         return min(sizes, key=lambda g: self.mse(rollouts // g, g))
+
+
+def divisible_rollouts(rollouts: int) -> int:
+    """n, or the next multiple of 8 where n is prime: its one group would be a whole step.
+
+    >>> divisible_rollouts(10), divisible_rollouts(97), divisible_rollouts(2)
+    (10, 104, 8)
+    """
+    if any(rollouts % size == 0 for size in range(2, rollouts)):
+        return rollouts
+    return math.ceil(rollouts / WHOLE_GROUPS) * WHOLE_GROUPS
 
 
 def best_group_size(

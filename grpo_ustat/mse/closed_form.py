@@ -44,11 +44,10 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.records import Array, ScorePool
+from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
 BLOCK = 64  # questions whose sketches are taken to float64 at once: 30 MB of the default budget
-LEAST_QUESTIONS = 4  # of which a jackknife leaves one out
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # values of G
 
 

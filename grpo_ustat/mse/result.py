@@ -18,11 +18,10 @@ from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.row_weights import RowFilter
-from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import (
     CURVE_SIZES,
-    LEAST_QUESTIONS,
     ClosedForm,
     CurvePoint,
     Request,
@@ -43,7 +42,7 @@ from grpo_ustat.pages.caveats import (
     zero_scores_sentence,
 )
 from grpo_ustat.pages.findings import summary_sentences
-from grpo_ustat.records import Array, Integers, ScorePool
+from grpo_ustat.records import LEAST_QUESTIONS, Array, Integers, ScorePool
 from grpo_ustat.runs import study_parts as parts
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.result import StudyResult
@@ -269,7 +268,7 @@ def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes], rollouts: int
     gstar, divisors = population["gstar"], None
     if math.isfinite(gstar.estimate):
         counts = sorted({256, 1024, 2048, 4096, rollouts})
-        divisors = {str(n): law.best_divisor(n) for n in counts}
+        divisors = {str(n): law.best_divisor(divisible_rollouts(n)) for n in counts}
     curve = []
     for size in CURVE_SIZES:
         n_mse, low, high = population[f"n_mse/{size}"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from grpo_ustat.estimators.scaling import divisible_rollouts
 from grpo_ustat.pages.figures import (
     FONTS,
     STYLE,
@@ -21,15 +22,13 @@ from grpo_ustat.pages.figures import (
     save,
 )
 from grpo_ustat.pages.findings import (
-    divisible_rollouts,
     group_size_costs,
     scaling_estimate_of,
-    study_rollouts,
 )
 from grpo_ustat.pages.gradient_error import INTERVAL_WORDS, missing_numbers
-from grpo_ustat.pages.tables import percent
-from grpo_ustat.records import best_size, count_text
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.pages.tables import count_text, percent
+from grpo_ustat.runs.record import RunRecord, study_rollouts
+from grpo_ustat.terminal.streams import best_size
 
 LINE_STYLES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))

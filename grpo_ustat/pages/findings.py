@@ -21,14 +21,13 @@ from grpo_ustat.estimators.noise import (
     noise_of_steps,
     noise_share,
 )
-from grpo_ustat.estimators.scaling import ScalingEstimate
+from grpo_ustat.estimators.scaling import ScalingEstimate, divisible_rollouts
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.tables import percent, row_interval, three_digits
-from grpo_ustat.records import ACCURACY, GENERALISING_QUESTIONS, Array, best_size
-from grpo_ustat.terminal.streams import percentage
+from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, Array
+from grpo_ustat.terminal.streams import best_size, percentage
 
-DEFAULT_ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
 WHY_FIXED_ROLLOUTS = (
     "In the tables the error falls with G since a larger G draws more completions of the same "
     "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
@@ -65,27 +64,6 @@ def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
     constants = np.array([scaling[name] for name in ("c1", "c2", "c3")], float)
     covariance = np.array(scaling.get("covariance", np.full((3, 3), np.nan)), float)
     return ScalingEstimate(constants, covariance, float(scaling.get("dof", 1.0)))
-
-
-def study_rollouts(config: Mapping[str, Any]) -> int:
-    """n of a training step that a study is asked about; 256 where its configuration is damaged.
-
-    >>> study_rollouts({"study": {"rollouts": 64}}), study_rollouts({})
-    (64, 256)
-    """
-    rollouts = config.get("study", {}).get("rollouts")
-    return rollouts if isinstance(rollouts, int) and rollouts >= 2 else DEFAULT_ROLLOUTS
-
-
-def divisible_rollouts(rollouts: int) -> int:
-    """n, or the next multiple of 8 where n is prime: its one group would be a whole step.
-
-    >>> divisible_rollouts(10), divisible_rollouts(97), divisible_rollouts(2)
-    (10, 104, 8)
-    """
-    if any(rollouts % size == 0 for size in range(2, rollouts)):
-        return rollouts
-    return math.ceil(rollouts / USUAL_SIZE) * USUAL_SIZE
 
 
 def group_size_costs(scaling: Mapping[str, Any], rollouts: int) -> GroupSizeCosts:
@@ -381,10 +359,10 @@ def noise_text(scale: Interval, rollouts: int) -> str:
 
 def interval_note(result: Mapping[str, Any]) -> str:
     """What the intervals of the decision speak of."""
-    if result["questions"] < GENERALISING_QUESTIONS:
+    if result["questions"] < LEAST_QUESTIONS:
         return (
             "Intervals of 95 %, of these questions alone: those for new ones take at least "
-            f"{GENERALISING_QUESTIONS} questions."
+            f"{LEAST_QUESTIONS} questions."
         )
     return (
         f"Intervals of 95 %, generalising from these {result['questions']} to new questions of the "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.pages.symbols import baseline_word
-from grpo_ustat.pages.tables import Table, three_digits, with_interval
-from grpo_ustat.records import GENERALISING_QUESTIONS, count_text, interval_scope, joint_quantity
+from grpo_ustat.pages.tables import Table, count_text, interval_scope, three_digits, with_interval
+from grpo_ustat.records import LEAST_QUESTIONS, joint_quantity
 from grpo_ustat.runs.record import RunRecord, key_label
 
 CURVE_KEYS = ("method", "target", "setting", "num_prompts")  # of a curve, beside its baseline
@@ -252,7 +252,7 @@ def _interval_note(studies: Sequence[RunRecord]) -> str:
 def _scopes_text(studies: Sequence[RunRecord]) -> str:
     """What intervals for new questions speak of, where studies have so many and where not."""
     scopes = sorted({interval_scope(run.final_result["questions"]) for run in studies})
-    few = f" (fewer than {GENERALISING_QUESTIONS})" * (len(scopes) > 1)
+    few = f" (fewer than {LEAST_QUESTIONS})" * (len(scopes) > 1)
     return f"{' or '.join(scopes)}{few}"
 
 

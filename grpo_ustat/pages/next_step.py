@@ -17,13 +17,13 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import OURS
+from grpo_ustat.estimators.scaling import divisible_rollouts
 from grpo_ustat.pages.findings import (
-    divisible_rollouts,
     group_size_costs,
     is_decided,
     prompts_needed,
-    study_rollouts,
 )
+from grpo_ustat.runs.record import study_rollouts
 
 LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")  # fields of a study that the next one has not

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_ustat.pages.tables import Table, open_interval, three_digits
-from grpo_ustat.records import interval_scope
+from grpo_ustat.pages.tables import Table, interval_scope, open_interval, three_digits
 
 COLUMNS = {"mean": "mean reward", "c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
 

@@ -48,12 +48,13 @@ from grpo_ustat.pages.tables import (
     rows_table,
     with_interval,
 )
-from grpo_ustat.records import ACCURACY, MEAN_REWARD, best_size, joint_quantity
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import duration_text
 from grpo_ustat.terminal.console import warn
+from grpo_ustat.terminal.streams import best_size
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",

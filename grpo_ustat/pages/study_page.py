@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
-from grpo_ustat.pages.findings import study_answer, study_rollouts
+from grpo_ustat.pages.findings import study_answer
 from grpo_ustat.pages.losses import loss_details, losses_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.off_policy import off_policy_tables
@@ -18,6 +18,7 @@ from grpo_ustat.pages.tables import (
     Cell,
     Table,
     as_cell,
+    interval_scope,
     open_interval,
     percent,
     row_interval,
@@ -25,8 +26,7 @@ from grpo_ustat.pages.tables import (
     with_interval,
 )
 from grpo_ustat.pages.verdicts import verdicts_table
-from grpo_ustat.records import interval_scope
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.record import RunRecord, study_rollouts
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
 MOST_ROWS = 200  # that a page holds

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.records import ACCURACY
+from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.terminal.console import excerpt, visible
@@ -414,6 +414,24 @@ def percent(share: float) -> str:
         return "no upper end"
     value = round(100 * share)
     return f"{value:+d} %" if value else "0 %"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count_text(1, "question"), count_text(20, "question")
+    ('1 question', '20 questions')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def interval_scope(questions: int) -> str:
+    """What a study's intervals for new questions speak of where it has so many: a few tell nothing
+    of others, see `intervals.pool_mean_reward`.
+    """
+    if questions < LEAST_QUESTIONS:
+        return "of these questions"
+    return "generalising to new questions"
 
 
 def evaluation_table(result: dict[str, Any]) -> Table:

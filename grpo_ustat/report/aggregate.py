@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.pages import error_figures, gradient_error
-from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence, study_rollouts
+from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.pages.page import (
     NAME,
@@ -23,7 +23,7 @@ from grpo_ustat.pages.page import (
 )
 from grpo_ustat.pages.run_page import spaced
 from grpo_ustat.pages.tables import Table, shorten
-from grpo_ustat.records import ACCURACY, best_size, joint_quantity
+from grpo_ustat.records import ACCURACY, joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.accuracy_answer import (
@@ -54,10 +54,10 @@ from grpo_ustat.report.verdicts import (
     verdict_sentence,
 )
 from grpo_ustat.runs.files import write_whole
-from grpo_ustat.runs.record import CODE, CONFIG, RunRecord, key_label
+from grpo_ustat.runs.record import CODE, CONFIG, RunRecord, key_label, study_rollouts
 from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console, tell
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import best_size, single_line
 
 TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses|mse|published_table2|runs|settings|theorems)"

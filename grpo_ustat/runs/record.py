@@ -8,7 +8,7 @@ fingerprint of its configuration and as many steps as that demands.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
-from grpo_ustat.records import best_size
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
 from grpo_ustat.runs.result import AGREES, ANY_RESULT, DISAGREES, OPEN, RESULT_TYPES, Evaluation
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import best_size, single_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,9 +35,20 @@ MOST_PARQUET_BYTES = 4_000_000_000  # unpacked, of a log of completions
 MOST_EVALS = 1000  # that are shown of a run
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
+DEFAULT_ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
 PAST_MAX_STEPS = "already past max_steps"
 
 COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
+
+
+def study_rollouts(config: Mapping[str, Any]) -> int:
+    """n of a training step that a study is asked about; 256 where its configuration is damaged.
+
+    >>> study_rollouts({"study": {"rollouts": 64}}), study_rollouts({})
+    (64, 256)
+    """
+    rollouts = config.get("study", {}).get("rollouts")
+    return rollouts if isinstance(rollouts, int) and rollouts >= 2 else DEFAULT_ROLLOUTS
 
 
 def run_around(folder: Path) -> Path | None:
@@ -60,8 +70,8 @@ class RunState:
         quantity: accuracy, or mean reward; None until the run is done.
         mean_reward, low, high: held-out, or of a study's policy; None until the run is done.
         questions: of a finished study of the gradient's error.
-        gstar, best_divisor: of such a study G* with its interval, in words, and the best G that
-            divides its n; None where they are not known.
+        gstar, best_divisor: of such a study G* with its interval, in words, and the best G at its
+            n, see `study_parts.Scaling`; None where they are not known.
         verdicts: of a study of a theorem, how many claims have each; None until it is done.
     """
 
@@ -327,7 +337,7 @@ class RunRecord:
             summary |= {"questions": result["questions"], "gstar": best_size(*gstar)}
             if None not in gstar:
                 divisors = scaling.get("best_divisor", {})
-                summary["best_divisor"] = divisors.get(str(self.value("study.rollouts")))
+                summary["best_divisor"] = divisors.get(str(study_rollouts(self.config)))
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result is another configuration's"
         if summary.get("step", 0) < (self.max_steps or 0):

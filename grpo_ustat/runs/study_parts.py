@@ -115,7 +115,7 @@ class Scaling:
         c1, c2, c3, covariance, dof: its constants, and of their errors.
         gstar, gstar_paper: 1 + sqrt(C3/C1), and sqrt(C3/C1).
         gstar_tokens, gstar_seconds: the best G at a fixed number of tokens, or time.
-        best_divisor: the best G that divides n, by n.
+        best_divisor: the best G that divides n, by n; of a prime n that of the next multiple of 8.
         curve: the error at a fixed number of rollouts.
         reason: why the interval of G* has no upper end.
         rules: best sizes of replayed rules.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import re
 import sys
@@ -133,3 +134,22 @@ def percentage(share: float, digits: int = 0) -> str:
     ('17 %', '17.1 %')
     """
     return f"{100 * share:.{digits}f} %"
+
+
+def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
+    """G* with its interval; None where not even a lower end above 2, the smallest group, is known.
+
+    Args:
+        best: estimate, null or NaN where there is none.
+        low, high: its interval; a null or infinite `high` has no end.
+
+    >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
+    ('4.2 [3.0, 9.0]', 'at least 3.0', None)
+    """
+    bounded = high is not None and math.isfinite(high)
+    if low is None or not math.isfinite(low) or (low <= 2 and not bounded):
+        return None
+    if not bounded:
+        return f"at least {low:.1f}"
+    estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else "–"
+    return f"{estimate} [{low:.1f}, {high:.1f}]"

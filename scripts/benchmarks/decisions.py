@@ -37,8 +37,9 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, NEIGHBOUR_OFFSETS
+from grpo_ustat.pages.findings import NEIGHBOUR_OFFSETS
 from grpo_ustat.records import Array
+from grpo_ustat.runs.record import DEFAULT_ROLLOUTS
 
 POPULATIONS = {"3.1": (0.0, 0.0), "5.5": (0.257, 0.0), "5.4, heavy": (0.257, 0.7), "8.8": (0.36, 0)}
 CELLS = ((8, 8), (8, 16), (8, 64), (16, 8), (16, 16), (40, 8), (40, 16), (60, 32), (100, 16))

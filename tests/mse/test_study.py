@@ -19,6 +19,7 @@ from scipy import stats
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.curves import COLUMNS, write_curves
 from grpo_ustat.pages.findings import (
@@ -92,6 +93,16 @@ def test_the_folder_holds_what_it_promises(finished):
     assert {"rollouts", "tokens", "seconds_generate", "seconds_score"} <= set(result["cost"])
     assert result["metric"]["parameters"] == 204032
     assert result["config_hash"] and result["versions"]["torch"]
+
+
+@pytest.mark.slow
+def test_the_best_size_at_a_prime_number_of_rollouts_is_that_of_the_answer(tmp_path):
+    """The next multiple of 8: 97 has no divisor but itself."""
+    wanted = ("model=tiny_direct", "study.rollouts=97", "study.questions=40", "group_sizes=[2]")
+    result = study(tmp_path / "run", *wanted)
+    scaling = result["scaling"]
+    law = ScalingLaw(*(scaling[name] for name in ("c1", "c2", "c3")))
+    assert scaling["best_divisor"]["97"] == law.best_divisor(104) < 97
 
 
 @pytest.mark.slow(minutes=0.02)
