@@ -16,13 +16,8 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.model import checkpoints_of
 from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
-from grpo_ustat.estimators.scaling import (
-    CONSTANTS,
-    divisible_rollouts,
-    group_size_interval,
-    scaling_estimate,
-    widening,
-)
+from grpo_ustat.estimators.group_size import CONSTANTS, scaling_estimate
+from grpo_ustat.estimators.scaling import divisible_rollouts
 from grpo_ustat.logs.formats import PACKED_SUFFIXES, format_of
 from grpo_ustat.logs.pairing import (
     checkpoint_step,
@@ -224,7 +219,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
         return _without_monitor(run, group_size, len(measured), len(recent))
     values_3S = np.array([[row[f"monitor/{name}"] for row in recent] for name in CONSTANTS])
     size = run.config["group_size"]
-    scaling = scaling_of_steps(values_3S, run.config["budget"]["rollouts"] // size, size)
+    scaling = scaling_of_steps(values_3S, run.config["budget"]["rollouts"] // size)
     best, low, high = (scaling[name] for name in ("gstar", "gstar_low", "gstar_high"))
     verdict, sentence, numbers = group_size_advice(scaling, group_size, rollouts)
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
@@ -250,13 +245,13 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     return Advice(verdict, sentence, details, following, numbers)
 
 
-def scaling_of_steps(values_3S: Array, prompts: int, group_size: int) -> dict[str, Any]:
+def scaling_of_steps(values_3S: Array, prompts: int) -> dict[str, Any]:
     """C1, C2, C3 and G* of a training run, as the means of what its monitor measured, jackknifed
     over steps: each step has prompts and completions of its own, and its estimates are unbiased.
 
     Args:
         values_3S: C1, C2 and C3 of each of S >= 2 steps.
-        prompts, group_size: of a step.
+        prompts: of a step.
 
     Returns:
         What `group_size_advice` takes.
@@ -266,15 +261,13 @@ def scaling_of_steps(values_3S: Array, prompts: int, group_size: int) -> dict[st
     delete_one: dict[str, Array] = {
         name: one[None] for name, one in zip(CONSTANTS, delete_one_3S, strict=True)
     }
-    factor = widening(values_3S.shape[1] * prompts, group_size)
-    estimate = scaling_estimate(whole, delete_one, factor)
+    estimate = scaling_estimate(whole, delete_one, values_3S.shape[1] * prompts)
     best, low, high = (
-        float(value) if np.isfinite(value) else None
-        for value in group_size_interval(whole, delete_one, factor)
+        float(value) if np.isfinite(value) else None for value in estimate.group_size_interval()
     )
     return {
         **whole, "covariance": estimate.covariance_33, "dof": estimate.dof,
-        "gstar": best, "gstar_low": low, "gstar_high": high,
+        "prompts": estimate.prompts, "gstar": best, "gstar_low": low, "gstar_high": high,
     }  # fmt: skip
 
 

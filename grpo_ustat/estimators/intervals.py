@@ -92,6 +92,7 @@ def ratio_interval(
     delete_one_above_Kn: Array,
     delete_one_below_Kn: Array,
     level: float = CONFIDENCE,
+    factor: float = 1.0,
 ) -> Interval:
     """The ratio of two means that are truly at least 0, both estimated, with `fieller_set`.
 
@@ -100,6 +101,7 @@ def ratio_interval(
         delete_one_above_Kn, delete_one_below_Kn: the same with one of a part's n units left out, K
             independent parts.
         level: coverage.
+        factor: on the critical value.
 
     Returns:
         The estimate is NaN where the denominator's is not positive or where every ratio is
@@ -121,7 +123,7 @@ def ratio_interval(
     )
     dof = min(pooled_dof(above_K, count - 1), pooled_dof(below_K, count - 1))
     variances = (float(above_K.sum()), float(mixed_K.sum()), float(below_K.sum()))
-    low, high = fieller_set(above, below, variances, float(stdtrit(dof, (1 + level) / 2)))
+    low, high = fieller_set(above, below, variances, factor * float(stdtrit(dof, (1 + level) / 2)))
     known = below > 0 and not (low == 0 and math.isinf(high))
     return Interval(max(0.0, above / below) if known else math.nan, low, high)
 

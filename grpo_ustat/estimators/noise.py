@@ -45,23 +45,23 @@ import numpy as np
 from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
 from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
+from grpo_ustat.estimators.group_size import (
+    CONSTANTS,
+    ONE_SIDED_FACTOR,
+    ScalingEstimate,
+    best_group_size,
+    scaling_estimate,
+)
 from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
     Interval,
+    fieller_set,
     jackknife_interval,
     ratio_interval,
     tails,
     wilson,
 )
 from grpo_ustat.estimators.moments import norm_moments
-from grpo_ustat.estimators.scaling import (
-    CONSTANTS,
-    ScalingEstimate,
-    best_group_size,
-    group_size_interval,
-    scaling_estimate,
-    widening,
-)
 from grpo_ustat.records import Array
 
 LEAST_UNITS = 4  # of which a jackknife leaves one out
@@ -83,6 +83,10 @@ def noise_scale(
 ) -> Interval:
     """n_c(G) with Fieller's interval: no upper end where ||grad J||^2 may be 0.
 
+    An upper end is given where ||grad J||^2 is above 0 at the level .995, two-sided, since it is
+    given mostly where ||grad J||^2 came out too large. A lower end without an upper one is given
+    mostly where it came out too small, so its critical value is twice as large.
+
     Args:
         whole: c1, c2, c3, grad_sq.
         delete_one: the same with one unit left out at a time, each [K, n], K independent parts.
@@ -99,36 +103,52 @@ def noise_scale(
     if not math.isfinite(group_size):
         return UNDETERMINED
     unit = completion_cost + prompt_cost / group_size
-    return ratio_interval(
-        unit * float(_n_mse(whole, group_size)), float(whole["grad_sq"]),
-        unit * np.asarray(_n_mse(delete_one, group_size)), delete_one["grad_sq"], level,
-    )  # fmt: skip
+
+    def ratio(level: float, factor: float = 1.0) -> Interval:
+        return ratio_interval(
+            unit * float(_n_mse(whole, group_size)), float(whole["grad_sq"]),
+            unit * np.asarray(_n_mse(delete_one, group_size)), delete_one["grad_sq"], level, factor,
+        )  # fmt: skip
+
+    high = ratio(1 - (1 - level) / 10).high
+    low = ratio(level, 1.0 if math.isfinite(high) else ONE_SIDED_FACTOR).low
+    return Interval(ratio(level).estimate, low, high)
 
 
 def prompt_share(
-    whole: Mapping[str, Array | float],
-    delete_one: Mapping[str, Array],
-    group_size: float,
-    level: float = CONFIDENCE,
+    scaling: ScalingEstimate, group_size: float, level: float = CONFIDENCE
 ) -> Interval:
     """G C1 / ( G C1 + C2 + C3/(G-1) ): the share of the noise that comes from which prompts are
     drawn, which no rollouts of the same prompts would average out; within [0, 1].
 
-    Args:
-        whole, delete_one, group_size, level: see `noise_scale`.
+    Fieller's interval of the odds `G C1 / (C2 + C3/(G-1))`. Prompts that were not drawn add
+    `ScalingEstimate.undrawn` to the relative variance of C1 at hypothetical odds.
 
-    >>> whole = {"c1": 1.0, "c2": 2.0, "c3": 9.0}
-    >>> exact = {name: np.full((1, 4), value) for name, value in whole.items()}
-    >>> round(prompt_share(whole, exact, 4).estimate, 3)
+    Args:
+        scaling: C1, C2, C3 with the covariance of their errors.
+        group_size: G > 1; NaN gives NaN.
+        level: of the interval.
+
+    >>> exact = ScalingEstimate(np.array([1.0, 2.0, 9.0]), np.zeros((3, 3)), 1e9, 1e9)
+    >>> round(prompt_share(exact, 4).estimate, 3)
     0.444
     """
     if not math.isfinite(group_size):
         return UNDETERMINED
-    share = ratio_interval(
-        group_size * float(whole["c1"]), float(_n_mse(whole, group_size)),
-        group_size * delete_one["c1"], np.asarray(_n_mse(delete_one, group_size)), level,
-    )  # fmt: skip
-    return Interval(*(min(max(x, 0.0), 1.0) for x in share))
+    c1, c2, c3 = map(float, scaling.constants_3)
+    prompts, completions = group_size * c1, c2 + c3 / (group_size - 1)
+    if not prompts + completions > 0:
+        return Interval(math.nan, 0.0, 1.0)
+    share = min(max(prompts / (prompts + completions), 0.0), 1.0)
+    if not np.isfinite(scaling.covariance_33).all():
+        return UNDETERMINED._replace(estimate=share)
+    weights_23 = np.array([[group_size, 0.0, 0.0], [0.0, 1.0, 1 / (group_size - 1)]])
+    (above, mixed), (_, below) = weights_23 @ scaling.covariance_33 @ weights_23.T
+    below += scaling.undrawn * completions**2
+    critical = float(stdtrit(scaling.dof, (1 + level) / 2))
+    odds = fieller_set(prompts, completions, (above, mixed, below), critical)
+    low, high = (1.0 if math.isinf(x) else x / (1 + x) for x in odds)
+    return Interval(share, low, high)
 
 
 def equal_noise_size(scaling: ScalingEstimate, level: float = CONFIDENCE) -> Interval:
@@ -142,7 +162,7 @@ def equal_noise_size(scaling: ScalingEstimate, level: float = CONFIDENCE) -> Int
         scaling: C1, C2, C3 with the covariance of their errors.
         level: of the interval; no upper end where C1 may be 0.
 
-    >>> exact = ScalingEstimate(np.array([1.0, 2.0, 9.0]), np.zeros((3, 3)), 100.0)
+    >>> exact = ScalingEstimate(np.array([1.0, 2.0, 9.0]), np.zeros((3, 3)), 1e9, 1e15)
     >>> [round(x, 3) for x in equal_noise_size(exact)]  # 4.541 = 2 + 9/3.541
     [4.541, 4.541, 4.541]
     """
@@ -157,7 +177,9 @@ def equal_noise_size(scaling: ScalingEstimate, level: float = CONFIDENCE) -> Int
         """Above 0 where the shares differ significantly at G = 1 + exp(log_gap)."""
         gap = math.exp(log_gap)
         weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
-        error = math.sqrt(max(float(weights_3 @ scaling.covariance_33 @ weights_3), 0.0))
+        variance = float(weights_3 @ scaling.covariance_33 @ weights_3)
+        variance += scaling.undrawn * (gap * c2 + c3) ** 2
+        error = math.sqrt(max(variance, 0.0))
         return side * float(weights_3 @ scaling.constants_3) - critical * error
 
     ends: list[float] = []
@@ -181,9 +203,8 @@ def noise_share(scale: Interval, rollouts: float) -> Interval:
     return Interval(*(1.0 if math.isinf(x) else x / (rollouts + x) for x in scale))
 
 
-def noise_of_steps(values_4S: Array, group_size: float) -> tuple[Interval, Interval]:
-    """n_c(G) and the share of the noise from prompts, of the policies of some steps together,
-    jackknifed over steps.
+def noise_of_steps(values_4S: Array, group_size: float) -> Interval:
+    """n_c(G) of the policies of some steps together, jackknifed over steps.
 
     Args:
         values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 of each of S >= 2 steps, which
@@ -196,10 +217,7 @@ def noise_of_steps(values_4S: Array, group_size: float) -> tuple[Interval, Inter
     delete_one: dict[str, Array] = {
         name: one[None] for name, one in zip(names, delete_one_4S, strict=True)
     }
-    return (
-        noise_scale(whole, delete_one, group_size),
-        prompt_share(whole, delete_one, group_size),
-    )
+    return noise_scale(whole, delete_one, group_size)
 
 
 class GroupTerms(NamedTuple):
@@ -287,6 +305,7 @@ class NoiseEstimate:
             **dict(zip(CONSTANTS, map(float, self.scaling.constants_3), strict=True)),
             "covariance": self.scaling.covariance_33,
             "dof": self.scaling.dof,
+            "prompts": self.scaling.prompts,
             **{f"gstar{end}": float(x) if math.isfinite(x) else None for end, x in values},
         }
 
@@ -324,23 +343,20 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
             error, length = _n_mse(whole, size), whole["grad_sq"]
             ratio = float(error / length) if length > 0 else math.nan
             intervals[name] = UNDETERMINED._replace(estimate=ratio)
-        error = _n_mse(whole, float(group_size))
-        share = min(max(group_size * whole["c1"] / error, 0.0), 1.0) if error else math.nan
-        intervals["prompt_share"] = UNDETERMINED._replace(estimate=share)
-        scaling, heavy = ScalingEstimate(constants_3, np.full((3, 3), np.nan), 1.0), True
+        unknown_33 = np.full((3, 3), np.nan)
+        scaling, heavy = ScalingEstimate(constants_3, unknown_33, 1.0, groups), True
     else:
-        factor = widening(groups, group_size)
+        scaling = scaling_estimate(whole, delete_one, groups)
         for name in CONSTANTS_AND_GRADIENT:
             intervals[name] = jackknife_interval(whole[name], delete_one[name])
         if not all((delete_one[name] == whole[name]).all() for name in CONSTANTS):
-            intervals["gstar"] = group_size_interval(whole, delete_one, factor)
+            intervals["gstar"] = scaling.group_size_interval()
         for name, size in sizes.items():
             intervals[name] = noise_scale(whole, delete_one, size)
-        intervals["prompt_share"] = prompt_share(whole, delete_one, float(group_size))
         norms = np.concatenate([step.norm_P[~np.isnan(step.norm_P)] for step in steps])
         leading = [delete_one["c2"], delete_one["c3"]]
         heavy = len(norms) < LEAST_UNITS or tails(norms[None], leading).heavy
-        scaling = scaling_estimate(whole, delete_one, factor)
+    intervals["prompt_share"] = prompt_share(scaling, float(group_size))
     if group_size == 2:
         intervals |= _identified_by_pairs(whole, delete_one, intervals["gstar"], groups)
     return NoiseEstimate(intervals, scaling, heavy, assumption2=group_size == 2)
@@ -375,7 +391,7 @@ def _identified_by_pairs(
         found[name] = UNDETERMINED._replace(estimate=float(best))
         if delete_one is not None and not math.isnan(gstar.low):
             without = {**delete_one, "c3": times * (delete_one[one] + delete_one[other])}
-            found[name] = group_size_interval(constants, without, widening(pairs, 2))
+            found[name] = scaling_estimate(constants, without, pairs).group_size_interval()
     low = max(found["gstar_least"].low, LEAST_GSTAR)
     found["gstar"] = Interval(math.nan, low, found["gstar_most"].high)
     found["c2_plus_c3"] = UNDETERMINED._replace(estimate=whole["c2"] + whole["c3"])

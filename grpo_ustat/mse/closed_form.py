@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from grpo_ustat.estimators.group_size import ScalingEstimate, scaling_estimate
 from grpo_ustat.estimators.intervals import Interval, Tails, jackknife_interval, tails
 from grpo_ustat.estimators.minibatch import decompose
 from grpo_ustat.estimators.moments import (
@@ -38,12 +39,6 @@ from grpo_ustat.estimators.moments import (
     pool_moments,
 )
 from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT, noise_scale, prompt_share
-from grpo_ustat.estimators.scaling import (
-    ScalingEstimate,
-    group_size_interval,
-    scaling_estimate,
-    widening,
-)
 from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
@@ -162,11 +157,10 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         )
         for name, value in estimates.items()
     }
-    scaling = ScalingEstimate(np.full(3, np.nan), np.full((3, 3), np.nan), 1.0)
+    scaling = ScalingEstimate(np.full(3, np.nan), np.full((3, 3), np.nan), 1.0, count)
     if interval == "questions":
-        factor = widening(*pool.rewards_PN.shape)
-        scaling = scaling_estimate(estimates, delete_one, factor)
-        intervals |= _of_training(estimates, delete_one, factor, request.costs)
+        scaling = scaling_estimate(estimates, delete_one, count)
+        intervals |= _of_training(estimates, delete_one, scaling, request.costs)
 
     def crossover(excess: float) -> float:
         """1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
@@ -196,18 +190,18 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
 def _of_training(
     estimates: Arrays,
     delete_one: Arrays,
-    factor: float,
+    scaling: ScalingEstimate,
     costs: Mapping[str, tuple[float, float]],
 ) -> dict[str, Interval]:
-    """G* and the noise scale, for new questions; `factor` as of `group_size_interval`."""
-    best = group_size_interval(estimates, delete_one, factor)
+    """G* and the noise scale, for new questions."""
+    best = scaling.group_size_interval()
     intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     for name, of_unit in costs.items():
-        intervals[f"gstar_{name}"] = group_size_interval(estimates, delete_one, factor, *of_unit)
+        intervals[f"gstar_{name}"] = scaling.group_size_interval(*of_unit)
     sizes = {str(size): float(size) for size in CURVE_SIZES}
     for name, size in (sizes | {"best": _decided(best)}).items():
         intervals[f"noise/{name}"] = noise_scale(estimates, delete_one, size)
-        intervals[f"prompt_share/{name}"] = prompt_share(estimates, delete_one, size)
+        intervals[f"prompt_share/{name}"] = prompt_share(scaling, size)
     if "tokens" in costs:
         best_tokens = _decided(intervals["gstar_tokens"])
         for name, size in (sizes | {"best": best_tokens}).items():

@@ -119,7 +119,7 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
             f"the noise is that of a prompt's completions, G = {one}",
             "Critical Batch Size, HiLD at ICML 2026",
             f"share of the noise from which prompts are drawn, G = {one}",
-            partial(prompt_share, *population.constants, one),
+            partial(prompt_share, population.scaling, one),
             most=0.5,
             beside=beside,
         )

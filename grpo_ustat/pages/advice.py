@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_ustat.estimators.group_size import ScalingEstimate
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.findings import (
     GroupSizeCosts,
     group_size_costs,
-    is_decided,
     scaling_estimate_of,
 )
 from grpo_ustat.pages.tables import percent
@@ -60,9 +60,9 @@ def group_size_advice(
     """Whether another group size has a smaller error at the same number of rollouts.
 
     "Raise" and "lower" are said only where the interval of the extra error at `group_size` is above
-    0; that interval is simultaneous over all sizes and their best one, so a size that is truly the
-    best is advised against in at most 2 % of studies (see `ScalingEstimate.extra_error`). "Keep" is
-    said of the best size, and of another where that interval reaches 0 and ends below 30 %.
+    0; that interval holds for all sizes and their best one together, see
+    `ScalingEstimate.extra_error`. "Keep" is said of the size that is decided, and of another where
+    that interval reaches 0 and ends below 30 %.
 
     Args:
         scaling: C1, C2, C3, G* and their covariance, as in `result.json`.
@@ -84,11 +84,16 @@ def group_size_advice(
         **{name: scaling.get(name) for name in ("gstar", "gstar_low", "gstar_high")},
     }
     if group_size is None:
-        if not is_decided(scaling):
+        if costs.tolerance is None:
             return UNKNOWN, "There is not enough data for a best num_generations.", numbers
         prompts = rollouts // best
         sentence = f"Use num_generations = {best}: at n = {rollouts}, {prompts} prompts a step."
         return CHOOSE, sentence, numbers
+    if costs.tolerance is None:
+        # What is not decided may still be known to be better than the size in use.
+        best = max(costs.extra, key=lambda size: _surely_worse(estimate, group_size, size))
+        if not _surely_worse(estimate, group_size, best) > 0:
+            best = costs.best
     extra, low, high = estimate.extra_error(group_size, best)
     names = ("extra_error", "extra_error_low", "extra_error_high")
     ends = (value if math.isfinite(value) else None for value in (extra, low, high))
@@ -103,9 +108,9 @@ def group_size_advice(
             f"{best} is as good with {100 * saved:.0f} % fewer rollouts.",
             numbers | {"fewer_rollouts": saved},
         )
-    if not is_decided(scaling) or not (group_size == best or high <= TOLERABLE_EXTRA_ERROR):
+    if costs.tolerance is None or not (group_size == best or high <= TOLERABLE_EXTRA_ERROR):
         sentence = f"There is not enough data to keep or to change num_generations = {group_size}"
-        if is_decided(scaling) and math.isfinite(low):
+        if costs.tolerance is not None and math.isfinite(low):
             sentence += (
                 f": at n = {rollouts} it costs {percent(extra)} error [{percent(low)}, "
                 f"{percent(high)}] against the best size, {best}"
@@ -114,8 +119,9 @@ def group_size_advice(
     if group_size == best:
         return (
             KEEP,
-            f"Keep num_generations = {group_size}: of the sizes that divide n = {rollouts} it has "
-            "the smallest error.",
+            f"Keep num_generations = {group_size}: its error is within "
+            f"{100 * costs.tolerance:.0f} % of the least one of the sizes that divide n = "
+            f"{rollouts}.",
             numbers,
         )
     return (
@@ -124,6 +130,12 @@ def group_size_advice(
         f"of the best size, {best} ({percent(extra)} [{percent(low)}, {percent(high)}]).",
         numbers,
     )
+
+
+def _surely_worse(estimate: ScalingEstimate, group_size: int, reference: int) -> float:
+    """Lower end of the extra error at `group_size`; below any where there is none."""
+    low = estimate.extra_error(group_size, reference).low
+    return low if math.isfinite(low) else -math.inf
 
 
 def pair_advice(gstar: Interval) -> str:
@@ -146,10 +158,11 @@ def pair_advice(gstar: Interval) -> str:
 def other_sizes(costs: GroupSizeCosts) -> str:
     """The extra error of every admissible size up to 64, in a line.
 
-    >>> from grpo_ustat.estimators.intervals import Interval
-    >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
-    >>> other_sizes(GroupSizeCosts(4, 4, extra))
-    'Extra error at n = 4: 2: +40 % [+30 %, +50 %]; 4: the best.'
+        >>> from grpo_ustat.estimators.group_size import ScalingEstimate
+    from grpo_ustat.estimators.intervals import Interval
+        >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+        >>> other_sizes(GroupSizeCosts(4, 4, extra))
+        'Extra error at n = 4: 2: +40 % [+30 %, +50 %]; 4: the best.'
     """
     parts = []
     for size, (extra, low, high) in costs.extra.items():

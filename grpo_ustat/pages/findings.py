@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZES, ScalingEstimate
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
+    LEAST_GSTAR,
     LEAST_UNITS,
     noise_of_steps,
     noise_share,
 )
-from grpo_ustat.estimators.scaling import ScalingEstimate, divisible_rollouts
+from grpo_ustat.estimators.scaling import divisible_rollouts
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.tables import percent, row_interval, three_digits
@@ -36,6 +38,8 @@ WHY_FIXED_ROLLOUTS = (
 WORTHWHILE_SAVING = 0.05  # share of the error; less does not pay for drawing groups anew
 HELPFUL_SAVING = 0.05  # share of the error; plans of unequal groups that save less do not help
 USUAL_SIZE = 8  # TRL's G where none is chosen
+# The number at which nine in ten studies decide is printed up to so many times that of half.
+USEFUL_RATIO = 10
 NEIGHBOUR_OFFSETS = (-1, 1)  # of the best admissible G, whose costs the sentence names
 
 
@@ -45,14 +49,17 @@ class GroupSizeCosts:
 
     Attributes:
         rollouts: n of a step.
-        best: the admissible G, one that divides n, of the smallest estimated error.
+        best: the admissible G, one that divides n, to take.
         extra: MSE at G over MSE at `best`, less 1, by G; intervals of 95 % that hold together, see
             `ScalingEstimate.extra_error`, NaN where C1 to C3 have none.
+        tolerance: the error at `best` is within so much of the least one, as a share; None: not
+            decided.
     """
 
     rollouts: int
     best: int
     extra: Mapping[int, Interval]
+    tolerance: float | None = None
 
 
 def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
@@ -63,7 +70,8 @@ def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
     """
     constants = np.array([scaling[name] for name in ("c1", "c2", "c3")], float)
     covariance = np.array(scaling.get("covariance", np.full((3, 3), np.nan)), float)
-    return ScalingEstimate(constants, covariance, float(scaling.get("dof", 1.0)))
+    dof = float(scaling.get("dof", 1.0))
+    return ScalingEstimate(constants, covariance, dof, scaling.get("prompts", dof + 1))
 
 
 def group_size_costs(scaling: Mapping[str, Any], rollouts: int) -> GroupSizeCosts:
@@ -80,10 +88,9 @@ def group_size_costs(scaling: Mapping[str, Any], rollouts: int) -> GroupSizeCost
     if not sizes:
         raise ValueError(f"rollouts={rollouts}: a group needs at least 2")
     estimate = scaling_estimate_of(scaling)
-    best = estimate.best_of(sizes)
-    return GroupSizeCosts(
-        rollouts, best, {size: estimate.extra_error(size, best) for size in sizes}
-    )
+    best, tolerance = estimate.decide(sizes)
+    extra = {size: estimate.extra_error(size, best) for size in sizes}
+    return GroupSizeCosts(rollouts, best, extra, tolerance)
 
 
 def is_decided(scaling: Mapping[str, Any]) -> bool:
@@ -130,36 +137,43 @@ def best_size_sentence(result: Mapping[str, Any]) -> str:
     if is_decided(scaling):
         best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
         return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
-    more = f"{_prompts_text(*prompts_needed(result))} (now {questions})"
+    more = f"{_prompts_text(*prompts_to_decide(result))} (now {questions})"
     low = scaling["gstar_low"]
-    if low is not None and low > 2:
-        return f"Best G is at least {low:.1f}; for an upper end {more}."
+    if low is not None and low > LEAST_GSTAR:
+        return f"Best G is at least {low:.1f}; {more}."
     return f"Not enough data for a best G: {more}."
 
 
-def _prompts_text(low: int, high: float) -> str:
-    """How many more prompts are needed.
+def _prompts_text(half: float, most: float) -> str:
+    """With how many prompts such studies decide.
 
-    >>> _prompts_text(20, 300.0), _prompts_text(0, 14.0)
-    ('20 to 300 more prompts are needed', 'up to 14 more prompts are needed')
-    >>> _prompts_text(20, math.inf), _prompts_text(0, math.inf)
-    ('at least 20 more prompts are needed', 'more prompts are needed, how many cannot be said yet')
+    >>> _prompts_text(130, 300)
+    'half of such studies decide with 130 prompts, nine in ten with 300'
+    >>> _prompts_text(130, math.inf)
+    'half of such studies decide with 130 prompts'
+    >>> _prompts_text(math.inf, math.inf)
+    'how many prompts would decide is not known yet'
     """
-    if math.isinf(high):
-        if not low:
-            return "more prompts are needed, how many cannot be said yet"
-        return f"at least {low} more prompts are needed"
-    first = f"{low} to" if low else "up to"
-    return f"{first} {high:.0f} more prompts are needed"
+    if math.isinf(half):
+        return "how many prompts would decide is not known yet"
+    text = f"half of such studies decide with {half:.0f} prompts"
+    return f"{text}, nine in ten with {most:.0f}" if most <= USEFUL_RATIO * half else text
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
     """The best admissible G and the extra error of its neighbours.
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
+    'at 4 rollouts a step use G = 4, within 5 % of the least err'
     >>> costs_sentence(GroupSizeCosts(4, 4, extra))
-    'at 4 rollouts a step use G = 4 (G = 2: +40 % error [+30 %, +50 %]).'
+    'at 4 rollouts a step no size is known to be within 10 % of the least error.'
     """
+    if costs.tolerance is None:
+        return (
+            f"at {costs.rollouts} rollouts a step no size is known to be within "
+            f"{100 * TOLERANCES[-1]:.0f} % of the least error."
+        )
     sizes = list(costs.extra)
     place = sizes.index(costs.best)
     parts = []
@@ -169,13 +183,15 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
         size = sizes[place + step]
         if not math.isfinite(costs.extra[size].low):
             continue
-        word = "" if any("error" in part for part in parts) else " error"
         if costs.extra[size].low <= 0:
             parts.append(f"G = {size} may be as good")
             continue
         extra, low, high = map(percent, costs.extra[size])
-        parts.append(f"G = {size}: {extra}{word} [{low}, {high}]")
-    first = f"at {costs.rollouts} rollouts a step use G = {costs.best}"
+        parts.append(f"G = {size}: {extra} [{low}, {high}]")
+    first = (
+        f"at {costs.rollouts} rollouts a step use G = {costs.best}, within "
+        f"{100 * costs.tolerance:.0f} % of the least error"
+    )
     return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
 
 
@@ -320,7 +336,7 @@ def training_noise_sentence(
     if len(recent) < LEAST_UNITS:
         return ""
     values_4S = np.array([[row[key] for row in recent] for key in keys])
-    text = noise_text(noise_of_steps(values_4S, group_size)[0], rollouts)
+    text = noise_text(noise_of_steps(values_4S, group_size), rollouts)
     return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
 
 
@@ -366,22 +382,18 @@ def interval_note(result: Mapping[str, Any]) -> str:
         )
     return (
         f"Intervals of 95 %, generalising from these {result['questions']} to new questions of the "
-        "kind; those of the extra errors are paired and hold together."
+        "kind; those of G* and of extra errors hold together."
     )
 
 
-def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
-    """How many more prompts are needed, from and to, to two digits; see
-    `ScalingEstimate.prompts_for_best_size`.
+def prompts_to_decide(result: Mapping[str, Any]) -> tuple[float, float]:
+    """The numbers of prompts with which half and nine in ten of such studies decide, to two digits;
+    see `ScalingEstimate.prompts_to_decide`.
     """
-    questions, completions = result["questions"], result["pool_completions"]
     if "covariance" not in result["scaling"]:
-        return 0, math.inf
-    estimate = scaling_estimate_of(result["scaling"])
-    low, high = estimate.prompts_for_best_size(questions, completions)
-    ends = (low - questions, max(1.0, high - questions))
-    low, high = (float(f"{x:.2g}") if math.isfinite(x) else x for x in ends)
-    return int(low), high
+        return math.inf, math.inf
+    half, most = scaling_estimate_of(result["scaling"]).prompts_to_decide(USUAL_SIZES)
+    return float(f"{half:.2g}"), float(f"{most:.2g}")
 
 
 def summary_sentences(

@@ -15,8 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ustat.estimators.intervals import clustered_mean
-from grpo_ustat.estimators.scaling import group_size_interval
+from grpo_ustat.estimators.intervals import clustered_mean, ratio_interval
 from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs.record import RunRecord
@@ -256,14 +255,10 @@ def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
     ])  # fmt: skip
     count = means_KN.shape[1]
     delete_one_KN = (means_KN.sum(axis=1, keepdims=True) - means_KN) / (count - 1)
-    names = ("c1", "c2", "c3")
-    best, low, high = group_size_interval(
-        dict(zip(names, means_KN.mean(axis=1), strict=True)),
-        {name: one[None] for name, one in zip(names, delete_one_KN, strict=True)},
-        1.0,
-    )
-    low, high = (end if math.isfinite(end) else None for end in (low, high))
-    return float(best), low, high
+    (c1, _, c3), (without_c1_N, _, without_c3_N) = means_KN.mean(axis=1), delete_one_KN
+    ratio = ratio_interval(float(c3), float(c1), without_c3_N[None], without_c1_N[None])
+    low, high = (1 + math.sqrt(end) if math.isfinite(end) else None for end in ratio[1:])
+    return 1 + math.sqrt(max(ratio.estimate, 0.0)), low, high
 
 
 def _panel(

@@ -20,8 +20,7 @@ from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.estimators.scaling import divisible_rollouts
 from grpo_ustat.pages.findings import (
     group_size_costs,
-    is_decided,
-    prompts_needed,
+    prompts_to_decide,
 )
 from grpo_ustat.runs.record import study_rollouts
 
@@ -47,11 +46,8 @@ def next_step(
     if equal := result.get("equal_rewards"):
         return _equal_rewards_step(equal, config)
     rollouts = divisible_rollouts(rollouts or study_rollouts(config))
-    best = (
-        group_size_costs(result["scaling"], rollouts).best
-        if is_decided(result["scaling"])
-        else None
-    )
+    costs = group_size_costs(result["scaling"], rollouts)
+    best = costs.best if costs.tolerance is not None else None
     if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
@@ -139,8 +135,9 @@ def _place(config: Mapping[str, Any]) -> str:
 
 def _questions_for_best(result: Mapping[str, Any]) -> int:
     """With how many questions a study is to be made again, for the best G to be known."""
-    questions, (low, high) = result["questions"], prompts_needed(result)
-    return questions + int(min(high, max(low, LARGEST_FOLLOW_UP * questions)))
+    half, most = prompts_to_decide(result)
+    follow_up = (1 + LARGEST_FOLLOW_UP) * result["questions"]
+    return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
 
 
 def _best_of_loss(result: Mapping[str, Any], config: Mapping[str, Any], best: int) -> int:

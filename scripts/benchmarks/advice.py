@@ -111,7 +111,7 @@ def main() -> None:
                         if values_3S.ndim < 2 or values_3S.shape[1] < 4:
                             verdicts["fewer than 4 steps"] += 1
                             continue
-                        scaling = scaling_of_steps(values_3S, n // size, size)
+                        scaling = scaling_of_steps(values_3S, n // size)
                         verdicts[group_size_advice(scaling, size, n)[0]] += 1
                     shares = ", ".join(
                         f"{name} {100 * count / options.runs:.1f} %"

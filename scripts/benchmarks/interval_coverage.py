@@ -394,7 +394,7 @@ def windows(count: int) -> None:
                             jackknife_interval(x, y[None])
                             for x, y in zip(means, without, strict=True)
                         ]
-                        several.append(noise_of_steps(each, size)[0])
+                        several.append(noise_of_steps(each, size))
                     ends.append([x[1:] for x in several])
                 low, high = np.array(ends).transpose(2, 1, 0)
                 held = ((low <= truth) & (truth <= high)).mean(axis=1)

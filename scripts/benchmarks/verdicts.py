@@ -1,6 +1,6 @@
 """How often a verdict on a published claim is wrong, given that it is said, by simulation.
 
-Populations are those of decisions.py, with the lengths of worth.py. The truth of a claim is where
+Populations are those of populations.py, with the lengths of worth.py. The truth of a claim is where
 its number lies that all 8000 prompts with 64 completions each give. Of every study, m prompts with
 N completions each:
 
@@ -21,7 +21,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from decisions import POPULATIONS, PROMPTS, Population
+from populations import LIGHT, PROMPTS
 from worth import ROLLOUTS, cell, lengths_of, study
 
 from grpo_ustat.mse.closed_form import Request, closed_form
@@ -55,12 +55,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=100, help="of each cell")
     parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
-    parser.add_argument("--populations", nargs="+", default=list(POPULATIONS))
+    parser.add_argument("--populations", nargs="+", default=list(LIGHT))
     parser.add_argument("--cells", nargs="+", type=cell, default=CELLS, help="such as 64x18")
     asked = parser.parse_args()
     print(f"n = {ROLLOUTS}, G = {SIZE}, {asked.studies} studies a cell")
     for name in asked.populations:
-        population = Population(*POPULATIONS[name])
+        population = LIGHT[name]()
         lengths_PY = lengths_of(population)
         large = study(population, lengths_PY, np.arange(PROMPTS), 64, np.random.default_rng(9))
         truth = {row.claim: row for row in verdicts(large, 2000, 1)}

@@ -1,6 +1,6 @@
 """How often the intervals of what a rollout of a loss is worth cover the truth, by simulation.
 
-Populations are those of decisions.py, with lengths of completions that go with their rewards. The
+Populations are those of populations.py, with lengths of completions that go with their rewards. The
 truth is the estimate from all 8000 prompts with 64 completions each. Of every study, m prompts with
 N completions each:
 
@@ -29,7 +29,7 @@ from copy import copy
 from dataclasses import fields, replace
 
 import numpy as np
-from decisions import OUTCOMES, POPULATIONS, PROMPTS, Population
+from populations import LIGHT, OUTCOMES, PROMPTS, Population
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import LossRow, loss_worths
@@ -121,7 +121,7 @@ def main_lag(asked: argparse.Namespace) -> None:
     print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':26}{'truth':>7}{'decided':>9}{'worth':>10}"
           f"{'direction':>10}")  # fmt: skip
     for name in asked.populations:
-        population = Population(*POPULATIONS[name])
+        population = LIGHT[name]()
         lengths_PY = lengths_of(population)
         fresh, pools = lagged(population, lengths_PY, PROMPTS, 64, np.random.default_rng(9))
         rows = loss_worths(fresh, LAGGED, [4, 8], ROLLOUTS, 2000, 1, pools)
@@ -186,7 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--studies", type=int, default=300, help="of each cell")
     parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
-    parser.add_argument("--populations", nargs="+", default=list(POPULATIONS))
+    parser.add_argument("--populations", nargs="+", default=list(LIGHT))
     parser.add_argument("--lag", action="store_true", help="completions of another policy")
     parser.add_argument("--cells", nargs="+", type=cell, default=CELLS, help="such as 64x8")
     asked = parser.parse_args()
@@ -197,7 +197,7 @@ def main() -> None:
     print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':22}{'truth':>7}{'decided':>9}", end="")
     print("".join(f"{name:>12}" for name in COLUMNS))
     for name in asked.populations:
-        population = Population(*POPULATIONS[name])
+        population = LIGHT[name]()
         lengths_PY = lengths_of(population)
         large = study(population, lengths_PY, np.arange(PROMPTS), 64, np.random.default_rng(9))
         rows = loss_worths(large, LOSSES, SIZES, ROLLOUTS, 2000, seed=1)

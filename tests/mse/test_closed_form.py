@@ -12,9 +12,10 @@ import pytest
 from prompt_pools import whole_pool
 from tabular import TabularPolicy
 
+from grpo_ustat.estimators.group_size import best_group_size
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
 from grpo_ustat.estimators.moments import delete_one_moments, pool_moments, refutes_assumption2
-from grpo_ustat.estimators.scaling import HeavyTails, best_group_size, scaling_from_arrays
+from grpo_ustat.estimators.scaling import HeavyTails, scaling_from_arrays
 from grpo_ustat.mse.closed_form import CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.pages.caveats import heavy_warning
 from grpo_ustat.records import ScorePool

@@ -9,7 +9,7 @@ import pytest
 from folders import completed
 from matplotlib.axes import Axes
 
-from grpo_ustat.estimators.scaling import group_size_interval
+from grpo_ustat.estimators.intervals import ratio_interval
 from grpo_ustat.pages.learning import (
     ERROR,
     GSTAR,
@@ -114,9 +114,9 @@ def test_the_best_group_size_of_several_seeds_is_that_of_their_mean_constants():
     (error,) = of(learning_rows(runs), ERROR)
     c1, c3 = np.array(constants).T
     delete_one = {"c1": (6 - c1)[None] / 2, "c2": np.zeros((1, 3)), "c3": (54 - c3)[None] / 2}
-    slow = group_size_interval({"c1": 2.0, "c2": 0.0, "c3": 18.0}, delete_one, 1.0)
-    assert row["mean"] == pytest.approx(slow.estimate) == pytest.approx(4)
-    assert row["low"] == pytest.approx(slow.low) and row["seeds"] == 3
+    ratio = ratio_interval(18.0, 2.0, delete_one["c3"], delete_one["c1"])
+    assert row["mean"] == pytest.approx(4)
+    assert row["low"] == pytest.approx(1 + ratio.low**0.5) and row["seeds"] == 3
     assert error["mean"] == pytest.approx(2.0)
 
 

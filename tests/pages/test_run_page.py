@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import hostile
+import numpy as np
 import pytest
 import yaml
 from commands import compose
@@ -56,7 +57,8 @@ STUDIED = completed(StudyResult, {
         for g in (2, 4)
     ],
     "scaling": {"c1": 1.0, "c1_low": 0.5, "c1_high": 2.0, "c2": 2.0, "c3": 9.0,
-                "gstar": 4.25, "gstar_low": 4.0, "gstar_high": 4.5},
+                "gstar": 4.25, "gstar_low": 4.0, "gstar_high": 4.5,
+                "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 199.0},
     "assumption2": {"corr": -0.5, "av_minus_a0": -2.0, "av_minus_a0_low": -3.0,
                     "av_minus_a0_high": -1.0, "crossover_group_size": 3.0,
                     "crossover_group_size_low": 2.5, "crossover_group_size_high": None},
@@ -197,7 +199,7 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     (folder / "curves.csv").write_text("mse\n")
     page = run_page(folder)
     assert page.answer.startswith(
-        "Best G is about 4.2 [4.0, 4.5]: at 256 rollouts a step use G = 4."
+        "Best G is about 4.2 [4.0, 4.5]: at 256 rollouts a step use G = 4, within 5 % of the"
     )
     assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
     assert page.next_step in render(page)

@@ -1,0 +1,249 @@
+"""Populations of prompts whose constants are enumerated, to simulate studies of.
+
+A population is a table of prompts x outcomes: the chance of an outcome, its reward, its score. A
+study draws prompts with replacement and completions independently. `FITTED` are those on which
+the constants of `estimators.group_size` were chosen; `UNSEEN` served no choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+
+from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT
+from grpo_ustat.records import Array
+
+# Of a light population.
+PROMPTS, OUTCOMES = 8000, 6
+# Numbers that are drawn at once.
+CHUNK = 3_000_000
+Table = tuple[Array, Array, Array]
+Study = tuple[dict[str, float], dict[str, Array]]
+
+
+class Population:
+    """Prompts with their outcomes' chances, rewards and scores, and the constants of all of them.
+
+    Args:
+        p_PY: chances, made to sum to 1 for each prompt.
+        rewards_PY: rewards.
+        scores_PYD: scores, centred by prompt.
+    """
+
+    def __init__(self, p_PY: Array, rewards_PY: Array, scores_PYD: Array):
+        self.p_PY = p_PY / p_PY.sum(axis=1, keepdims=True)
+        self.ends_PY = self.p_PY.cumsum(axis=1)
+        self.rewards_PY = rewards_PY
+        self.scores_PYD = scores_PYD - np.einsum("py,pyd->pd", self.p_PY, scores_PYD)[:, None]
+        self.norms_PY = np.square(self.scores_PYD).sum(axis=2)
+        value_P = (self.p_PY * rewards_PY).sum(axis=1)
+        centred_PY = rewards_PY - value_P[:, None]
+        g_PD = np.einsum("py,py,pyd->pd", self.p_PY, centred_PY, self.scores_PYD)
+        g_sq = float(np.square(g_PD).sum(axis=1).mean())
+        first = float((self.p_PY * self.norms_PY * centred_PY**2).sum(axis=1).mean())
+        variance_P = (self.p_PY * centred_PY**2).sum(axis=1)
+        second = float(((self.p_PY * self.norms_PY).sum(axis=1) * variance_P).mean())
+        grad_sq = float(np.square(g_PD.mean(axis=0)).sum())
+        values = g_sq - grad_sq, first - g_sq, second + g_sq, grad_sq
+        self.constants = dict(zip(CONSTANTS_AND_GRADIENT, values, strict=True))
+
+    @property
+    def best_group_size(self) -> float:
+        """G*."""
+        return 1 + math.sqrt(self.constants["c3"] / self.constants["c1"])
+
+    def n_mse(self, size: float) -> float:
+        """n times the error of groups of `size`."""
+        c1, c2, c3, _ = self.constants.values()
+        return size * c1 + c2 + c3 / (size - 1)
+
+    def noise_scale(self, size: float) -> float:
+        """n_c at groups of `size`."""
+        return self.n_mse(size) / self.constants["grad_sq"]
+
+    def prompt_share(self, size: float) -> float:
+        """Share of the noise at groups of `size` that comes from which prompts are drawn."""
+        return size * self.constants["c1"] / self.n_mse(size)
+
+    def studies(
+        self, prompts: int, completions: int, count: int, rng: np.random.Generator
+    ) -> Iterator[Study]:
+        """C1, C2, C3 and ||grad J||^2 of studies, and their values without each prompt, [1, m]."""
+        chunk = max(1, CHUNK // (prompts * completions * self.scores_PYD.shape[2]))
+        for first in range(0, count, chunk):
+            several = min(chunk, count - first)
+            chosen = rng.integers(len(self.p_PY), size=several * prompts)
+            draws = rng.random((len(chosen), completions, 1))
+            outcomes = (draws > self.ends_PY[chosen][:, None, :-1]).sum(axis=2)
+            rewards = np.take_along_axis(self.rewards_PY[chosen], outcomes, axis=1)
+            norms = np.take_along_axis(self.norms_PY[chosen], outcomes, axis=1)
+            scores = np.take_along_axis(self.scores_PYD[chosen], outcomes[..., None], axis=1)
+            ghat = np.einsum("pn,pnd->pd", pool_gradient_weights(rewards), scores)
+            moments = norm_moments(norms, rewards, np.square(ghat).sum(axis=1))
+            terms = moments.g_sq, moments.a_v - moments.g_sq, moments.d + moments.g_sq
+            terms_3SP = np.stack(terms).reshape(3, several, prompts)
+            ghat = ghat.reshape(several, prompts, -1)
+            others_SP = np.einsum("spd,sd->sp", ghat, ghat.sum(axis=1))
+            others_SP -= np.square(ghat).sum(axis=2)
+
+            def constants(sums_3: Array, between: Array, m: int) -> Array:
+                g_sq, c2, c3 = sums_3 / m
+                grad_sq = between / (m * (m - 1))
+                return np.stack([g_sq - grad_sq, c2, c3, grad_sq])
+
+            sums_3S1 = terms_3SP.sum(axis=2, keepdims=True)
+            between_S1 = others_SP.sum(axis=1, keepdims=True)
+            whole_4S = constants(sums_3S1, between_S1, prompts)[..., 0]
+            without_4SP = constants(sums_3S1 - terms_3SP, between_S1 - 2 * others_SP, prompts - 1)
+            for study in range(several):
+                yield (
+                    dict(zip(CONSTANTS_AND_GRADIENT, map(float, whole_4S[:, study]), strict=True)),
+                    dict(zip(CONSTANTS_AND_GRADIENT, without_4SP[:, study, None], strict=True)),
+                )
+
+
+def with_flips(p: Array, rewards: Array, scores: Array, share: float) -> Table:
+    """The table with a share of the rewards replaced by 1 less itself: noise that raises C3."""
+    return (
+        np.concatenate([p * (1 - share), p * share], axis=1),
+        np.concatenate([rewards, 1 - rewards], axis=1),
+        np.concatenate([scores, scores], axis=1),
+    )
+
+
+def softmax_table(
+    rng: np.random.Generator,
+    prompts: int = 6000,
+    outcomes: int = 6,
+    width: int = 24,
+    temperature: float = 1.0,
+) -> tuple[Array, Array]:
+    """Chances and scores of normal logits and normal scores."""
+    scores = rng.normal(size=(prompts, outcomes, width))
+    logits = temperature * rng.normal(size=(prompts, outcomes))
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True), scores
+
+
+def light(flips: float, tail: float = 0.0) -> Population:
+    """A common direction in every prompt; `tail` is sigma of a prompt's lognormal factor."""
+    rng = np.random.default_rng(5)
+    scores = rng.normal(size=(PROMPTS, OUTCOMES, 20))
+    if tail:
+        scores *= np.exp(tail * rng.normal(size=(PROMPTS, 1, 1)))
+    logits = rng.normal(size=(PROMPTS, OUTCOMES))
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    common = 0.5 * scores[..., 0] / np.abs(scores[..., 0]).mean()
+    rewards = (common + rng.normal(size=(PROMPTS, OUTCOMES)) > 0).astype(float)
+    return Population(*with_flips(p, rewards, scores, flips))
+
+
+def mixed(signal: float, flips: float, bias: float = 1.4) -> Population:
+    """Easy and hard prompts; wrong answers have the longer scores."""
+    rng = np.random.default_rng(1)
+    p, scores = softmax_table(rng)
+    hard = rng.random(len(p)) < 0.5
+    shift = np.where(hard, -bias, bias)[:, None]
+    rewards = (signal * scores[..., 0] + shift + 1.2 * rng.normal(size=p.shape) > 0).astype(float)
+    length = np.where(rewards > 0, 0.6, 1.8) * np.where(hard, 1.5, 0.7)[:, None]
+    return Population(*with_flips(p, rewards, scores * length[..., None], flips))
+
+
+def heavy_tailed(signal: float, flips: float, index: float = 3.0) -> Population:
+    """Squared score norms of prompts have a Pareto tail of this index, of completions of 4."""
+    rng = np.random.default_rng(2)
+    p, scores = softmax_table(rng)
+    of_prompt = np.sqrt(rng.pareto(index, size=len(p)) + 1)
+    of_completion = np.sqrt(rng.pareto(4.0, size=p.shape) + 1)
+    shift = rng.normal(size=len(p))[:, None] * 0.7
+    rewards = (signal * scores[..., 0] + shift + rng.normal(size=p.shape) > 0).astype(float)
+    scores = scores * (of_prompt[:, None] * of_completion)[..., None]
+    return Population(*with_flips(p, rewards, scores, flips))
+
+
+def sparse(live: float, signal: float, flips: float) -> Population:
+    """A share of the prompts carries the signal, the others are nearly always right or wrong."""
+    rng = np.random.default_rng(3)
+    p, scores = softmax_table(rng, width=16)
+    carries = rng.random(len(p)) < live
+    of_live = (signal * scores[..., 0] + 0.8 * rng.normal(size=p.shape) > 0).astype(float)
+    right = rng.random(len(p)) < 0.6
+    rare = rng.random(p.shape) < 0.03
+    of_others = np.where(rare, 1 - right[:, None], right[:, None]).astype(float)
+    rewards = np.where(carries[:, None], of_live, of_others)
+    scores = scores * np.where(carries, 1.3, 0.6)[:, None, None]
+    return Population(*with_flips(p, rewards, scores, flips))
+
+
+def one_direction() -> Population:
+    """Graded rewards that follow a direction of each prompt: G* is nearly the least possible."""
+    rng = np.random.default_rng(4)
+    p, scores = softmax_table(rng, outcomes=3, width=3, temperature=0.3)
+    direction = rng.normal(size=(len(p), 1, 3))
+    rewards = np.clip(np.einsum("pyd,pkd->py", scores, direction) / 3 + 0.5, 0, 1)
+    return Population(p, rewards, scores)
+
+
+def nearly_unrelated() -> Population:
+    """Graded rewards that hardly depend on the score: G* = 48."""
+    rng = np.random.default_rng(4)
+    p, scores = softmax_table(rng, outcomes=5, width=40)
+    rng.normal(size=(len(p), 1))
+    rng.normal(size=p.shape)
+    noise = rng.normal(size=(len(p), 1, 8)) * 0.3
+    rewards = np.clip(0.5 + 0.012 * scores[..., :1] + np.zeros((len(p), 5, 8)) + noise, -1, 2)
+    return Population(
+        np.repeat(p, 8, axis=1) / 8, rewards.reshape(len(p), -1), np.repeat(scores, 8, axis=1)
+    )
+
+
+def opposed() -> Population:
+    """Two camps of prompts with opposite gradients, one twice as large, and lognormal factors."""
+    rng = np.random.default_rng(11)
+    p, scores = softmax_table(rng, outcomes=8, width=12)
+    camp = np.where(rng.random(len(p)) < 2 / 3, 1.0, -1.0)[:, None]
+    noise = 1.5 * rng.normal(size=p.shape)
+    rewards = (0.6 * camp * scores[..., 0] + noise > 0.4).astype(float)
+    scores = scores * np.exp(0.5 * rng.normal(size=(len(p), 1, 1)))
+    return Population(*with_flips(p, rewards, scores, 0.2))
+
+
+def few_loud() -> Population:
+    """Rewards in fifths; 4 % of the prompts have scores five times as long and most of C1."""
+    rng = np.random.default_rng(12)
+    p, scores = softmax_table(rng, outcomes=10, width=20)
+    loud = rng.random(len(p)) < 0.04
+    signal = np.where(loud, 0.5, 0.15)[:, None] * scores[..., 0]
+    rewards = np.clip(np.round(2.5 + signal + rng.normal(size=p.shape)) / 5, 0, 1)
+    return Population(p, rewards, scores * np.where(loud, 5.0, 1.0)[:, None, None])
+
+
+LIGHT: Mapping[str, Callable[[], Population]] = {
+    "light, G* 3.1": partial(light, 0.0),
+    "light, G* 5.5": partial(light, 0.257),
+    "light, lognormal": partial(light, 0.257, 0.7),
+    "light, G* 8.8": partial(light, 0.36),
+}
+FITTED: Mapping[str, Callable[[], Population]] = {
+    **LIGHT,
+    "mixed, low": partial(mixed, 0.9, 0.0),
+    "mixed, mid": partial(mixed, 0.35, 0.12),
+    "mixed, high": partial(mixed, 0.12, 0.25),
+    "mixed, nearly sure": partial(mixed, 0.5, 0.01, 3.2),
+    "Pareto, low": partial(heavy_tailed, 0.8, 0.0),
+    "Pareto, mid": partial(heavy_tailed, 0.3, 0.15),
+    "Pareto, heavier": partial(heavy_tailed, 0.3, 0.1, 2.2),
+    "Pareto, high": partial(heavy_tailed, 0.15, 0.3),
+    "sparse, low": partial(sparse, 0.3, 2.0, 0.0),
+    "sparse, mid": partial(sparse, 0.15, 1.0, 0.02),
+    "sparse, rare": partial(sparse, 0.06, 2.0, 0.0),
+    "sparse, high": partial(sparse, 0.1, 0.5, 0.15),
+    "one direction": one_direction,
+    "nearly unrelated": nearly_unrelated,
+}
+UNSEEN: Mapping[str, Callable[[], Population]] = {"opposed": opposed, "few loud": few_loud}
