@@ -32,22 +32,32 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import cast
 
 from grpo_ustat.records import Prompt
-from grpo_ustat.tasks.answers import UNITS, forms, last_boxed, words
+from grpo_ustat.tasks.answers import UNITS, after_thoughts, forms, last_boxed, words
+from grpo_ustat.tasks.base import spoken
 from grpo_ustat.tasks.math_latex import (
     BASES,
     Number,
     bare,
     boxes,
     misshapen,
+    plain,
     read_based,
     read_number,
+    spelled,
+    unnamed,
 )
+from grpo_ustat.tasks.math_sets import readings
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 LONGEST_BOX = 300  # characters of a box
+_PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)  # the last of several
+_BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")  # math-verify reads neither
+_DOTS = re.compile(r",?\\ldots,?")
+_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 CANARIES = (  # question, gold, completion, for the steps before math-verify
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -72,7 +82,7 @@ class MathJudge:
         """The content of the completion's last box; None without a closed box, or where it is too
         long.
         """
-        return last_boxed(completion, self._longest)
+        return last_boxed(after_thoughts(completion), self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
         """1 or 0 for each completion of its prompt; what was not judged is 0 and counted.
@@ -80,7 +90,7 @@ class MathJudge:
         Raises:
             JudgeError: see `verdicts`.
         """
-        pairs = zip(prompts, completions, strict=True)
+        pairs = zip(prompts, spoken(prompts, completions), strict=True)
         verdicts = self.verdicts([(prompt.question, prompt.answer, text) for prompt, text in pairs])
         self.counts["timeouts"] += verdicts.count(Verdict.TIMEOUT)
         self.counts["failures"] += verdicts.count(Verdict.FAILURE)
@@ -106,28 +116,52 @@ class MathJudge:
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        undecided = [i for i, verdict in enumerate(early) if verdict is None]
-        pairs = [boxes(triples[i][1], cast(str, answers[i])) for i in undecided]
-        late = dict(zip(undecided, self._verifier.judge(pairs), strict=True))
-        return [late[i] if verdict is None else verdict for i, verdict in enumerate(early)]
+        late = {  # what to ask of each, in every reading that may be right
+            i: [
+                boxes(*read)
+                for read in _readings(triples[i][1], cast(str, answers[i]))
+                if _judged(triples[i][0], *read) is None
+            ]
+            for i, verdict in enumerate(early)
+            if verdict is None
+        }
+        pairs = [pair for asked in late.values() for pair in asked]
+        found = dict(zip(pairs, self._verifier.judge(pairs), strict=True))
+        for i, asked in late.items():
+            early[i] = max((found[pair] for pair in asked), key=_PREFERRED.index)
+        return cast(list[Verdict], early)
 
 
 def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | None:
     r"""The verdict where steps 1 to 4 find one, else None.
 
     >>> what = "Compute $37 + 45 - 12$."
-    >>> answers = ("70", r"\$70.0", r"70\text{ cm}", r"70^\circ", "37+45-12", "140/2", "x=70")
+    >>> answers = ("70", r"\$70.0", r"70\text{ cm}", r"70^\circ", "37+45-12", "140/2", "4=70")
     >>> [without_sympy(what, "70", answer).value for answer in answers]
     ['right', 'right', 'right', 'right', 'wrong', 'wrong', 'wrong']
     """
     if answer is None:
         return Verdict.WRONG
+    found = [_judged(question, *read) for read in _readings(gold, answer)]
+    return Verdict.RIGHT if Verdict.RIGHT in found else None if None in found else Verdict.WRONG
+
+
+def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
+    """Gold and answer as `spelled` writes them, in each of their `readings`."""
+    return list(product(*(readings(spelled(latex)) for latex in (gold, answer))))
+
+
+def _judged(question: str, gold: str, answer: str) -> Verdict | None:
+    """The verdict on one reading, see `without_sympy`."""
     if bare(gold) == bare(answer):
         return Verdict.RIGHT
+    if _BY_TEXT.search(gold + answer):
+        first, second = (_DOTS.sub(r"\\ldots", bare(latex)) for latex in unnamed(gold, answer))
+        return Verdict.RIGHT if first.strip("\\{}") == second.strip("\\{}") else Verdict.WRONG
     if (based := read_based(gold)) is not None:
         return Verdict.RIGHT if _states(answer, *based, question) else Verdict.WRONG
-    if (gold_number := read_number(gold)) is not None:
-        answer_number = read_number(answer)
+    gold_number, answer_number = map(read_number, unnamed(gold, answer))
+    if gold_number is not None:
         if answer_number is None or not _meets(gold_number, answer_number, f"{question} {gold}"):
             return Verdict.WRONG
         worked_out = answer_number.form == gold_number.form or not _copied(answer, question)
@@ -166,5 +200,5 @@ def _states(answer: str, digits: str, base: int, question: str) -> bool:
 
 def _copied(answer: str, question: str) -> bool:
     """Whether the question contains the answer, not as a part of longer numbers."""
-    copy = rf"(?<![\d.]){re.escape(bare(answer))}(?!\d)"
-    return re.search(copy, bare(question)) is not None
+    text, copy = (_COMMA.sub("", bare(latex)) for latex in (plain(question), answer))
+    return re.search(rf"(?<![\d.]){re.escape(copy)}(?!\d)", text) is not None

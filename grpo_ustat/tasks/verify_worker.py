@@ -199,6 +199,7 @@ def _judge() -> Judge:
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
+                pair = _agreeing(*pair)
                 if verify(*pair, **settings) and not _differ(*pair):
                     return True
             except Exception as error:
@@ -208,6 +209,37 @@ def _judge() -> Judge:
         return False
 
     return judge
+
+
+def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
+    """Gold and answer with one symbol for each letter, of which math-verify makes a real one and
+    another, and with the imaginary unit for the letter i where the gold is then a number that is
+    not real: it has no other letter, and no power of i, as where i is a variable.
+    """
+    import sympy
+
+    letters = getattr(gold, "free_symbols", set()) | getattr(answer, "free_symbols", set())
+    names = [letter.name for letter in letters]
+    one = {x: sympy.Symbol(x.name) for x in letters if names.count(x.name) > 1}
+    unit = {letter: sympy.I for letter in letters if letter.name == "i"}
+    if unit:
+        powers = {power.exp for power in gold.atoms(sympy.Pow) if power.base in unit}
+        one |= unit if powers <= {-1} and _is_complex(gold.xreplace(unit)) else {}
+    return (gold.xreplace(one), answer.xreplace(one)) if one else (gold, answer)
+
+
+def _is_complex(value: Any) -> bool:
+    """Whether a value, an entry of it or what a letter equals is a number that is not real."""
+    import sympy
+
+    if isinstance(value, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
+        return any(map(_is_complex, _entries(value)))
+    if isinstance(value, sympy.Eq) and cast(Any, value.lhs).is_Symbol:
+        return _is_complex(value.rhs)
+    try:
+        return abs(complex(value).imag) > NEAR_DIFFERENCE
+    except (TypeError, ValueError, AttributeError):
+        return False
 
 
 def _differ(gold: Any, answer: Any) -> bool:
