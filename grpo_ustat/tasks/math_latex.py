@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from math import gcd
 
 from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
@@ -28,6 +29,7 @@ _CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
 _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
     (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),  # thousands
+    (r"(?:^|(?<=[,=/(+*-])|(?<=[,}] ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
     (r"\\(?:[lc]?dots|dots[cbmio])(?![a-zA-Z])|\.\.\.", r"\\ldots "),
     (r"\\mathbb ?\{? ?([CNQRZ])(?: ?\}|(?![a-zA-Z]))", r"\\mathbb{\1}"),
     (r"\\geqslant(?![a-zA-Z])|>=", r"\\ge "), (r"\\leqslant(?![a-zA-Z])|<=", r"\\le "),
@@ -137,8 +139,8 @@ def spelled(latex: str) -> str:
     text = _unwrapped(_CASES.sub(_pairs_of_cases, plain(latex)).strip())
     if _ANGULAR.search(text):
         text = _DEGREES.sub(r"\\frac{\1\\pi}{180}", text)
-    whole = re.fullmatch(rf"{_TEXT}{_BRACED}\.?", text)
-    named = _WORDS_OF_SETS.fullmatch((whole[1] if whole else text).strip().lower())
+    said = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r"\1", text).removesuffix(".").lower()
+    named = _WORDS_OF_SETS.fullmatch(" ".join(said.split()))
     if named:
         letter = {"complex": "C", "rational": "Q", "natural": "N", "integers": "Z"}
         return rf"\mathbb{{{letter.get(named['kind'] or named['plural'], 'R')}}}"
@@ -156,17 +158,12 @@ def plain(latex: str) -> str:
 
 def _unwrapped(text: str) -> str:
     """LaTeX without braces around all of it, and without round brackets around what is no list."""
-    while text[:1] in ("{", "("):
-        depth = 0
-        for at, sign in enumerate(text):
-            depth += (sign in "({") - (sign in ")}")
-            if depth == 0:
-                break
-        inner = text[1:-1].strip()
-        if depth or at < len(text) - 1 or not inner or (text[0] == "(" and len(parts(inner)) > 1):
-            return text
-        text = inner
-    return text
+    depths = list(accumulate((sign in "({") - (sign in ")}") for sign in text))
+    inner = text[1:-1].strip()
+    whole = text[:1] in ("{", "(") and inner and 0 not in depths[:-1] and not depths[-1]
+    if not whole or (text[0] == "(" and len(parts(inner)) > 1):
+        return text
+    return _unwrapped(inner)
 
 
 def _pairs_of_cases(match: re.Match[str]) -> str:
@@ -180,20 +177,20 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 
 
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
-    r"""Gold and answer without the name that only one of them gives its value or values.
+    r"""Gold and answer without the name of their values, where they have the same or one has none.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
-    >>> unnamed("x=5", "y=5"), unnamed("5", "2x=5"), unnamed("3", "x=3y=3")
-    (('x=5', 'y=5'), ('5', '2x=5'), ('3', 'x=3y=3'))
+    >>> unnamed("x=5", "y=5"), unnamed("x=5", "x=6"), unnamed("5", "2x=5"), unnamed("3", "x=3y=3")
+    (('x=5', 'y=5'), ('5', '6'), ('5', '2x=5'), ('3', 'x=3y=3'))
     """
-    if not _RELATED.search(gold):
-        return gold, _value_of(answer)
-    return (gold, answer) if _RELATED.search(answer) else (_value_of(gold), answer)
+    names, values = zip(*map(_named, (gold, answer)), strict=True)
+    nameless = [_RELATED.search(_CLOSED.sub("", latex)) is None for latex in (gold, answer)]
+    return values if names[0] == names[1] or any(nameless) else (gold, answer)
 
 
-def _value_of(latex: str) -> str:
-    """What a name is, or a list of values that have no other name; else the text itself."""
+def _named(latex: str) -> tuple[str, str]:
+    """The one name in a text, "" of none or several, and what it is; else the text itself."""
     names, values = set(), []
     for part in parts(latex):
         terms = _EQUALS.split(part, maxsplit=1)
@@ -204,10 +201,10 @@ def _value_of(latex: str) -> str:
         letters = re.sub(r"\\[a-zA-Z]+", "", value)
         circular = name and name["letter"] and name["letter"] in letters
         if circular or len(terms) == 2 and not name or _RELATED.search(_CLOSED.sub("", value)):
-            return latex
+            return "", latex
         names |= {name[0]} if name else set()
         values.append(value)
-    return ", ".join(values) if len(names) == 1 else latex
+    return (names.pop(), ", ".join(values)) if len(names) == 1 else ("", latex)
 
 
 def read_based(latex: str) -> tuple[str, int] | None:

@@ -214,7 +214,7 @@ def _judge() -> Judge:
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
     """Gold and answer with one symbol for each letter, of which math-verify makes a real one and
     another, and with the imaginary unit for the letter i where the gold is then a number that is
-    not real: it has no other letter, and no power of i, as where i is a variable.
+    not real: it has no other letter, and no power of i and no sum, as where i is an index.
     """
     import sympy
 
@@ -222,20 +222,18 @@ def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
     names = [letter.name for letter in letters]
     one = {x: sympy.Symbol(x.name) for x in letters if names.count(x.name) > 1}
     unit = {letter: sympy.I for letter in letters if letter.name == "i"}
-    if unit:
-        powers = {power.exp for power in gold.atoms(sympy.Pow) if power.base in unit}
-        one |= unit if powers <= {-1} and _is_complex(gold.xreplace(unit)) else {}
-    return (gold.xreplace(one), answer.xreplace(one)) if one else (gold, answer)
+    if unit and _is_complex(gold.subs(unit)):
+        powers = any(power.base in unit for power in gold.atoms(sympy.Pow))
+        one |= {} if powers or gold.has(sympy.Sum, sympy.Product) else unit
+    return (gold.subs(one), answer.subs(one)) if one else (gold, answer)
 
 
 def _is_complex(value: Any) -> bool:
-    """Whether a value, an entry of it or what a letter equals is a number that is not real."""
+    """Whether a value or an entry of it is a number that is not real."""
     import sympy
 
     if isinstance(value, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
         return any(map(_is_complex, _entries(value)))
-    if isinstance(value, sympy.Eq) and cast(Any, value.lhs).is_Symbol:
-        return _is_complex(value.rhs)
     try:
         return abs(complex(value).imag) > NEAR_DIFFERENCE
     except (TypeError, ValueError, AttributeError):

@@ -16,6 +16,9 @@ from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 RIGHT, WRONG, _, _ = Verdict
 GOLDS = Path(__file__).parents[1] / "data" / "math_golds.jsonl"
+PAIRS = [  # kind, gold, answer, verdict
+    line.split("\t") for line in GOLDS.with_name("math_pairs.tsv").read_text("utf-8").splitlines()
+]
 QUESTION = r"Simplify $\frac{6}{8} + \frac15$ of 12 marbles, or what $37 + 45 - 12$ is."
 
 
@@ -36,7 +39,8 @@ class Asked:
         ("70", ["70", "70.0", "70.", r"70^\circ", r"70^{\circ}", r"\$70", "$70$", r"70\text{ cm}",
                 r"70 \text{ cm}^2", r"70\mbox{ inches}", r"70\text{ square units}", "+70",
                 r"70\text{ marbles}", r"70\,\text{cm}", r" 7\!0 ", "{70}", r"\mathbf{70}",
-                "x=70", r"\underline{70}", "\\ 70\\ ", r"70\\", r"\text{70 marbles}", r"7\times 10^1"]),
+                r"\underline{70}", "\\ 70\\ ", r"70\\", r"\text{70 marbles}", r"7\times 10^1",
+                "x=70"]),
         ("150000", [r"1.5\times 10^5", r"1.5 \cdot 10^{5}", r"\text{150,000 marbles}"]),
         ("0.0025", [r"2.5 \times 10^{-3}"]), (r"1.5 \times 10^5", ["150000", r"15\times 10^4"]),
         ("3.5", [r"3\frac12", r"3\frac{1}{2}", r"\frac72"]), ("-7", ["-(7)"]),
@@ -319,3 +323,41 @@ def test_relations_that_differ_below_what_floats_tell_are_told_apart():
         [("Find it.", gold, rf"\boxed{{{answer}}}") for gold, answer in wrong + right]
     )
     assert judged == [WRONG] * len(wrong) + [RIGHT] * len(right)
+
+
+def test_pairs_that_the_own_steps_decide():
+    decided = [
+        (judged.value, pair)
+        for pair in PAIRS
+        if (judged := without_sympy("Find it.", *pair[1:3])) is not None
+    ]
+    assert len(PAIRS) == 563 and len(decided) > 300
+    assert [pair for judged, pair in decided if judged != pair[3]] == []
+
+
+@pytest.mark.slow
+def test_lists_two_signs_complex_numbers_and_spellings():
+    judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
+        [("Find it.", gold, rf"\boxed{{{answer}}}") for _, gold, answer, _ in PAIRS]
+    )
+    assert [pair for pair, one in zip(PAIRS, judged, strict=True) if one.value != pair[3]] == []
+
+
+@pytest.mark.slow
+def test_an_index_i_is_no_imaginary_unit():
+    cases = [("n+i", "n-i^3", WRONG), ("i^2", "-1", WRONG), ("i^2+2i", "2i-1", WRONG),
+             (r"\sum_{i=1}^{3} i+i", r"6+\sqrt{-1}", WRONG), ("x_i", "x", WRONG), (r"\frac{1}{i}", "-i", WRONG),
+             (r"\sum_{i=1}^{n} i", "1+i", WRONG), ("1+i", r"\sum_{i=1}^{n} i", WRONG),
+             ("i(i+1)", "i^2+i", RIGHT), ("i(i+1)", "i-1", WRONG)]  # fmt: skip
+    judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
+        [("Find it.", gold, rf"\boxed{{{answer}}}") for gold, answer, _ in cases]
+    )
+    assert judged == [verdict for *_, verdict in cases]
+
+
+def test_a_draft_within_thoughts_is_no_answer():
+    judge, prompt = MathJudge(Asked()), Prompt("1", "What? <think>\n", "What?", "8", "algebra")
+    texts = [r"\boxed{7}</think> \boxed{8}", r"\boxed{8}</think> \boxed{7}", r"7? \boxed{8}",
+             r"\boxed{8}</think> So it is 8.", r"<think>\boxed{8}"]  # fmt: skip
+    assert judge.rewards([prompt] * 5, texts) == [1, 0, 0, 0, 0]
+    assert [judge.extract(text) for text in texts] == ["8", "7", "8", None, None]
