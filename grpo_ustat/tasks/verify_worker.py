@@ -213,8 +213,7 @@ def _judge() -> Judge:
 
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
     """Gold and answer with one symbol for each letter, of which math-verify makes a real one and
-    another, and with the imaginary unit for the letter i where the gold is then a number that is
-    not real: it has no other letter, and no power of i and no sum, as where i is an index.
+    another, and with the imaginary unit for the letter i where that makes the gold complex.
     """
     import sympy
 
@@ -222,22 +221,25 @@ def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
     names = [letter.name for letter in letters]
     one = {x: sympy.Symbol(x.name) for x in letters if names.count(x.name) > 1}
     unit = {letter: sympy.I for letter in letters if letter.name == "i"}
-    if unit and _is_complex(gold.subs(unit)):
-        powers = any(power.base in unit for power in gold.atoms(sympy.Pow))
-        one |= {} if powers or gold.has(sympy.Sum, sympy.Product) else unit
+    if unit and _is_complex(gold, unit):
+        one |= unit
     return (gold.subs(one), answer.subs(one)) if one else (gold, answer)
 
 
-def _is_complex(value: Any) -> bool:
-    """Whether a value or an entry of it is a number that is not real."""
+def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
+    """Whether a value or an entry of it is a number that is not real with the imaginary unit for a
+    letter; it has no power of the letter and no sum, as where that is a variable or an index.
+    """
     import sympy
 
     if isinstance(value, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
-        return any(map(_is_complex, _entries(value)))
+        return any(_is_complex(entry, unit) for entry in _entries(value))
     try:
-        return abs(complex(value).imag) > NEAR_DIFFERENCE
+        powers = any(power.base in unit for power in sympy.expand(value).atoms(sympy.Pow))
+        is_real = abs(complex(value.subs(unit)).imag) < NEAR_DIFFERENCE
     except (TypeError, ValueError, AttributeError):
         return False
+    return not (is_real or powers or value.has(sympy.Sum, sympy.Product))
 
 
 def _differ(gold: Any, answer: Any) -> bool:

