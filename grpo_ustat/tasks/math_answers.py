@@ -4,23 +4,26 @@ math-verify is lenient in ways that a policy learns to use: for a gold of 70 it 
 copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, an answer is
 
 1. nothing, if there is no closed box, or more than 300 characters in the last one;
-2. right, if it is the gold but for spaces and harmless LaTeX (`\left`, `\!`, `\text{}`, `\dfrac`);
+2. right, if it is the gold but for spaces, harmless LaTeX (`\left`, `\!`, `\text{}`, `\dfrac`) and
+   another spelling, see `spelled`; answers with dots or a modulus are right in no other way;
 3. where the gold is a number, judged as one: right if it is one number of the same value, possibly
-   with a dollar or degree sign, `{,}` between thousands, or a unit in `\text{}` that the question,
-   the gold or the list here names. A decimal gold may also be met in scientific notation or by a
+   behind a name of the question (`x=3`), in round brackets, with a dollar or degree sign, `{,}`
+   between thousands, or a unit in `\text{}` that the question, the gold or the list here names. A
+   decimal gold may also be met in scientific notation or by a
    reduced fraction, a gold fraction by any fraction or decimal; never by a sum, a product, an
    equation or several numbers. A percent sign needs one in the gold or the question. A gold that
    names its base (`204_5`) needs its digits, and its base unless the question names that;
 4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied out of the
    question;
 5. otherwise what math-verify says of gold and answer, both in `\boxed{}`, but for what it reads
-   wrongly: values joined by words are written as a list or a union of intervals, a unit is taken
-   off where it stands apart from the expression (the c of `3+2c` is none), and values that differ
-   only below 2^-54 differ.
+   wrongly: values joined by words or of two signs (`\pm`) are written as a list or a union of
+   intervals, a unit is taken off where it stands apart from the expression (the c of `3+2c` is
+   none), i is the imaginary unit of a complex gold, and values that differ only below 2^-54 differ.
 
-U+2212 and its like are a minus everywhere.
+U+2212 and its like are a minus everywhere. `120,240` is a list and a number, see `readings`: an
+answer is right if it is in one of these readings.
 
-The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` or `x=3` for 3) or
+The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` for 3) or
 rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
 (`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio in
 another writing, and right forms that stand in the question as they are. What is left of the
@@ -44,6 +47,7 @@ from grpo_ustat.tasks.math_latex import (
     bare,
     boxes,
     misshapen,
+    named,
     plain,
     read_based,
     read_number,
@@ -136,7 +140,7 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
     r"""The verdict where steps 1 to 4 find one, else None.
 
     >>> what = "Compute $37 + 45 - 12$."
-    >>> answers = ("70", r"\$70.0", r"70\text{ cm}", r"70^\circ", "37+45-12", "140/2", "4=70")
+    >>> answers = ("70", r"\$70.0", r"70\text{ cm}", r"70^\circ", "37+45-12", "140/2", "x=70")
     >>> [without_sympy(what, "70", answer).value for answer in answers]
     ['right', 'right', 'right', 'right', 'wrong', 'wrong', 'wrong']
     """
@@ -148,7 +152,7 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
 
 def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
     """Gold and answer as `spelled` writes them, in each of their `readings`."""
-    return list(product(*(readings(spelled(latex)) for latex in (gold, answer))))
+    return list(product(readings(spelled(gold)), readings(spelled(answer))))
 
 
 def _judged(question: str, gold: str, answer: str) -> Verdict | None:
@@ -162,12 +166,27 @@ def _judged(question: str, gold: str, answer: str) -> Verdict | None:
         return Verdict.RIGHT if _states(answer, *based, question) else Verdict.WRONG
     gold_number, answer_number = map(read_number, unnamed(gold, answer))
     if gold_number is not None:
-        if answer_number is None or not _meets(gold_number, answer_number, f"{question} {gold}"):
+        name = named(answer)[0]
+        strange = name and not named(gold)[0] and not _mentions(question, name)
+        if (
+            answer_number is None
+            or strange
+            or not _meets(gold_number, answer_number, f"{question} {gold}")
+        ):
             return Verdict.WRONG
         worked_out = answer_number.form == gold_number.form or not _copied(answer, question)
         return Verdict.RIGHT if worked_out else Verdict.WRONG
     unfit = misshapen(question, gold, answer) or _copied(answer, question)
     return Verdict.WRONG if unfit else None
+
+
+def _mentions(question: str, name: str) -> bool:
+    """Whether a question has the letter of a name, or neither formulas nor digits to tell by."""
+    letters = re.match(r"\\?[a-zA-Z]+", name)
+    mentioned = letters and re.search(
+        rf"(?<![a-zA-Z\\]){re.escape(letters[0])}(?![a-zA-Z])", question
+    )
+    return bool(mentioned) or not re.search(r"[\d$]", question)
 
 
 def _meets(gold: Number, answer: Number, named: str) -> bool:

@@ -184,12 +184,12 @@ def unnamed(gold: str, answer: str) -> tuple[str, str]:
     >>> unnamed("x=5", "y=5"), unnamed("x=5", "x=6"), unnamed("5", "2x=5"), unnamed("3", "x=3y=3")
     (('x=5', 'y=5'), ('5', '6'), ('5', '2x=5'), ('3', 'x=3y=3'))
     """
-    names, values = zip(*map(_named, (gold, answer)), strict=True)
+    names, values = zip(*map(named, (gold, answer)), strict=True)
     nameless = [_RELATED.search(_CLOSED.sub("", latex)) is None for latex in (gold, answer)]
     return values if names[0] == names[1] or any(nameless) else (gold, answer)
 
 
-def _named(latex: str) -> tuple[str, str]:
+def named(latex: str) -> tuple[str, str]:
     """The one name in a text, "" of none or several, and what it is; else the text itself."""
     names, values = set(), []
     for part in parts(latex):
