@@ -24,14 +24,15 @@ _UNICODE = MINUS | str.maketrans({
     "ℚ": r"\mathbb{Q}", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
 })  # fmt: skip
 _MOD = r"(?:\\[bp]?mod(?![a-zA-Z])|\\(?:text|mathrm|operatorname) ?\{ ?mod ?\}|mod(?![a-zA-Z]))"
-_MODULUS = r"\s*(?:\{\s*(\w+)\s*\}|(\w+))"
+_MODULUS = r"(?:\s|~|\\[,;: ])*(?:\{\s*(\w+)\s*\}|(\w+))"
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
 _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
     (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),  # thousands
     (r"(?:^|(?<=[,=/(+*-])|(?<=[,}] ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
+    (r"(?:^|(?<=/)|(?<=/ ))\(([-+]?\d+)\)(?=$| ?/)", r"\1"),
     (r"\\(?:[lc]?dots|dots[cbmio])(?![a-zA-Z])|\.\.\.", r"\\ldots "),
-    (r"\\mathbb ?\{? ?([CNQRZ])(?: ?\}|(?![a-zA-Z]))", r"\\mathbb{\1}"),
+    (r"\\(?:mathbb|Bbb) ?\{? ?([CNQRZ])(?: ?\}|(?![a-zA-Z]))", r"\\mathbb{\1}"),
     (r"\\geqslant(?![a-zA-Z])|>=", r"\\ge "), (r"\\leqslant(?![a-zA-Z])|<=", r"\\le "),
     (r"\\(?:smallsetminus|backslash)(?![a-zA-Z])", r"\\setminus "),
     (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
@@ -48,7 +49,9 @@ _EVERY_NUMBER = re.compile(
     r"\( ?- ?\\infty ?, ?\+? ?\\infty ?\)|- ?\\infty ?< ?[a-zA-Z] ?< ?\+? ?\\infty"
 )
 _CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
-_IF = re.compile(r"\\text ?\{ ?(?:if|for|when) ?\}|[\s,.;]+$|\\q?quad(?![a-zA-Z])|\\ ")
+_IF = re.compile(
+    r"[.,;](?=\}\s*$)|\\text ?\{ ?(?:if|for|when) ?\}|[\s,.;]+$|\\q?quad(?![a-zA-Z])|\\ "
+)
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")
 _ANGULAR = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _TERM = rf"(?:(\d|\\pi(?![a-zA-Z]))|{_BRACED})"
@@ -109,7 +112,7 @@ _RELATION = re.compile("[<=]")
 _NAME = re.compile(r"[a-zA-Z]|[a-zA-Z]\([a-z]\)|\([a-z](?:,[a-z])+\)")
 _LONG_NAME = re.compile(  # before an equals sign
     r"(?P<letter>[a-zA-Z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))"
-    r"(?:_(?:\w|\{\w+\}))?'?(?:\(\w\))?"
+    r"(?:_(?:\w|\{\w+\}))?(?:'|\^\{-1\})?(?:\(\w\))?"
     r"|[A-Z]{2,3}|m?\\angle[A-Z]{1,3}|\([a-z](?:,[a-z])+\)"
 )
 _EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")  # outside of brackets
@@ -158,7 +161,7 @@ def plain(latex: str) -> str:
 
 def _unwrapped(text: str) -> str:
     """LaTeX without braces around all of it, and without round brackets around what is no list."""
-    depths = list(accumulate((sign in "({") - (sign in ")}") for sign in text))
+    depths = list(accumulate((sign in "([{") - (sign in ")]}") for sign in text))
     inner = text[1:-1].strip()
     whole = text[:1] in ("{", "(") and inner and 0 not in depths[:-1] and not depths[-1]
     if not whole or (text[0] == "(" and len(parts(inner)) > 1):
