@@ -18,6 +18,7 @@ from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.result import EqualRewardsResult
 from grpo_ustat.runs.study_parts import CompletionCounts, Sampler
+from grpo_ustat.tasks.base import extracted
 
 
 def equal_rewards_result(
@@ -78,11 +79,12 @@ def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCount
         return CompletionCounts(reward=reward, completions=ended.size, cut=cut)
     tokenizer = configured_tokenizer(config.model)
     task, no_answer = configured_task(config.task_options, config.model, tokenizer), 0
-    for part in parts:
+    of_prompts = zip(equal.prompts, equal.stored, strict=True)
+    for prompt, part in ((prompt, part) for prompt, stored in of_prompts for part in stored):
         pairs = zip(part.tokens_NT, part.lengths_N, strict=True)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)
         no_answer += sum(
-            task.extract(text) is None
+            extracted(task, prompt, text) is None
             for text, is_whole in zip(texts, part.ended_N, strict=True)
             if is_whole
         )

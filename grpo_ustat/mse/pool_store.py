@@ -51,6 +51,7 @@ from grpo_ustat.runs.contents import parsed_json
 from grpo_ustat.runs.files import atomic_write, hidden_path
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
+from grpo_ustat.tasks.base import extracted
 
 MOST_SAMPLED_COMPLETIONS = 2000  # completions of a study's completions.parquet
 SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
@@ -429,9 +430,9 @@ def leave_sample(
     prompts = prompts[:: -(-len(prompts) // MOST_SAMPLED_COMPLETIONS)]
     count, store = MOST_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})
     model = sampling.policy.model
-    tokenizer, extract = configured_tokenizer(model), None
+    tokenizer, task = configured_tokenizer(model), None
     if not is_imported:
-        extract = configured_task(sampling.task, model, tokenizer).extract
+        task = configured_task(sampling.task, model, tokenizer)
     rows: list[dict[str, Any]] = []
     for prompt, (part, *_) in zip(prompts, store.completions(prompts), strict=True):
         rewards_N = weighted_sum(part.rewards_NF, np.array(sampling.task.reward_weights))
@@ -446,8 +447,8 @@ def leave_sample(
                 "completion_index": i,
                 "length": int(part.lengths_N[i]),
                 "ended": bool(part.ended_N[i]),
-                "answer": prompt.answer if extract else None,
-                "extracted": extract(text) if extract else None,
+                "answer": prompt.answer if task else None,
+                "extracted": extracted(task, prompt, text) if task else None,
             }
             for i, text in enumerate(texts)
         ]

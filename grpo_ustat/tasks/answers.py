@@ -12,6 +12,7 @@ A completion counts only if it states one final answer, in the first of these pl
 
 An echoed question, an equation, several numbers, several boxes or two marks in a line state none.
 Behind a number on a marked line or in a box may stand its unit (`#### 18 dollars`), one of `UNITS`.
+Of a reasoning model only what stands behind its thoughts is read, see `after_thoughts`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from decimal import Decimal
 
 MARK = "####"
 BOXES = ("\\boxed{", "\\fbox{")
+THOUGHTS = (  # how chat templates begin and end them
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+)  # fmt: skip
 MAX_DIGITS = 30
 MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
 MAX_WORDS = 5  # behind a number
@@ -68,6 +76,25 @@ _MEASURED = re.compile(  # a number, then a unit apart from it
 )
 
 
+def after_thoughts(completion: str, prompt: str = "") -> str:
+    """What a completion says behind the last end of its thoughts; all of it where it has none, and
+    nothing where they do not end.
+
+    Args:
+        completion: whose answer is read.
+        prompt: before it; it may end in the mark that begins thoughts.
+
+    >>> after_thoughts("<think>7</think> 8"), after_thoughts("8"), after_thoughts("7? 8", "<think>")
+    (' 8', '8', '')
+    """
+    opened = any(prompt.rstrip().endswith(begin) for begin, _ in THOUGHTS)
+    ended = [(completion.rfind(end), end) for _, end in THOUGHTS]
+    at, end = max(ended)
+    rest = completion[at + len(end) :] if at >= 0 else completion
+    begun = (opened and at < 0) or any(begin in rest for begin, _ in THOUGHTS)
+    return "" if begun else rest
+
+
 def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     r"""The number that `text` states as its final answer, or None; linear in the text's length.
 
@@ -91,6 +118,7 @@ def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     >>> [final_number(t) for t in (*echoes, "#### 3 #### 3", r"\boxed{3} or \boxed{3}", "####")]
     [None, None, None, None, None, None, None, None, None, None]
     """
+    text = after_thoughts(text)
     value = _final_number(text, False)
     return _final_number(text, True) if value is None and any_unit else value
 

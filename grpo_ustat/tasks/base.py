@@ -17,7 +17,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.records import LARGEST_REWARD, Array, Prompt, Question, Rollouts
-from grpo_ustat.tasks.answers import final_number, stated
+from grpo_ustat.tasks.answers import after_thoughts, final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal.console import tell, warn
 
@@ -62,6 +62,12 @@ class Judge(Protocol):
         ...
 
 
+def spoken(prompts: list[Prompt], completions: list[str]) -> list[str]:
+    """What each completion of its prompt says behind its thoughts, see `after_thoughts`."""
+    pairs = zip(prompts, completions, strict=True)
+    return [after_thoughts(text, prompt.text) for prompt, text in pairs]
+
+
 class NumberJudge:
     """1 for the right final number, else 0; see `final_number`."""
 
@@ -76,7 +82,7 @@ class NumberJudge:
         """See `Judge.rewards`."""
         return [
             float(final_number(text, any_unit=True) == Decimal(prompt.answer))
-            for prompt, text in zip(prompts, completions, strict=True)
+            for prompt, text in zip(prompts, spoken(prompts, completions), strict=True)
         ]
 
 
@@ -199,11 +205,20 @@ def summed_rewards(task: Task, rollouts: Rollouts) -> Array:
     return weighted_sum(rewards(task, rollouts), task.reward_weights_F)
 
 
-def answered(task: Task, rollouts: Rollouts) -> np.ndarray:
+def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
     """Whether an answer was found in each completion, right or wrong, bool [P, G]."""
+    pairs = zip(rollouts.prompts, rollouts.texts_PG, strict=True)
     return np.array(
-        [[task.extract(text) is not None for text in texts] for texts in rollouts.texts_PG]
+        [[extracted(reader, prompt, text) is not None for text in texts] for prompt, texts in pairs]
     )
+
+
+def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | None:
+    """The final answer that a completion of a prompt states; None where it states none, or does not
+    end the thoughts that the prompt began.
+    """
+    silent = completion and not after_thoughts(completion, prompt.text)
+    return None if silent else reader.extract(completion)
 
 
 class Fitting:

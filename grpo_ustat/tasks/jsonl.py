@@ -16,7 +16,8 @@ from grpo_ustat.config.data import JsonlConfig
 from grpo_ustat.config.row_files import json_rows, kind_of, text_of, unreadable
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
-from grpo_ustat.tasks.answers import MARK
+from grpo_ustat.tasks.answers import MARK, after_thoughts
+from grpo_ustat.tasks.base import spoken
 from grpo_ustat.tasks.rows import Row, rows_of_file
 from grpo_ustat.tasks.splits import Splits, hold_out, question_id
 from grpo_ustat.terminal.streams import SURROGATE
@@ -176,7 +177,8 @@ def _question(row: Row, dataset: JsonlConfig) -> Question:
 class ExactJudge:
     """1 for the expected answer as it is written, else 0; white space counts as one blank.
 
-    The answer of a completion is what stands behind its last #### on that line, else all of it.
+    The answer of a completion is what stands behind its last #### on that line, else all of it but
+    its thoughts.
     """
 
     def __init__(self):
@@ -189,12 +191,12 @@ class ExactJudge:
         >>> judge.extract("3 + 4 #### 7 \nNext"), judge.extract(" a  b "), judge.extract(" ")
         ('7', 'a b', None)
         """
-        _, mark, end = completion.rpartition(MARK)
+        _, mark, end = after_thoughts(completion).rpartition(MARK)
         return " ".join((end.split("\n")[0] if mark else end).split()) or None
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
         """See `Judge.rewards`."""
         return [
             float(self.extract(text) == " ".join(prompt.answer.split()))
-            for prompt, text in zip(prompts, completions, strict=True)
+            for prompt, text in zip(prompts, spoken(prompts, completions), strict=True)
         ]

@@ -4,23 +4,26 @@ math-verify is lenient in ways that a policy learns to use: for a gold of 70 it 
 copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, an answer is
 
 1. nothing, if there is no closed box, or more than 300 characters in the last one;
-2. right, if it is the gold but for spaces and harmless LaTeX (`\left`, `\!`, `\text{}`, `\dfrac`);
+2. right, if it is the gold but for spaces, harmless LaTeX (`\left`, `\!`, `\text{}`, `\dfrac`) and
+   another spelling, see `spelled`; answers with dots or a modulus are right in no other way;
 3. where the gold is a number, judged as one: right if it is one number of the same value, possibly
-   with a dollar or degree sign, `{,}` between thousands, or a unit in `\text{}` that the question,
-   the gold or the list here names. A decimal gold may also be met in scientific notation or by a
+   behind a name of the question (`x=3`), in round brackets, with a dollar or degree sign, `{,}`
+   between thousands, or a unit in `\text{}` that the question, the gold or the list here names. A
+   decimal gold may also be met in scientific notation or by a
    reduced fraction, a gold fraction by any fraction or decimal; never by a sum, a product, an
    equation or several numbers. A percent sign needs one in the gold or the question. A gold that
    names its base (`204_5`) needs its digits, and its base unless the question names that;
 4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied out of the
    question;
 5. otherwise what math-verify says of gold and answer, both in `\boxed{}`, but for what it reads
-   wrongly: values joined by words are written as a list or a union of intervals, a unit is taken
-   off where it stands apart from the expression (the c of `3+2c` is none), and values that differ
-   only below 2^-54 differ.
+   wrongly: values joined by words or of two signs (`\pm`) are written as a list or a union of
+   intervals, a unit is taken off where it stands apart from the expression (the c of `3+2c` is
+   none), i is the imaginary unit of a complex gold, and values that differ only below 2^-54 differ.
 
-U+2212 and its like are a minus everywhere.
+U+2212 and its like are a minus everywhere. `120,240` is a list and a number, see `readings`: an
+answer is right if it is in one of these readings.
 
-The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` or `x=3` for 3) or
+The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` for 3) or
 rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
 (`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio in
 another writing, and right forms that stand in the question as they are. What is left of the
@@ -32,22 +35,33 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import cast
 
 from grpo_ustat.records import Prompt
-from grpo_ustat.tasks.answers import UNITS, forms, last_boxed, words
+from grpo_ustat.tasks.answers import UNITS, after_thoughts, forms, last_boxed, words
+from grpo_ustat.tasks.base import spoken
 from grpo_ustat.tasks.math_latex import (
     BASES,
     Number,
     bare,
     boxes,
     misshapen,
+    named,
+    plain,
     read_based,
     read_number,
+    spelled,
+    unnamed,
 )
+from grpo_ustat.tasks.math_sets import readings
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 LONGEST_BOX = 300  # characters of a box
+_PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)  # the last of several
+_BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")  # math-verify reads neither
+_DOTS = re.compile(r",?\\ldots,?")
+_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 CANARIES = (  # question, gold, completion, for the steps before math-verify
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -72,7 +86,7 @@ class MathJudge:
         """The content of the completion's last box; None without a closed box, or where it is too
         long.
         """
-        return last_boxed(completion, self._longest)
+        return last_boxed(after_thoughts(completion), self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
         """1 or 0 for each completion of its prompt; what was not judged is 0 and counted.
@@ -80,7 +94,7 @@ class MathJudge:
         Raises:
             JudgeError: see `verdicts`.
         """
-        pairs = zip(prompts, completions, strict=True)
+        pairs = zip(prompts, spoken(prompts, completions), strict=True)
         verdicts = self.verdicts([(prompt.question, prompt.answer, text) for prompt, text in pairs])
         self.counts["timeouts"] += verdicts.count(Verdict.TIMEOUT)
         self.counts["failures"] += verdicts.count(Verdict.FAILURE)
@@ -106,10 +120,20 @@ class MathJudge:
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        undecided = [i for i, verdict in enumerate(early) if verdict is None]
-        pairs = [boxes(triples[i][1], cast(str, answers[i])) for i in undecided]
-        late = dict(zip(undecided, self._verifier.judge(pairs), strict=True))
-        return [late[i] if verdict is None else verdict for i, verdict in enumerate(early)]
+        late = {  # what to ask of each, in every reading that may be right
+            i: [
+                boxes(*read)
+                for read in _readings(triples[i][1], cast(str, answers[i]))
+                if _judged(triples[i][0], *read) is None
+            ]
+            for i, verdict in enumerate(early)
+            if verdict is None
+        }
+        pairs = [pair for asked in late.values() for pair in asked]
+        found = dict(zip(pairs, self._verifier.judge(pairs), strict=True))
+        for i, asked in late.items():
+            early[i] = max((found[pair] for pair in asked), key=_PREFERRED.index)
+        return cast(list[Verdict], early)
 
 
 def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | None:
@@ -122,18 +146,47 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
     """
     if answer is None:
         return Verdict.WRONG
+    found = [_judged(question, *read) for read in _readings(gold, answer)]
+    return Verdict.RIGHT if Verdict.RIGHT in found else None if None in found else Verdict.WRONG
+
+
+def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
+    """Gold and answer as `spelled` writes them, in each of their `readings`."""
+    return list(product(readings(spelled(gold)), readings(spelled(answer))))
+
+
+def _judged(question: str, gold: str, answer: str) -> Verdict | None:
+    """The verdict on one reading, see `without_sympy`."""
     if bare(gold) == bare(answer):
         return Verdict.RIGHT
+    if _BY_TEXT.search(gold + answer):
+        first, second = (_DOTS.sub(r"\\ldots", bare(latex)) for latex in unnamed(gold, answer))
+        return Verdict.RIGHT if first.strip("\\{}") == second.strip("\\{}") else Verdict.WRONG
     if (based := read_based(gold)) is not None:
         return Verdict.RIGHT if _states(answer, *based, question) else Verdict.WRONG
-    if (gold_number := read_number(gold)) is not None:
-        answer_number = read_number(answer)
-        if answer_number is None or not _meets(gold_number, answer_number, f"{question} {gold}"):
+    gold_number, answer_number = map(read_number, unnamed(gold, answer))
+    if gold_number is not None:
+        name = named(answer)[0]
+        strange = name and not named(gold)[0] and not _mentions(question, name)
+        if (
+            answer_number is None
+            or strange
+            or not _meets(gold_number, answer_number, f"{question} {gold}")
+        ):
             return Verdict.WRONG
         worked_out = answer_number.form == gold_number.form or not _copied(answer, question)
         return Verdict.RIGHT if worked_out else Verdict.WRONG
     unfit = misshapen(question, gold, answer) or _copied(answer, question)
     return Verdict.WRONG if unfit else None
+
+
+def _mentions(question: str, name: str) -> bool:
+    """Whether a question has the letter of a name, or neither formulas nor digits to tell by."""
+    letters = re.match(r"\\?[a-zA-Z]+", name)
+    mentioned = letters and re.search(
+        rf"(?<![a-zA-Z\\]){re.escape(letters[0])}(?![a-zA-Z])", question
+    )
+    return bool(mentioned) or not re.search(r"[\d$]", question)
 
 
 def _meets(gold: Number, answer: Number, named: str) -> bool:
@@ -166,5 +219,5 @@ def _states(answer: str, digits: str, base: int, question: str) -> bool:
 
 def _copied(answer: str, question: str) -> bool:
     """Whether the question contains the answer, not as a part of longer numbers."""
-    copy = rf"(?<![\d.]){re.escape(bare(answer))}(?!\d)"
-    return re.search(copy, bare(question)) is not None
+    text, copy = (_COMMA.sub("", bare(latex)) for latex in (plain(question), answer))
+    return re.search(rf"(?<![\d.]){re.escape(copy)}(?!\d)", text) is not None

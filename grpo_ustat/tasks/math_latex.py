@@ -5,16 +5,55 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from math import gcd
 
 from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
-from grpo_ustat.tasks.math_sets import both_joined, parts
+from grpo_ustat.tasks.math_sets import both_joined, both_signs, parts, turned
 
 BASES = (  # from 2 on
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
 _BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # with braces in it, one deep
+_UNICODE = MINUS | str.maketrans({
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
+    "±": r"\pm ", "∓": r"\mp ", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ", "°": r"^\circ ",
+    "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∅": r"\emptyset ", "…": "...", "⋯": "...",
+    "π": r"\pi ", "θ": r"\theta ", "²": "^2 ", "³": "^3 ", "ℂ": r"\mathbb{C}", "ℕ": r"\mathbb{N}",
+    "ℚ": r"\mathbb{Q}", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+})  # fmt: skip
+_MOD = r"(?:\\[bp]?mod(?![a-zA-Z])|\\(?:text|mathrm|operatorname) ?\{ ?mod ?\}|mod(?![a-zA-Z]))"
+_MODULUS = r"(?:\s|~|\\[,;: ])*(?:\{\s*(\w+)\s*\}|(\w+))"
+_CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
+_SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
+    (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),  # thousands
+    (r"(?:^|(?<=[,=/(+*-])|(?<=[,}] ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
+    (r"(?:^|(?<=/)|(?<=/ ))\(([-+]?\d+)\)(?=$| ?/)", r"\1"),
+    (r"\\(?:[lc]?dots|dots[cbmio])(?![a-zA-Z])|\.\.\.", r"\\ldots "),
+    (r"\\(?:mathbb|Bbb) ?\{? ?([CNQRZ])(?: ?\}|(?![a-zA-Z]))", r"\\mathbb{\1}"),
+    (r"\\geqslant(?![a-zA-Z])|>=", r"\\ge "), (r"\\leqslant(?![a-zA-Z])|<=", r"\\le "),
+    (r"\\(?:smallsetminus|backslash)(?![a-zA-Z])", r"\\setminus "),
+    (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
+    (r"^(.+?)\\neq?(?![a-zA-Z])\s*([a-zA-Z])$", r"\2\\ne \1"),
+    (r"\\log ?_ ?(?:e(?![a-zA-Z])|\{ ?e ?\})", r"\\ln "),
+    (rf"\(\s*{_MOD}{_MODULUS}\s*\)|\s*{_MOD}{_MODULUS}", r"\\pmod{\1\2\3\4}"),
+    (rf"{_CIS}(\([^()]*\)|\{{[^{{}}]*\}}|[^-+,;()]+)", r"(\\cos(\1)+i\\sin(\1))"),
+)]  # fmt: skip
+_WORDS_OF_SETS = re.compile(
+    r"(?:(?:the )?set of )?(?:(?:all|any) )?(?:(?P<kind>real|complex|rational|natural) numbers?"
+    r"|(?P<plural>reals|integers)|(?<=all )real(?: values?)?)(?: (?:of )?\$?[a-z]\$?)?"
+)
+_EVERY_NUMBER = re.compile(
+    r"\( ?- ?\\infty ?, ?\+? ?\\infty ?\)|- ?\\infty ?< ?[a-zA-Z] ?< ?\+? ?\\infty"
+)
+_CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
+_IF = re.compile(
+    r"[.,;](?=\}\s*$)|\\text ?\{ ?(?:if|for|when) ?\}|[\s,.;]+$|\\q?quad(?![a-zA-Z])|\\ "
+)
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")
+_ANGULAR = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _TERM = rf"(?:(\d|\\pi(?![a-zA-Z]))|{_BRACED})"
 _FRACTIONS = (
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -35,7 +74,7 @@ _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|underline) ?"
 _PEELED = (  # of a whole answer
     (rf"{_TEXT}\{{ ?([\d.,]+) ([a-zA-Z][a-zA-Z ./-]*)\}}", r"\1 \\text{\2}"),
     (rf"(?:{_TEXT})?{_BRACED}", r"\1"),
-    (r"([+-]) ?\(([^()]*)\)", r"\1\2"),
+    (r"([+-]?) ?\(([^()]*)\)( ?(?:/|°|\\?%|\\text).*)?", r"\1\2\3"),
 )
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
 _SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
@@ -51,7 +90,7 @@ _APART = re.compile(  # a unit behind a value that ends, outside of braces
 _NUMBER = re.compile(
     r"(?:\\?\$)?(?P<sign>[+-]?)(?:\\?\$)? ?"
     r"(?:(?P<whole>\d{1,30})? ?\\frac ?\{(?P<p>-?\d{1,30})\} ?\{(?P<q>-?\d{1,30})\}"
-    r"|(?P<over>\d{1,30})/(?P<under>\d{1,30})|(?P<decimal>[\d,]*\.?\d+)"
+    r"|(?P<over>\d{1,30}) ?/ ?(?P<under>\d{1,30})|(?P<decimal>[\d,]*\.?\d+)"
     r"(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:(?P<power>\d)|\{ ?(?P<powers>-?\d{1,2}) ?\}))?)"
     rf" ?°? ?(?P<percent>\\?%)? ?(?:{_UNIT})?\$?",
     re.ASCII,
@@ -71,6 +110,14 @@ _UNEQUAL = re.compile(r"\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?)(?![a-zA-Z])|>")
 _IN = re.compile(r"^\s*[a-zA-Z] ?\\in(?![a-zA-Z])")
 _RELATION = re.compile("[<=]")
 _NAME = re.compile(r"[a-zA-Z]|[a-zA-Z]\([a-z]\)|\([a-z](?:,[a-z])+\)")
+_LONG_NAME = re.compile(  # before an equals sign
+    r"(?P<letter>[a-zA-Z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))"
+    r"(?:_(?:\w|\{\w+\}))?(?:'|\^\{-1\})?(?:\(\w\))?"
+    r"|[A-Z]{2,3}|m?\\angle[A-Z]{1,3}|\([a-z](?:,[a-z])+\)"
+)
+_EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")  # outside of brackets
+_CLOSED = re.compile(r"\([^()]*\)")
+_RELATED = re.compile(r"[<>=]|\\(?:[lg]eq?|[lg]t|neq?|in|equiv)(?![a-zA-Z])")
 
 
 @dataclass(frozen=True)
@@ -81,6 +128,86 @@ class Number:
     form: str  # "decimal", "scientific", "mixed", "reduced" or "unreduced"
     percent: bool
     words: list[str]  # of its unit
+
+
+def spelled(latex: str) -> str:
+    r"""An answer in one of the ways to write it: as `plain` does, without braces or brackets around
+    all of it, cases as pairs, degrees of angles in radians, and the real numbers by their letter.
+
+    >>> spelled("x ≥ 3"), spelled(r"\text{all reals}"), spelled("((5))")
+    ('x \\ge  3', '\\mathbb{R}', '5')
+    >>> spelled(r"\cos 60^\circ"), spelled(r"\begin{cases} 1 & \text{if } x<0 \\ 2 \end{cases}")
+    ('\\cos \\frac{60\\pi}{180}', '(1,x<0),2')
+    """
+    text = _unwrapped(_CASES.sub(_pairs_of_cases, plain(latex)).strip())
+    if _ANGULAR.search(text):
+        text = _DEGREES.sub(r"\\frac{\1\\pi}{180}", text)
+    said = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r"\1", text).removesuffix(".").lower()
+    named = _WORDS_OF_SETS.fullmatch(" ".join(said.split()))
+    if named:
+        letter = {"complex": "C", "rational": "Q", "natural": "N", "integers": "Z"}
+        return rf"\mathbb{{{letter.get(named['kind'] or named['plural'], 'R')}}}"
+    inner = _IN.sub("", text).strip()
+    return r"\mathbb{R}" if _EVERY_NUMBER.fullmatch(inner) or inner == r"\mathbb{R}" else text
+
+
+def plain(latex: str) -> str:
+    """LaTeX, of which a question may hold several, with one command for each thing."""
+    text = latex.translate(_UNICODE).strip()
+    for pattern, by in _SPELLINGS:
+        text = pattern.sub(by, text)
+    return text
+
+
+def _unwrapped(text: str) -> str:
+    """LaTeX without braces around all of it, and without round brackets around what is no list."""
+    depths = list(accumulate((sign in "([{") - (sign in ")]}") for sign in text))
+    inner = text[1:-1].strip()
+    whole = text[:1] in ("{", "(") and inner and 0 not in depths[:-1] and not depths[-1]
+    if not whole or (text[0] == "(" and len(parts(inner)) > 1):
+        return text
+    return _unwrapped(inner)
+
+
+def _pairs_of_cases(match: re.Match[str]) -> str:
+    """What a case is and where, in round brackets; cases without a second column as a list."""
+    rows = [
+        [_IF.sub("", cell).strip() for cell in row.split("&")]
+        for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1])
+        if row.strip()
+    ]
+    return ",".join(f"({','.join(row)})" if len(row) > 1 else row[0] for row in rows)
+
+
+def unnamed(gold: str, answer: str) -> tuple[str, str]:
+    r"""Gold and answer without the name of their values, where they have the same or one has none.
+
+    >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
+    (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
+    >>> unnamed("x=5", "y=5"), unnamed("x=5", "x=6"), unnamed("5", "2x=5"), unnamed("3", "x=3y=3")
+    (('x=5', 'y=5'), ('5', '6'), ('5', '2x=5'), ('3', 'x=3y=3'))
+    """
+    names, values = zip(*map(named, (gold, answer)), strict=True)
+    nameless = [_RELATED.search(_CLOSED.sub("", latex)) is None for latex in (gold, answer)]
+    return values if names[0] == names[1] or any(nameless) else (gold, answer)
+
+
+def named(latex: str) -> tuple[str, str]:
+    """The one name in a text, "" of none or several, and what it is; else the text itself."""
+    names, values = set(), []
+    for part in parts(latex):
+        terms = _EQUALS.split(part, maxsplit=1)
+        if not _LONG_NAME.fullmatch(bare(terms[0])):
+            terms.reverse()
+        name = _LONG_NAME.fullmatch(bare(terms[0])) if len(terms) == 2 else None
+        value = terms[-1].strip()
+        letters = re.sub(r"\\[a-zA-Z]+", "", value)
+        circular = name and name["letter"] and name["letter"] in letters
+        if circular or len(terms) == 2 and not name or _RELATED.search(_CLOSED.sub("", value)):
+            return "", latex
+        names |= {name[0]} if name else set()
+        values.append(value)
+    return (names.pop(), ", ".join(values)) if len(names) == 1 else ("", latex)
 
 
 def read_based(latex: str) -> tuple[str, int] | None:
@@ -168,18 +295,23 @@ def _cleaned(latex: str) -> str:
 
 def boxes(gold: str, answer: str) -> tuple[str, str]:
     r"""Gold and answer in boxes, as math-verify needs them: fractions with braces, a minus as `-`,
-    values and intervals joined by words as a list and a union, no unit that stands apart.
+    values and intervals joined by words as a list and a union, no unit that stands apart, a space
+    behind a comma between numbers, which is none between thousands.
     """
     gold, answer = without_words(gold, answer)
     for pattern, by in (*_FRACTIONS, _TEXT_LETTER):
         gold, answer = re.sub(pattern, by, gold), re.sub(pattern, by, answer)
+    gold, answer = (re.sub(r"(?<=\d),(?=\d)", ", ", latex) for latex in (gold, answer))
     return rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}"
 
 
 def without_words(gold: str, answer: str) -> tuple[str, str]:
-    """Gold and answer without units and without words between several values."""
+    """Gold and answer without units, without words between several values and without the name of
+    the values; each value of two signs, and ranges upwards.
+    """
     first, second = (without_unit(latex.translate(MINUS)) for latex in (gold, answer))
-    return both_joined(first, second)
+    first, second = unnamed(*both_joined(first, second))
+    return turned(both_signs(first)), turned(both_signs(second))
 
 
 def without_unit(latex: str) -> str:

@@ -1,13 +1,16 @@
 r"""Several values in one LaTeX answer: lists, and ranges or intervals joined by words.
 
 `x=1 \text{ or } x=2` is the list `x=1,x=2`; `x<1 \text{ or } x>2` and `(-\infty,1)` and
-`(2,\infty)` joined by a word are a union; `x>1 \text{ and } x<2` is the range `1<x<2`.
+`(2,\infty)` joined by a word are a union; `x>1 \text{ and } x<2` is the range `1<x<2`; `1\pm 2`
+is the list `1+2,1-2`; `100,200` is a list, or a number with a comma between its thousands.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import product
 
+MOST_SIGNS = 3  # signs of two values in one part of an answer
 _SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"  # possessive: no way back
 _COMMANDS = r"\\(?:text|textnormal|textit|textrm|textbf|mbox|mathrm|operatorname)"
 _LINK = r"(and|or|union)"
@@ -31,6 +34,106 @@ _SIGN = re.compile("([<>≤≥≠=])")
 _IN = re.compile(r"([a-zA-Z]) ?\\in(?![a-zA-Z])(.*)")
 _LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
 _TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
+
+_TWO_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
+_RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")  # perhaps with thousands
+_BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
+
+
+def readings(latex: str) -> list[str]:
+    r"""LaTeX without commas between thousands and with a space behind those of a list: one reading,
+    or that of a list and that of a number where nothing decides.
+
+    >>> readings("120,240"), readings("0,100"), readings("-100,100"), readings(r"(100,200)")
+    (['120, 240', '120240'], ['0, 100'], ['-100, 100'], ['(100, 200)'])
+    >>> readings("1,000"), readings(r"\$1,234"), readings(r"\sqrt{1,234}"), readings("10,100,200")
+    (['1000'], ['\\$1234'], ['\\sqrt{1234}'], ['10, 100, 200'])
+    """
+    runs = list(_RUN.finditer(latex))
+    kinds = [_kind(latex[: run.start()], run[0], latex[run.end() :]) for run in runs]
+    texts = []
+    for undecided in ("list", "number") if "either" in kinds else ("list",):
+        text, end = "", 0
+        for run, kind in zip(runs, kinds, strict=True):
+            is_list = (undecided if kind == "either" else kind) == "list"
+            text += latex[end : run.start()] + run[0].replace(",", ", " if is_list else "")
+            end = run.end()
+        texts.append(text + latex[end:])
+    return texts
+
+
+def _kind(before: str, run: str, behind: str) -> str:
+    """Whether digits in groups of three are a "list", a "number" or "either".
+
+    A list begins with 0, stands in the brackets of a set, a point or an interval, or holds opposite
+    numbers or several whole hundreds. A number has a group that begins with 0, a dollar sign or a
+    decimal point, or stands within braces, as in a fraction.
+    """
+    first, *groups = run.split(",")
+    opened = [""]
+    for bracket in _BRACKET.findall(before):
+        if bracket in ("}", "\\}", ")", "]"):
+            opened.pop() if len(opened) > 1 else None
+        else:
+            opened.append("" if len(bracket) > 2 else bracket)
+    if first[0] == "0":
+        return "list"
+    if any(group[0] == "0" for group in groups):
+        return "number"
+    if opened[-1] in ("(", "[", "\\{"):
+        return "list"
+    if opened[-1] or before.rstrip().endswith("$") or re.match(r"\.\d", behind):
+        return "number"
+    hundreds = len(groups) > 1 and all(group.endswith("00") for group in groups)
+    opposite = before.rstrip().endswith("-") and groups == [first]
+    return "list" if hundreds or opposite else "either"
+
+
+def both_signs(latex: str) -> str:
+    r"""LaTeX with each part that has signs of two values as the list of its values: of one sign or
+    with `\mp` two, which take the upper or the lower signs, else every combination.
+
+    >>> both_signs(r"\frac{1\pm 2}{3},4"), both_signs(r"(1\pm 2,\mp 3)"), both_signs(r"\{\pm 1\}")
+    ('\\frac{1+ 2}{3},\\frac{1- 2}{3},4', '(1+ 2,- 3),(1- 2,+ 3)', '\\{+ 1,- 1\\}')
+    """
+    if latex.startswith("\\{") and latex.endswith("\\}") and "\\}" not in latex[2:-2]:
+        return rf"\{{{both_signs(latex[2:-2])}\}}"
+    return ",".join(form for part in parts(latex) for form in _signed(part))
+
+
+def turned(latex: str) -> str:
+    r"""LaTeX whose ranges of two ends go from the lower to the upper one.
+
+    >>> turned(r"4\ge x>1"), turned("1<x<4"), turned("x>1")
+    ('1<x\\le 4', '1<x<4', 'x>1')
+    """
+    return ",".join(map(_turned, parts(latex)))
+
+
+def _turned(part: str) -> str:
+    text = part
+    for pattern, sign in _SIGNS:
+        text = re.sub(pattern, sign, text)
+    pieces = _SIGN.split(text)
+    if len(pieces) < 4 or not {*pieces[1::2]} <= {"≥", ">"}:
+        return part
+    less = {"≥": r"\le ", ">": "<"}
+    return "".join(less.get(piece, piece.strip()) for piece in reversed(pieces))
+
+
+def _signed(part: str) -> list[str]:
+    """The values of a part, see `both_signs`; the part itself with more than `MOST_SIGNS` signs."""
+    signs = _TWO_SIGNS.findall(part)
+    if not signs or len(signs) > MOST_SIGNS:
+        return [part]
+    upper = ["+" if sign == "\\pm" else "-" for sign in signs]
+    lower = ["-" if sign == "+" else "+" for sign in upper]
+    together = [upper, lower] if "\\mp" in signs else product("+-", repeat=len(signs))
+    forms = []
+    for chosen in together:
+        rest = iter(chosen)
+        forms.append(_TWO_SIGNS.sub(lambda _, rest=rest: next(rest), part))
+    return forms
 
 
 def parts(text: str) -> list[str]:

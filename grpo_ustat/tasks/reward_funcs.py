@@ -9,7 +9,7 @@ import numpy as np
 from grpo_ustat.config.own_functions import REWARDS, reward_file
 from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.records import Array, Rollouts
-from grpo_ustat.tasks.base import Judge
+from grpo_ustat.tasks.base import Judge, answered
 from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_function, user_errors
 
 RewardFunction = Callable[[Rollouts], Array]  # rewards_PG of completions
@@ -42,9 +42,7 @@ def make_reward_funcs(
 
 def answer_format(rollouts: Rollouts, judge: Judge) -> Array:
     """1 where an answer can be read in the completion, right or wrong, else 0, [P, G]."""
-    return np.array(
-        [[float(judge.extract(text) is not None) for text in texts] for texts in rollouts.texts_PG]
-    )
+    return answered(judge, rollouts).astype(np.float64)
 
 
 def termination(rollouts: Rollouts) -> Array:

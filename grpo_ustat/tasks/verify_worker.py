@@ -199,6 +199,7 @@ def _judge() -> Judge:
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
+                pair = _agreeing(*pair)
                 if verify(*pair, **settings) and not _differ(*pair):
                     return True
             except Exception as error:
@@ -208,6 +209,37 @@ def _judge() -> Judge:
         return False
 
     return judge
+
+
+def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
+    """Gold and answer with one symbol for each letter, of which math-verify makes a real one and
+    another, and with the imaginary unit for the letter i where that makes the gold complex.
+    """
+    import sympy
+
+    letters = getattr(gold, "free_symbols", set()) | getattr(answer, "free_symbols", set())
+    names = [letter.name for letter in letters]
+    one = {x: sympy.Symbol(x.name) for x in letters if names.count(x.name) > 1}
+    unit = {letter: sympy.I for letter in letters if letter.name == "i"}
+    if unit and _is_complex(gold, unit):
+        one |= unit
+    return (gold.subs(one), answer.subs(one)) if one else (gold, answer)
+
+
+def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
+    """Whether a value or an entry of it is a number that is not real with the imaginary unit for a
+    letter; it has no power of the letter and no sum, as where that is a variable or an index.
+    """
+    import sympy
+
+    if isinstance(value, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
+        return any(_is_complex(entry, unit) for entry in _entries(value))
+    try:
+        powers = any(power.base in unit for power in sympy.expand(value).atoms(sympy.Pow))
+        is_real = abs(complex(value.subs(unit)).imag) < NEAR_DIFFERENCE
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return not (is_real or powers or value.has(sympy.Sum, sympy.Product))
 
 
 def _differ(gold: Any, answer: Any) -> bool:

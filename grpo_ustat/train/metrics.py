@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from grpo_ustat.estimators.intervals import is_binary
 from grpo_ustat.estimators.ustatistic import silent_share_if_alike
 from grpo_ustat.records import Rollouts
+from grpo_ustat.tasks.base import extracted
 from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
@@ -141,7 +142,7 @@ def completion_rows(
                 "length": int(rollouts.lengths_PG[place, i]),
                 "ended": bool(rollouts.ended_PG[place, i]),
                 "answer": prompt.answer,
-                "extracted": run.task.extract(text),
+                "extracted": extracted(run.task, prompt, text),
                 "reward": float(batch.rewards_PG[p, i]),
                 "step": step,
                 "advantage": float(advantage_PG[p, i]),

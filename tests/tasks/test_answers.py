@@ -6,7 +6,18 @@ from decimal import Decimal
 
 import pytest
 
-from grpo_ustat.tasks.answers import final_number, last_boxed, plain, stated
+from grpo_ustat.records import Prompt
+from grpo_ustat.tasks.answers import (
+    THOUGHTS,
+    after_thoughts,
+    final_number,
+    last_boxed,
+    plain,
+    stated,
+)
+from grpo_ustat.tasks.base import NumberJudge, extracted
+from grpo_ustat.tasks.jsonl import ExactJudge
+from grpo_ustat.tasks.plugins import OwnJudge
 
 SAME = {
     "70": ["70", " 70\n", "+70", "70.", "070", "$70", "$70$", "70.0", "70.00.", r"\$70",
@@ -151,3 +162,25 @@ def test_other_words_behind_a_number_count_where_none_stands_alone():
         assert stated(text, any_unit=True) == "45"
     assert final_number("#### 1 First add\n#### 45", any_unit=True) == 45
     assert final_number("#### 45 eggs as far as one can see now", any_unit=True) is None
+
+
+@pytest.mark.parametrize("begin, end", THOUGHTS)
+def test_only_what_stands_behind_the_last_end_of_thoughts_is_read(begin, end):
+    for text in (f"{begin}7 #### 7{end}#### 8", f"#### 7\n{end}\n{begin} 9? {end} #### 8"):
+        assert final_number(text) == 8
+    for text in (f"{begin} #### 8", f"#### 8 {end} 9? {begin} #### 8", f"#### 8{end}", f"8{end}"):
+        assert final_number(text) is None, text
+
+
+def test_thoughts_that_the_prompt_begins_must_end():
+    thinking = Prompt("1", "How many?<think>\n", "How many?", "8", "gsm8k")
+    told = Prompt("2", "Think in <think> </think>. How many?", "How many?", "8", "gsm8k")
+    texts = ["#### 8", "#### 8</think>", "#### 7</think>#### 8", "<think>#### 7</think>\n#### 8"]
+    for judge in (NumberJudge(), ExactJudge()):
+        assert judge.rewards([thinking] * 4, texts) == [0, 0, 1, 1]
+        assert judge.rewards([told] * 4, texts) == [1, 0, 1, 1]
+        assert [extracted(judge, thinking, text) for text in texts] == [None, None, "8", "8"]
+        assert [extracted(judge, told, text) for text in texts] == ["8", None, "8", "8"]
+    whole = OwnJudge(lambda prompt, text: len(text))
+    assert whole.rewards([thinking] * 4, texts) == list(map(len, texts))
+    assert after_thoughts("no thoughts < think >") == "no thoughts < think >"

@@ -16,6 +16,9 @@ from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 RIGHT, WRONG, _, _ = Verdict
 GOLDS = Path(__file__).parents[1] / "data" / "math_golds.jsonl"
+PAIRS = [  # kind, gold, answer, verdict
+    line.split("\t") for line in GOLDS.with_name("math_pairs.tsv").read_text("utf-8").splitlines()
+]
 QUESTION = r"Simplify $\frac{6}{8} + \frac15$ of 12 marbles, or what $37 + 45 - 12$ is."
 
 
@@ -139,6 +142,16 @@ def test_a_percent_sign_needs_a_question_about_percent():
     for question in ("What percent is it?", r"Find $x\%$."):
         assert without_sympy(question, "3", r"3\%") is RIGHT
     assert without_sympy("How many?", "3", r"3\%") is WRONG
+
+
+def test_a_name_that_the_question_does_not_mention_is_no_part_of_a_number():
+    for question in ("Solve $2x=10$ for $x$.", "Find it."):
+        assert without_sympy(question, "5", "x = 5") is RIGHT
+        assert without_sympy(question, "5", "5=x") is RIGHT
+        for wrong in ("2x=5", "x=6", "4=5", "5=5", "x=y=5", "x=5x", "x+5=5"):
+            assert without_sympy(question, "5", wrong) is WRONG, wrong
+    assert without_sympy("Solve $2y=10$.", "5", "x=5") is WRONG
+    assert without_sympy("Solve $2y=10$.", "x=5", "x=5.0") is RIGHT
 
 
 def test_copies_of_the_question_earn_nothing():
@@ -319,3 +332,42 @@ def test_relations_that_differ_below_what_floats_tell_are_told_apart():
         [("Find it.", gold, rf"\boxed{{{answer}}}") for gold, answer in wrong + right]
     )
     assert judged == [WRONG] * len(wrong) + [RIGHT] * len(right)
+
+
+def test_pairs_that_the_own_steps_decide():
+    decided = [
+        (judged.value, pair)
+        for pair in PAIRS
+        if (judged := without_sympy("Find it.", *pair[1:3])) is not None
+    ]
+    assert len(PAIRS) == 665 and len(decided) > 200
+    assert [pair for judged, pair in decided if judged != pair[3]] == []
+
+
+@pytest.mark.slow
+def test_lists_two_signs_complex_numbers_and_spellings():
+    judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
+        [("Find it.", gold, rf"\boxed{{{answer}}}") for _, gold, answer, _ in PAIRS]
+    )
+    assert [pair for pair, one in zip(PAIRS, judged, strict=True) if one.value != pair[3]] == []
+
+
+@pytest.mark.slow
+def test_an_index_i_is_no_imaginary_unit():
+    cases = [("n+i", "n-i^3", WRONG), ("i^2", "-1", WRONG), ("i^2+2i", "2i-1", WRONG),
+             (r"\sum_{i=1}^{3} i+i", r"6+\sqrt{-1}", WRONG), ("x_i", "x", WRONG),
+             (r"\sum_{i=1}^{n} i", "1+i", WRONG), ("1+i", r"\sum_{i=1}^{n} i", WRONG),
+             ("i(i+1)", "i^2+i", RIGHT), ("i(i+1)", "i-1", WRONG),
+             (r"\frac{1}{i}", "-i", WRONG)]  # fmt: skip
+    judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
+        [("Find it.", gold, rf"\boxed{{{answer}}}") for gold, answer, _ in cases]
+    )
+    assert judged == [verdict for *_, verdict in cases]
+
+
+def test_a_draft_within_thoughts_is_no_answer():
+    judge, prompt = MathJudge(Asked()), Prompt("1", "What? <think>\n", "What?", "8", "algebra")
+    texts = [r"\boxed{7}</think> \boxed{8}", r"\boxed{8}</think> \boxed{7}", r"7? \boxed{8}",
+             r"\boxed{8}</think> So it is 8.", r"<think>\boxed{8}"]  # fmt: skip
+    assert judge.rewards([prompt] * 5, texts) == [1, 0, 0, 0, 0]
+    assert [judge.extract(text) for text in texts] == ["8", "7", "8", None, None]
