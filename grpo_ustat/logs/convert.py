@@ -36,6 +36,10 @@ COLUMNS = (
     "policy_version", "prompt", "completion",
 )  # fmt: skip
 
+BIAS = (
+    "rows left out for what they hold are no random ones: where that goes with the reward, "
+    "accuracy and gradient of the others are biased"
+)
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 
@@ -159,6 +163,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
     noted = Counter(row.note for row in usable if row.note)
     notes += [f"{count} taken: {note}" for note, count in noted.items()]
+    if any(row.fault for row in left_out):
+        notes.append(BIAS)
     exact = all(row.is_exact for row in usable)
     step = usable[0].policy_step
     pairing = pairing_of(usable[0].path.stem, step, checkpoints)
@@ -237,8 +243,8 @@ def _fault(rollout: Rollout) -> str:
     if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character, which no file can hold"
     if rollout.completion_ids is None:
-        if not rollout.completion:
-            return "its completion is empty"
+        if rollout.completion == "" and rollout.ended is False:
+            return "its completion was cut before its first token"
         for name, fault in (("prompt", prompt_fault), ("completion", completion_fault)):
             if found := fault(getattr(rollout, name)):
                 return f"its {name} {found}"

@@ -30,8 +30,26 @@ from grpo_ustat.terminal.streams import single_line
 EVALUATION = "of an evaluation"
 NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
-TEMPLATE_REST = re.compile(r"(assistant|\nmodel)\s*(<think>\s*)?$|<think>\s*$")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
+SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"  # as <|end|>, <end_of_turn>
+THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"  # that a template may open, or leave empty
+OPENING_ROLE = r"^(?:system|developer|user)"
+TEMPLATE_ENDS = [
+    re.compile(end, re.DOTALL)
+    for end in (
+        # alone on its line, or after a special token: ChatML, Gemma, Granite
+        rf"(?:^|\n|{SPECIAL_TOKEN})[ \t]*(?P<rest>assistant|model){THOUGHTS}",
+        # before a special token, or as one: Llama, Phi-4; Phi-3, Zephyr
+        rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
+        rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
+        # joined to the question by the loss of a special token: Llama, with a blank line after it;
+        # Phi-4 and gpt-oss, where another role begins the text
+        rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
+        rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
+        rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
+        r"(?P<rest></?think>)\s*$",
+    )
+]
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
     "policy_version": str | None, "reward": float, "prompt_ids": list | None,
@@ -330,6 +348,16 @@ def read_skyrl(path: Path, options: Options) -> Iterator[Rollout]:
     yield  # makes it a generator like the others
 
 
+def template_end(prompt: str) -> str:
+    r"""The word by which a prompt ends as chat templates do, which leave it alone on its line or
+    beside a special token; "" where it is a prompt without a template.
+
+    >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
+    ('assistant', '')
+    """
+    return next((m["rest"] for end in TEMPLATE_ENDS if (m := end.search(prompt))), "")
+
+
 def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     """verl's {global_steps}.jsonl of `trainer.rollout_data_dir`: texts without special tokens, so
     never token-exact, and no longer the prompt where a chat template wrote it. Files of
@@ -343,9 +371,9 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         """The rollout of a row."""
         step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
-        if rest := TEMPLATE_REST.search(row["input"]):
+        if rest := template_end(row["input"]):
             raise ConfigError(
-                f"{path} {place}: its prompt ends in {rest[0].strip()}, as chat templates do, and "
+                f"{path} {place}: its prompt ends in {rest}, as chat templates do, and "
                 "verl left their special tokens out, so it is not what the model read: let verl "
                 "log tokens too, with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations."
                 "verl_record, and convert these (docs/verl.md)"
