@@ -27,6 +27,7 @@ from grpo_ustat.logs.rows import (
     per_token_fault,
     prompt_fault,
 )
+from grpo_ustat.logs.turns import check_rollouts
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import SURROGATE, single_line
@@ -119,7 +120,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         options: see `Options`.
 
     Raises:
-        ConfigError: no file fits, a file cannot be read, the target is there, or no row is left.
+        ConfigError: no file fits, a file cannot be read, the target is there, rows are turns of one
+            rollout, or no row is left.
     """
     _check(target, options)
     paths = files_of(source, one)
@@ -141,6 +143,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         row.fault = row.fault or _fault(row)
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
+    _check_turns(source, sieve.remaining_rows(rollouts))
     rows = sieve.without_copies(sieve.remaining_rows(rollouts))
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
@@ -231,6 +234,20 @@ def _rollouts_of(
             "--from"
         )
     return rollouts, damaged
+
+
+def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
+    """Refuse rows of a run and a policy that are turns of one rollout, see `check_rollouts`."""
+    policies: dict[tuple[str, str | None], list[Rollout]] = {}
+    for row in rows:
+        policies.setdefault((row.run, row.policy_version), []).append(row)
+    for own in policies.values():
+        fields = dict.fromkeys(name for row in own for name in row.names)
+        check_rollouts(
+            source,
+            [row.prompt_ids or row.prompt for row in own],
+            {name: [row.names.get(name) for row in own] for name in fields},
+        )
 
 
 def _fault(rollout: Rollout) -> str:

@@ -24,6 +24,7 @@ from grpo_ustat.logs.rows import (
     reward_of,
     usual_reward,
 )
+from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import parsed_row
 from grpo_ustat.terminal.streams import single_line
 
@@ -50,6 +51,7 @@ TEMPLATE_ENDS = [
         r"(?P<rest></?think>)\s*$",
     )
 ]
+LONGEST_NAME = 200  # letters of an id; texts are longer
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
     "policy_version": str | None, "reward": float, "prompt_ids": list | None,
@@ -84,9 +86,25 @@ def rows_of(
                 Rollout(path, place, run=str(path.parent), fault=f"{NOT_AS_WRITTEN} ({reason})")
             ]
         for one in made:
+            one.names = one.names or (_names(row) if len(made) == 1 else {})
             if found := _unlike(one):
                 one.fault = f"{NOT_AS_WRITTEN} ({found})"
             yield one
+
+
+def _names(row: Any) -> dict[str, str | int]:
+    """Short texts and whole numbers of a row, by field, also those in lists of one."""
+    if not isinstance(row, dict):
+        return {}
+    single = {
+        key: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for key, value in row.items()
+    }
+    return {
+        key: value
+        for key, value in single.items()
+        if isinstance(value, str | int) and len(str(value)) <= LONGEST_NAME
+    }
 
 
 def _unlike(rollout: Rollout) -> str:
@@ -384,6 +402,7 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
             run=str(absolute(path).parent), step=step, sample=uid if one_of_many else None,
             untrained=f"{EVALUATION}, by the name of its folder" if is_evaluation else "",
             policy_version=f"step {step}", prompt=row["input"], completion=row["output"],
+            names=_names(row) | {"uid": uid.rpartition("_")[0] if one_of_many else uid},
             **reward_of(row, options, {"score": 1.0}),
         )]  # fmt: skip
 
@@ -481,6 +500,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
                 run=str(absolute(path).parent), step=str(step), batch=str(step), sample=str(i),
                 untrained=untrained,
                 policy_version=f"step {step}", prompt=prompt, completion=completion,
+                names=_names({name: values[i] for name, values in lists.items() if is_id(name)}),
                 **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),
             )
             for i, (step, prompt, completion, *values) in enumerate(

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -399,7 +400,8 @@ class EndTokens:
         self.policy, self.config = policy, config
         tokenizer, ends = policy.tokenizer, policy.end_tokens
         only = min(ends) if len(ends) == 1 else None
-        self.of_texts = only if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        eos = cast("int | None", tokenizer.eos_token_id)
+        self.of_texts = only if eos is None else eos
         self.opening, self.of_turns = "", self.of_texts
         if tokenizer.chat_template is not None:
             self.opening, after = around_answers(tokenizer)

@@ -409,11 +409,8 @@ def test_half_a_character_leaves_a_row_out(tmp_path):
 @pytest.mark.parametrize("name", sorted(TEXTS))
 def test_a_completion_that_ended_at_once_is_kept(name, tmp_path, monkeypatch):
     """Its text is empty: the end token alone."""
-    monkeypatch.setattr(sys.modules[__name__], "text", lambda ids: text_of_more(ids))
-
-    def text_of_more(ids):
-        return " ".join(map(str, ids[:-1] if ids[-1] == 9 else ids))
-
+    without_end = lambda ids: " ".join(str(token) for token in ids if token != 9)  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "text", without_end)
     conversion, target = converted(name, tmp_path)
     assert (conversion.kept, conversion.reasons) == (10, {})
     assert [one.completion for one in read_rollouts(target)].count("") == 1
