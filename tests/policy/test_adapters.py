@@ -148,6 +148,14 @@ TIED = {
     "a whole embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "a whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "new tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    "new tokens of the output layer": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"lm_head": [3, 5]},
+    },
+    "new tokens of both": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [3], "lm_head": [5]},
+    },
     "other layers": {"target_modules": ["q_proj", "down_proj"]},
 }
 
