@@ -51,6 +51,7 @@ TEMPLATE_ENDS = [
         r"(?P<rest></?think>)\s*$",
     )
 ]
+VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")  # {sample}_{rollout}_{output}
 LONGEST_NAME = 200  # letters of an id; texts are longer
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
@@ -396,17 +397,23 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
                 "log tokens too, with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations."
                 "verl_record, and convert these (docs/verl.md)"
             )
-        one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
+        one_of_many = VERL_NAME.fullmatch(uid)
         return [Rollout(
-            path, place, one_of_many[1] if one_of_many else uid or row["input"],
+            path, place, one_of_many["sample"] if one_of_many else uid or row["input"],
             run=str(absolute(path).parent), step=step, sample=uid if one_of_many else None,
             untrained=f"{EVALUATION}, by the name of its folder" if is_evaluation else "",
             policy_version=f"step {step}", prompt=row["input"], completion=row["output"],
-            names=_names(row) | {"uid": uid.rpartition("_")[0] if one_of_many else uid},
+            names=_names(row) | {"uid": _rollout_name(uid)},
             **reward_of(row, options, {"score": 1.0}),
         )]  # fmt: skip
 
     return rows_of(path, lines_of(path), build)
+
+
+def _rollout_name(name: str) -> str:
+    """The part of verl's name of a row that all outputs of its rollout have."""
+    one_of_many = VERL_NAME.fullmatch(name)
+    return one_of_many["rollout"] if one_of_many else name
 
 
 def read_verl_record(path: Path, options: Options) -> Iterator[Rollout]:
@@ -428,7 +435,7 @@ def read_verl_record(path: Path, options: Options) -> Iterator[Rollout]:
             completion_ids=row["completion_ids"], loss_mask=row["response_mask"],
             logprobs=row["rollout_log_probs"], policy_step=last,
             policy_version=f"step {row['step']}" if last is None else f"global_step_{last}",
-            **found,
+            names={"uid": _rollout_name(row["sample"] or row["uid"])}, **found,
         )]  # fmt: skip
 
     rows = parquet.read_table(path).to_pylist()

@@ -155,6 +155,16 @@ def verl(folder, rows):
     ])  # fmt: skip
 
 
+def verl_record(folder, rows):
+    table = [
+        {"step": 3, "uid": f"q{q}", "sample": f"q{q}_{g}_{t}", "prompt_ids": ids(prompt),
+         "completion_ids": ids(text), "response_mask": [1] * len(text), "score": float(g % 2),
+         "rollout_log_probs": None, "min_global_steps": 2, "max_global_steps": 2}
+        for q, g, t, prompt, text in rows
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(table), folder / "3.parquet")
+
+
 def open_instruct(folder, rows):
     """Its rows name a sample of a step, so that turns would look like a resumed run's."""
     lines(folder / "run_rollouts_000000.jsonl", [
@@ -187,7 +197,7 @@ def lines(path, objects):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own answers", "equal answers"])
-@pytest.mark.parametrize("write", [trl, verl, open_instruct, nemo_rl, ms_swift])
+@pytest.mark.parametrize("write", [trl, verl, verl_record, open_instruct, nemo_rl, ms_swift])
 def test_dumps_of_turns_are_refused_and_of_single_ones_are_read(tmp_path, write, own):
     one = FORMATS[write.__name__]
     for turns in (1, 3):
