@@ -27,6 +27,7 @@ from grpo_ustat.logs.rows import (
     per_token_fault,
     prompt_fault,
 )
+from grpo_ustat.logs.turns import check_rollouts
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import SURROGATE, single_line
@@ -36,6 +37,10 @@ COLUMNS = (
     "policy_version", "prompt", "completion",
 )  # fmt: skip
 
+BIAS = (
+    "rows left out for what they hold are no random ones: where that goes with the reward, "
+    "accuracy and gradient of the others are biased"
+)
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 
@@ -115,7 +120,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         options: see `Options`.
 
     Raises:
-        ConfigError: no file fits, a file cannot be read, the target is there, or no row is left.
+        ConfigError: no file fits, a file cannot be read, the target is there, rows are turns of one
+            rollout, or no row is left.
     """
     _check(target, options)
     paths = files_of(source, one)
@@ -137,6 +143,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         row.fault = row.fault or _fault(row)
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
+    _check_turns(source, sieve.remaining_rows(rollouts))
     rows = sieve.without_copies(sieve.remaining_rows(rollouts))
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
@@ -159,6 +166,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
     noted = Counter(row.note for row in usable if row.note)
     notes += [f"{count} taken: {note}" for note, count in noted.items()]
+    if any(row.fault for row in left_out):
+        notes.append(BIAS)
     exact = all(row.is_exact for row in usable)
     step = usable[0].policy_step
     pairing = pairing_of(usable[0].path.stem, step, checkpoints)
@@ -227,6 +236,20 @@ def _rollouts_of(
     return rollouts, damaged
 
 
+def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
+    """Refuse rows of a run and a policy that are turns of one rollout, see `check_rollouts`."""
+    policies: dict[tuple[str, str | None], list[Rollout]] = {}
+    for row in rows:
+        policies.setdefault((row.run, row.policy_version), []).append(row)
+    for own in policies.values():
+        fields = dict.fromkeys(name for row in own for name in row.names)
+        check_rollouts(
+            source,
+            [row.prompt_ids or row.prompt for row in own],
+            {name: [row.names.get(name) for row in own] for name in fields},
+        )
+
+
 def _fault(rollout: Rollout) -> str:
     """Why a row cannot be used by itself; empty where it can."""
     if not is_number(rollout.reward):
@@ -237,8 +260,8 @@ def _fault(rollout: Rollout) -> str:
     if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character, which no file can hold"
     if rollout.completion_ids is None:
-        if not rollout.completion:
-            return "its completion is empty"
+        if rollout.completion == "" and rollout.ended is False:
+            return "its completion was cut before its first token"
         for name, fault in (("prompt", prompt_fault), ("completion", completion_fault)):
             if found := fault(getattr(rollout, name)):
                 return f"its {name} {found}"

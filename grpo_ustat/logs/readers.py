@@ -24,14 +24,35 @@ from grpo_ustat.logs.rows import (
     reward_of,
     usual_reward,
 )
+from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import parsed_row
 from grpo_ustat.terminal.streams import single_line
 
 EVALUATION = "of an evaluation"
 NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
-TEMPLATE_REST = re.compile(r"(assistant|\nmodel)\s*(<think>\s*)?$|<think>\s*$")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
+SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"  # as <|end|>, <end_of_turn>
+THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"  # that a template may open, or leave empty
+OPENING_ROLE = r"^(?:system|developer|user)"
+TEMPLATE_ENDS = [
+    re.compile(end, re.DOTALL)
+    for end in (
+        # alone on its line, or after a special token: ChatML, Gemma, Granite
+        rf"(?:^|\n|{SPECIAL_TOKEN})[ \t]*(?P<rest>assistant|model){THOUGHTS}",
+        # before a special token, or as one: Llama, Phi-4; Phi-3, Zephyr
+        rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
+        rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
+        # joined to the question by the loss of a special token: Llama, with a blank line after it;
+        # Phi-4 and gpt-oss, where another role begins the text
+        rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
+        rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
+        rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
+        r"(?P<rest></?think>)\s*$",
+    )
+]
+VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")  # {sample}_{rollout}_{output}
+LONGEST_NAME = 200  # letters of an id; texts are longer
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
     "policy_version": str | None, "reward": float, "prompt_ids": list | None,
@@ -66,9 +87,25 @@ def rows_of(
                 Rollout(path, place, run=str(path.parent), fault=f"{NOT_AS_WRITTEN} ({reason})")
             ]
         for one in made:
+            one.names = one.names or (_names(row) if len(made) == 1 else {})
             if found := _unlike(one):
                 one.fault = f"{NOT_AS_WRITTEN} ({found})"
             yield one
+
+
+def _names(row: Any) -> dict[str, str | int]:
+    """Short texts and whole numbers of a row, by field, also those in lists of one."""
+    if not isinstance(row, dict):
+        return {}
+    single = {
+        key: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for key, value in row.items()
+    }
+    return {
+        key: value
+        for key, value in single.items()
+        if isinstance(value, str | int) and len(str(value)) <= LONGEST_NAME
+    }
 
 
 def _unlike(rollout: Rollout) -> str:
@@ -330,6 +367,16 @@ def read_skyrl(path: Path, options: Options) -> Iterator[Rollout]:
     yield  # makes it a generator like the others
 
 
+def template_end(prompt: str) -> str:
+    r"""The word by which a prompt ends as chat templates do, which leave it alone on its line or
+    beside a special token; "" where it is a prompt without a template.
+
+    >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
+    ('assistant', '')
+    """
+    return next((m["rest"] for end in TEMPLATE_ENDS if (m := end.search(prompt))), "")
+
+
 def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     """verl's {global_steps}.jsonl of `trainer.rollout_data_dir`: texts without special tokens, so
     never token-exact, and no longer the prompt where a chat template wrote it. Files of
@@ -343,23 +390,30 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         """The rollout of a row."""
         step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
-        if rest := TEMPLATE_REST.search(row["input"]):
+        if rest := template_end(row["input"]):
             raise ConfigError(
-                f"{path} {place}: its prompt ends in {rest[0].strip()}, as chat templates do, and "
+                f"{path} {place}: its prompt ends in {rest}, as chat templates do, and "
                 "verl left their special tokens out, so it is not what the model read: let verl "
                 "log tokens too, with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations."
                 "verl_record, and convert these (docs/verl.md)"
             )
-        one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
+        one_of_many = VERL_NAME.fullmatch(uid)
         return [Rollout(
-            path, place, one_of_many[1] if one_of_many else uid or row["input"],
+            path, place, one_of_many["sample"] if one_of_many else uid or row["input"],
             run=str(absolute(path).parent), step=step, sample=uid if one_of_many else None,
             untrained=f"{EVALUATION}, by the name of its folder" if is_evaluation else "",
             policy_version=f"step {step}", prompt=row["input"], completion=row["output"],
+            names=_names(row) | {"uid": _rollout_name(uid)},
             **reward_of(row, options, {"score": 1.0}),
         )]  # fmt: skip
 
     return rows_of(path, lines_of(path), build)
+
+
+def _rollout_name(name: str) -> str:
+    """The part of verl's name of a row that all outputs of its rollout have."""
+    one_of_many = VERL_NAME.fullmatch(name)
+    return one_of_many["rollout"] if one_of_many else name
 
 
 def read_verl_record(path: Path, options: Options) -> Iterator[Rollout]:
@@ -381,7 +435,7 @@ def read_verl_record(path: Path, options: Options) -> Iterator[Rollout]:
             completion_ids=row["completion_ids"], loss_mask=row["response_mask"],
             logprobs=row["rollout_log_probs"], policy_step=last,
             policy_version=f"step {row['step']}" if last is None else f"global_step_{last}",
-            **found,
+            names={"uid": _rollout_name(row["sample"] or row["uid"])}, **found,
         )]  # fmt: skip
 
     rows = parquet.read_table(path).to_pylist()
@@ -453,6 +507,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
                 run=str(absolute(path).parent), step=str(step), batch=str(step), sample=str(i),
                 untrained=untrained,
                 policy_version=f"step {step}", prompt=prompt, completion=completion,
+                names=_names({name: values[i] for name, values in lists.items() if is_id(name)}),
                 **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),
             )
             for i, (step, prompt, completion, *values) in enumerate(

@@ -13,6 +13,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
+from grpo_ustat.logs.turns import check_rollouts, is_id
 from grpo_ustat.records import LARGEST_REWARD, Array, is_number
 
 GROUP_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
@@ -46,9 +47,10 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
 
     Raises:
         ConfigError: the file cannot be read, has no such columns, holds a reward that is not a
-            finite number, or no prompt with two completions.
+            finite number, turns of one rollout, or no prompt with two completions.
     """
     columns = read_columns(path)
+    check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     prompt = next((name for name in GROUP_COLUMNS if name in columns), None)
     if prompt is None:
         raise ConfigError(
@@ -58,7 +60,7 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     if column is None:
         numeric = [
             name for name, values in columns.items()
-            if name not in (*KNOWN_COLUMNS, *GROUP_COLUMNS)
+            if name not in (*KNOWN_COLUMNS, *GROUP_COLUMNS) and not is_id(name)
             and any(isinstance(x, int | float) for x in values)
         ]  # fmt: skip
         if "reward" not in numeric and len(numeric) != 1:

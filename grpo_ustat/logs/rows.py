@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.turns import check_rollouts, is_id
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
@@ -67,6 +68,7 @@ class Rollout:
         policy_step: updates of these weights since training began; None: nothing says it.
         prompt, completion: texts, or lists of messages; None: not logged. A table's completions
             are texts, and so are the prompts of one with token ids.
+        names: texts and whole numbers of its row by field, among which ids may be.
     """
 
     path: Path
@@ -92,6 +94,7 @@ class Rollout:
     policy_step: int | None = None
     prompt: Any = None
     completion: Any = None
+    names: dict[str, str | int] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
@@ -201,12 +204,12 @@ def as_float(value: Any) -> float:
 def reward_columns(
     columns: Mapping[str, list[Any]], known: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Columns that may hold rewards, without the `known` ones: those of which most values that are
-    not null are numbers, and those that hold nothing but nulls.
+    """Columns that may hold rewards, without the `known` ones and ids: those of which most values
+    that are not null are numbers, and those that hold nothing but nulls.
     """
     own = {
         name: [one for one in values if one is not None]
-        for name, values in columns.items() if name not in known
+        for name, values in columns.items() if name not in known and not is_id(name)
     }  # fmt: skip
     numbers = {name: sum(isinstance(one, int | float) for one in x) for name, x in own.items()}
     names = [name for name, values in own.items() if 2 * numbers[name] > len(values)]
@@ -266,10 +269,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Every row of a table of one policy's rollouts, in its order.
 
     Raises:
-        ConfigError: the file cannot be read, lacks columns, holds several steps, or has a row that
-            cannot be used: it names the first such row, its field and how many more there are.
+        ConfigError: the file cannot be read, lacks columns, holds several steps or turns of one
+            rollout, or has a row that cannot be used: it names the first such row, its field and
+            how many more there are.
     """
     columns = read_columns(path)
+    check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
     if set(columns.get("step", ())) == {None}:  # completions of a study, which has no steps
         del columns["step"]
@@ -328,22 +333,27 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def check_columns(path: Path) -> None:
-    """Refuse a Parquet file whose columns are not those of rollouts; others than rewards are not
-    read.
+    """Refuse a Parquet file whose columns are not those of rollouts; of the usual ones, prompts
+    alone are read, and these where ids are among the others.
 
     Raises:
-        ConfigError: it cannot be read, lacks columns, or has several of rewards.
+        ConfigError: it cannot be read, lacks columns, has several of rewards, or its rows are turns
+            of one rollout.
     """
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
-            read = file.read([name for name in names if name not in KNOWN_COLUMNS]).to_pydict()
+            others = [name for name in names if name not in KNOWN_COLUMNS]
+            prompt = "prompt_ids" if "prompt_ids" in names else "prompt"
+            more = [prompt] if prompt in names and len(others) > 1 else []
+            read = file.read(others + more).to_pydict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")
+    check_rollouts(path, read.get(prompt), {name: read[name] for name in others})
     _only_reward(path, {name: read.get(name, []) for name in names})
 
 

@@ -1,8 +1,8 @@
 """Pools from rollouts saved elsewhere: a Parquet file with prompts, completions and rewards.
 
 Its rows are read by `logs.rows`. The texts are tokenised again, conversations in the model's
-own chat template as TRL writes them, an end token is added to every completion that ended, and the
-model must be the policy that wrote them: their scores are the model's.
+own chat template as TRL writes them, an end token is added to every completion that ended (see
+`EndTokens`), and the model must be the policy that wrote them: their scores are the model's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from grpo_ustat.mse.scoring import (
     score_part,
     score_sketches,
 )
-from grpo_ustat.policy.chat import in_chat_format
+from grpo_ustat.policy.chat import around_answers, in_chat_format
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.console import tell
@@ -251,10 +252,11 @@ def _tokenise(
     """
     exact = groups[0][0].is_exact
     if exact:
-        prompt_ids, end = [group[0].prompt_ids or [] for group in groups], -1
+        prompt_ids = [group[0].prompt_ids or [] for group in groups]
         _check_vocabulary(groups, policy, config)
     else:
-        prompt_ids, end = policy.encode([prompt.text for prompt in prompts]), _end_token(policy)
+        prompt_ids = policy.encode([prompt.text for prompt in prompts])
+    ends = EndTokens(policy, config)
     limit, cut_at = context_length(config.model), config.study.cut_at
     completion_ids, other_length = [], 0
     ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
@@ -268,8 +270,8 @@ def _tokenise(
             else:
                 (ids,) = encode(policy.tokenizer, [rollout.completion], special_tokens=False)
                 ended[p, i] = rollout.ended if cut_at is None else len(ids) < cut_at
-                if ended[p, i] and not policy.end_tokens.intersection(ids[-1:]):
-                    ids = [*ids, end]
+                if ended[p, i]:
+                    ids = ends.closed(ids, prompts[p].text, isinstance(rollout.prompt, list), place)
             if not ids or not prompt_ids[p]:
                 empty = "completion" if prompt_ids[p] else "prompt"
                 raise ConfigError(f"{place}: {empty} has no token and cannot be scored: drop it")
@@ -382,18 +384,60 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     )
 
 
-def _end_token(policy: Policy) -> int:
-    """The tokenizer's end token, or the only one that the model names."""
-    end = policy.tokenizer.eos_token_id
-    if end is not None:
-        assert isinstance(end, int)  # one token
-        return end
-    if len(policy.end_tokens) > 1:
-        raise ConfigError(
-            f"the model may end with any of the tokens {sorted(policy.end_tokens)} and its "
-            "tokenizer names none: set eos_token of the tokenizer"
-        )
-    return min(policy.end_tokens)
+class EndTokens:
+    """The token by which completions that were logged as texts ended.
+
+    It is the tokenizer's end token after a plain prompt. A conversation, or a text that the chat
+    template wrote, ends a turn as the template does, which for some models is another token
+    (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
+
+    Args:
+        policy: the model that wrote them.
+        config: of the study, for messages.
+    """
+
+    def __init__(self, policy: Policy, config: MseConfig):
+        self.policy, self.config = policy, config
+        tokenizer, ends = policy.tokenizer, policy.end_tokens
+        only = min(ends) if len(ends) == 1 else None
+        eos = cast("int | None", tokenizer.eos_token_id)
+        self.of_texts = only if eos is None else eos
+        self.opening, self.of_turns = "", self.of_texts
+        if tokenizer.chat_template is not None:
+            self.opening, after = around_answers(tokenizer)
+            (ids,) = encode(tokenizer, [after], special_tokens=False)
+            written = [token for token in ids if str(tokenizer.decode([token])).strip()]
+            if written:
+                self.of_turns = written[0] if written[0] in ends else only
+
+    def closed(self, ids: list[int], prompt: str, is_turn: bool, place: str) -> list[int]:
+        """The tokens of a completion that ended, up to its end token, which is added where its text
+        has none.
+
+        Args:
+            ids: of its text.
+            prompt: the text that the model read.
+            is_turn: whether the prompt was logged as a conversation.
+            place: of its row, for messages.
+
+        Raises:
+            ConfigError: the model may end with several tokens, and nothing says with which.
+        """
+        for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
+            if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():
+                return ids[:stop]  # what follows is the template's, or padding
+        is_turn = is_turn or bool(self.opening and self.opening in prompt)
+        end = self.of_turns if is_turn else self.of_texts
+        if end is None:
+            names = ", ".join(
+                self.policy.tokenizer.convert_ids_to_tokens(sorted(self.policy.end_tokens))
+            )
+            raise ConfigError(
+                f"{place}: its completion ended, and {self.config.model.name} may end with any of "
+                f"{names}: {'its chat template' if is_turn else 'its tokenizer'} does not say with "
+                "which; write the end token at the end of each text that ended, or log the tokens"
+            )
+        return [*ids, end]
 
 
 def _print_on_main(message: str) -> None:

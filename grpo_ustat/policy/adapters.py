@@ -129,14 +129,22 @@ def with_stored_adapters(
 
 
 def adapted_shared_layers(model: Any) -> dict[str, Any]:
-    """Layers of a PEFT model, by name, that have adapters on a weight which other layers share, as
-    a tied embedding is the output layer's: added to that weight they would move both.
+    """Layers of a PEFT model, by name, that have adapters or trained tokens on a weight which other
+    layers share, as a tied embedding is the output layer's: put into that weight they would move
+    both. Trained tokens that PEFT ties as well are meant to.
     """
     owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    ties = {
+        tied
+        for layer in model.modules()
+        if (other := getattr(layer, "tied_adapter", None)) is not None
+        for tied in (layer, other)
+    }
     layers = {
         name: layer.get_base_layer()
         for name, layer in model.named_modules()
         if hasattr(layer, "lora_A")
+        or (hasattr(layer, "trainable_tokens_delta") and layer not in ties)
     }
     return {
         name: layer for name, layer in layers.items() if owners[getattr(layer, "weight", None)] > 1

@@ -20,10 +20,14 @@ from grpo_ustat.terminal.streams import single_line
 MOST_SECONDS = 5.0  # that writing one conversation may take
 MOST_BYTES = 2**30  # that it may take beside what is there
 MOST_LETTERS = 10_000_000  # letters of its text
+_QUESTION, _ANSWER = "Question 7", "Answer 7"  # words that no template writes by itself
 
 
-def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> str:
-    """The text that the model reads, special tokens included, up to where its answer begins.
+def in_chat_format(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any], *, answers: bool = True
+) -> str:
+    """The text that the model reads, special tokens included, up to where its answer begins; with
+    `answers` false, up to the end of the last turn.
 
     A chat template is a program that came with a model. transformers runs it without access to
     Python's objects; here it has a limit of time and memory, too, in the main thread.
@@ -35,7 +39,7 @@ def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> 
     try:
         with _limits():
             text = tokenizer.apply_chat_template(
-                cast(Any, turns), tokenize=False, add_generation_prompt=True
+                cast(Any, turns), tokenize=False, add_generation_prompt=answers
             )
     except _TooLong as error:
         raise ValueError(f"it does not end within {MOST_SECONDS:g} s") from error
@@ -46,6 +50,19 @@ def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> 
     if not isinstance(text, str) or len(text) > MOST_LETTERS:
         raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
     return text
+
+
+def around_answers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What the chat template writes between a question and its answer, and what after the answer,
+    whitespace at their ends left out; "" where it writes nothing or refuses the two turns.
+    """
+    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        before = in_chat_format(tokenizer, turns[:1]).rpartition(_QUESTION)[2]
+        after = in_chat_format(tokenizer, turns, answers=False).rpartition(_ANSWER)[2]
+    except ValueError:
+        return "", ""
+    return before.strip(), after.strip()
 
 
 class _TooLong(BaseException):

@@ -144,7 +144,7 @@ def load_policy(
             "the model names no end token: set eos_token_id in generation_config.json"
         )
     pad = cast("int | None", tokenizer.pad_token_id)
-    rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
     rowless = [x for x, token in tokenizer.get_vocab().items() if token >= rows and token != pad]
     if rowless:
         raise ConfigError(

@@ -406,6 +406,41 @@ def test_half_a_character_leaves_a_row_out(tmp_path):
     assert dict(conversion.reasons) == {"a text has half of a character, which no file can hold": 2}
 
 
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_a_completion_that_ended_at_once_is_kept(name, tmp_path, monkeypatch):
+    """Its text is empty: the end token alone."""
+    without_end = lambda ids: " ".join(str(token) for token in ids if token != 9)  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "text", without_end)
+    conversion, target = converted(name, tmp_path)
+    assert (conversion.kept, conversion.reasons) == (10, {})
+    assert [one.completion for one in read_rollouts(target)].count("") == 1
+    assert not any("biased" in line for line in conversion.lines())
+
+
+@pytest.mark.parametrize(
+    "name, completion", [("trl", []), ("trl", None), ("nemo_rl", []), ("open_instruct", [])]
+)
+def test_what_cannot_be_read_is_counted_and_said_to_bias(name, completion, tmp_path, monkeypatch):
+    """No message at all, or no token: nothing says how it ended."""
+    if name == "trl":
+        folder = tmp_path / "source"
+        folder.mkdir()
+        asked = [{"role": "user", "content": "How many?"}]
+        said = [[{"role": "assistant", "content": text}] for text in ("", "1", "2", "3")]
+        parquet.write_table(
+            pyarrow.table({"step": [1] * 5, "prompt": [asked] * 5, "right": [0.0, 1, 0, 1, 0],
+                           "completion": [*said, completion]}),
+            folder / "completions_00001.parquet",
+        )  # fmt: skip
+        conversion = convert(folder, FORMATS[name], tmp_path / "o.parquet", Options())
+        assert (conversion.kept, conversion.rows) == (4, 5)
+    else:
+        monkeypatch.setitem(GROUPS, "b", ([4, 5], [[6, 9], [6, 6, 9], [], [7, 6, 9], [8, 6, 9]]))
+        conversion, _ = converted(name, tmp_path)
+        assert conversion.kept == 9 and sum(conversion.reasons.values()) == 1
+    assert any("biased" in line for line in conversion.lines())
+
+
 @pytest.mark.parametrize(
     "prompt, rest",
     [  # Qwen's, Llama's, Gemma's and DeepSeek's templates as verl decodes them
@@ -413,6 +448,21 @@ def test_half_a_character_leaves_a_row_out(tmp_path):
         ("user\n\nHow many?assistant\n\n", "assistant"),
         ("user\nHow many?\nmodel\n", "model"),
         ("How many?<think>\n", "<think>"),
+        ("user\nHow many?\nassistant\n<think>\n\n</think>\n\n", "assistant"),  # Qwen3
+        ("userHow many?assistant", "assistant"),  # Phi-4
+        ("systemYou answer.userWho is the assistantassistant", "assistant"),  # gpt-oss
+        ("userHow many?\nassistant", "assistant"),  # Granite
+        ("<|user|>\nHow many?\n<|assistant|>\n", "<|assistant|>"),  # Zephyr, where it is a text
+        # with special tokens
+        ("<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n", "assistant"),
+        (
+            "<|start_header_id|>user<|end_header_id|>\n\nHow many?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "assistant<|end_header_id|>",
+        ),
+        ("<start_of_turn>user\nHow many?<end_of_turn>\n<start_of_turn>model\n", "model"),
+        ("<|user|>\nHow many?<|end|>\n<|assistant|>\n", "<|assistant|>"),
+        ("<|im_start|>assistant<|im_sep|>", "assistant<|im_sep|>"),
     ],
 )
 def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt, rest):
@@ -427,3 +477,18 @@ def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt,
         "with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record, and convert these "
         "(docs/verl.md)"
     )
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["Who is the shop assistant", "List a duty of a teaching assistant", "Name an AI assistant\n",
+     "Define: research-assistant", 'Spell "assistant', "physician/assistant\n\n", "assistants",
+     "A text.\n\nWho is your assistant\n\n", "User: hi\nAssistant:", "Which language model",
+     "user-facing tools: name an assistant", "systems need an assistant", "Say <b>assistant"],
+)  # fmt: skip
+def test_a_plain_prompt_that_ends_in_such_a_word_is_read(tmp_path, prompt):
+    lines(tmp_path / "3.jsonl", [
+        {"input": prompt, "output": str(k), "score": float(k % 2), "step": 3} for k in range(4)
+    ])  # fmt: skip
+    conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
+    assert (conversion.kept, conversion.rows) == (4, 4)

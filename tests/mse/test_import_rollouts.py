@@ -19,8 +19,13 @@ from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.rows import read_rollouts
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.import_rollouts import import_pool
-from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.mse.import_rollouts import EndTokens, import_pool
+from grpo_ustat.policy.loading import (
+    Policy,
+    configured_policy,
+    configured_task,
+    load_tokenizer,
+)
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import summed_rewards
@@ -390,6 +395,68 @@ def test_a_template_that_cannot_write_the_conversation_is_refused(
                      "study.questions=null", f"pool={path}")  # fmt: skip
     with pytest.raises(ConfigError, match=message):
         import_pool(config, tmp_path / "pool")
+
+
+TURNS = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+OPEN = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+
+
+def ends(template, tokens=("<eos>", "<|end|>")):
+    """Of a tokenizer with several end tokens, as Gemma's and Phi's have, by a chat template."""
+    tokenizer = load_tokenizer("embedded:tiny")
+    tokenizer.add_special_tokens({"eos_token": "<eos>", "additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = template
+    policy = Policy(None, tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(tokens))), 0)
+
+    def closed(text, prompt="1 + 1 = ", is_turn=False):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer.decode(
+            EndTokens(policy, compose("mse", *SMALL)).closed(ids, prompt, is_turn, "row 0")
+        )
+
+    return closed
+
+
+WRITTEN = "<|user|>\n1 + 1<|end|>\n<|assistant|>\n"  # as a text, by the same template
+
+
+@pytest.mark.parametrize(
+    "template, end",
+    [
+        (TURNS + OPEN, "<|end|>"),
+        (TURNS + OPEN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "<|end|>"),
+        ("{% for m in messages %}{{ m['content'] }} <|end|>{% endfor %}", "<|end|>"),
+        ("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}", "<eos>"),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", "<eos>"),
+    ],
+)
+def test_a_turn_ends_as_the_chat_template_ends_it(template, end):
+    closed = ends(template)
+    assert [closed(text, is_turn=True) for text in ("5", "")] == [f"5{end}", end]
+    assert [closed(text) for text in ("5", "")] == ["5<eos>", "<eos>"]  # a plain prompt
+
+
+def test_a_text_that_the_template_wrote_ends_as_a_turn():
+    closed = ends(TURNS + OPEN)
+    assert closed("5", WRITTEN) == "5<|end|>"
+    assert closed("5", WRITTEN + "1 + ") == "5<|end|>"  # an answer that was begun for the model
+
+
+@pytest.mark.parametrize(
+    "text, ended",
+    [("5<|end|>", "5<|end|>"), ("5<|end|>\n", "5<|end|>"), ("5<eos>", "5<eos>"),
+     ("5<|end|><eos>", "5<|end|>"), ("5<|end|>6<eos>", "5<|end|>6<eos>"), ("5\n", "5\n<|end|>")],
+)  # fmt: skip
+def test_an_end_token_in_the_text_is_the_end(text, ended):
+    assert ends(TURNS + OPEN)(text, is_turn=True) == ended
+
+
+def test_an_end_that_nothing_names_is_asked_for():
+    other = TURNS.replace("<|end|>", "###")
+    assert ends(other, ["<eos>"])("5", is_turn=True) == "5<eos>"  # there is no other
+    with pytest.raises(ConfigError, match=r"any of <\|end\|>, <eos>: its chat template does not"):
+        ends(other)("5", is_turn=True)
+    assert ends(other)("5<|end|>", is_turn=True) == "5<|end|>"
 
 
 @pytest.mark.slow

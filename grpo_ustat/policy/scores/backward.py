@@ -213,7 +213,7 @@ class _Pass:
         self.rows, self.columns = rows, slice(first, max(int(real.max()) + 1, first + 2))
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
         self.layers = layers
-        self.roots: list[tuple[torch.Tensor, nn.Embedding, tuple | None]] = []
+        self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
@@ -291,7 +291,7 @@ class _Backward:
         handles = [
             module.register_forward_hook(self._watch(name), with_kwargs=True)
             for name, module in base.named_modules()
-            if layers.kind(module) is not None or isinstance(module, nn.Embedding)
+            if layers.kind(module) is not None or layers.looks_up_tokens(module)
             if module not in outside
         ]
         by_layer = by_layer and LayerByLayer(self.model).fits
@@ -350,7 +350,7 @@ class _Backward:
                 (x for x in self.passes if x.layers is not None and x.layers.recomputes),
                 self.passes[-1],
             )
-            if isinstance(module, nn.Embedding):
+            if layers.looks_up_tokens(module):
                 return self._root(pass_, module, args, output)
             twice = pass_.layers is not None and pass_.layers.computes
             if not output.requires_grad and not twice:  # a rule calls the module too
@@ -368,7 +368,7 @@ class _Backward:
 
         return watch
 
-    def _root(self, pass_: _Pass, module: nn.Embedding, args, output: torch.Tensor) -> torch.Tensor:
+    def _root(self, pass_: _Pass, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
         """Make an embedding's output a leaf, so that the backward pass ends there."""
         leaf = output.detach().requires_grad_()
         if layers.kind(module) and args and args[0].shape == pass_.ids.shape:

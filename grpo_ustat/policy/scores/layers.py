@@ -68,6 +68,14 @@ def kind(module: nn.Module) -> str | None:
     return None
 
 
+def looks_up_tokens(module: nn.Module) -> bool:
+    """Whether a module reads token ids: an embedding, or PEFT's layer around one that looks up
+    trained rows in it without calling it (`trainable_token_indices`).
+    """
+    trains_rows = hasattr(module, "trainable_tokens_delta")
+    return isinstance(getattr(module, "base_layer", None) if trains_rows else module, nn.Embedding)
+
+
 def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
     """Contributions by local parameter name.
 

@@ -1,0 +1,187 @@
+"""Rows that are turns of one rollout, which are no samples of a question: refused by name.
+
+A log of an agent may have a row a turn, with the reward of the whole rollout on each. The prompt of
+a later turn holds what was written before, so that every row would count as a question of its own.
+Such a log is known by its content. A prompt of a usable log has several completions, and so stands
+in several rows of one id or under several ids. Prompts of the turns of one rollout differ, and each
+extends the one before, or stands under no other id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from grpo_ustat.config.schema import ConfigError
+
+ROLLOUT_NAME = re.compile(  # an id of a rollout, as verl-agent, rLLM, SkyRL, AReaL and ROLL have it
+    r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
+    r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
+)
+TURN_NAME = re.compile(
+    r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
+    r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
+)
+INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")  # counts anew in every group
+ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
+CONTENT = frozenset(  # fields that are no ids of rollouts
+    {"prompt", "prompt_id", "prompt_ids", "completion", "completion_ids", "reward", "step"}
+    | {"input", "output", "gts", "question", "answer", "text", "content"}
+)
+
+
+def is_id(name: str) -> bool:
+    """Whether a column is named like an id of a row, or a number of a turn, and holds no rewards.
+
+    >>> [is_id(name) for name in ("trajectory_id", "turn", "sample_idx", "accuracy", "turn_reward")]
+    [True, True, True, False, False]
+    """
+    return any(known.fullmatch(name.lower()) for known in (ROLLOUT_NAME, TURN_NAME, ID_NAME))
+
+
+def check_rollouts(
+    place: object, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
+) -> None:
+    """Refuse rows that are turns of one rollout.
+
+    Args:
+        place: of the rows, for messages.
+        prompts: of every row, texts, token ids or messages; None: not logged.
+        columns: values of every row by name; those that are no texts and no whole numbers do not
+            count.
+
+    Raises:
+        ConfigError: naming the column, one of its values and its number of rows, and what to log.
+    """
+    ids = {
+        name: [x if isinstance(x, str | int) and not isinstance(x, bool) else None for x in values]
+        for name, values in columns.items()
+        if name not in CONTENT
+    }
+    keys = None if prompts is None else _comparable(prompts)
+    why = _told_by_id(ids, keys) or _told_by_number(ids, keys)
+    if why:
+        raise ConfigError(
+            f"{place}: its rows are turns of one rollout ({why}), and each would count as a "
+            "question of its own: write one row a rollout, the whole conversation as completion_ids"
+            " (loss_mask 0 on what the policy did not write) and the reward at its end"
+        )
+
+
+def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
+    """Prompts of one kind as what can be compared and hashed; None where their kinds differ."""
+    if len({type(prompt) for prompt in prompts}) != 1:
+        return None
+    if isinstance(prompts[0], str):
+        return list(prompts)
+    if not isinstance(prompts[0], list):
+        return None
+    if all(isinstance(prompt[0], int) for prompt in prompts if prompt):
+        return [tuple(prompt) for prompt in prompts]
+    return [tuple(json.dumps(x, sort_keys=True, default=str) for x in prompt) for prompt in prompts]
+
+
+def _extends(later: Any, earlier: Any) -> bool:
+    """Whether a prompt is another one and more."""
+    return len(later) > len(earlier) and later[: len(earlier)] == earlier
+
+
+def _told_by_id(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
+    """The column of which most values that several rows have are each a rollout of several turns;
+    "" where there is none.
+    """
+    numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
+    for name, values in ids.items():
+        if TURN_NAME.fullmatch(name.lower()):
+            continue
+        rows: dict[Any, list[int]] = {}
+        for row, value in enumerate(values):
+            rows.setdefault(value, []).append(row)
+        rows.pop(None, None)
+        several = {value: places for value, places in rows.items() if len(places) > 1}
+        is_named = ROLLOUT_NAME.fullmatch(name.lower()) is not None
+        ids_of = Counter(
+            key for places in rows.values() for key in {keys[row] for row in places if keys}
+        )
+        if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
+            continue  # every prompt has a row of each index
+        told = []
+        for value, places in several.items():
+            prompts = None if keys is None else [keys[row] for row in places]
+            is_counted = is_named and any(_are_distinct(x, places) for x in numbers)
+            if _are_turns(prompts, ids_of, is_named, is_counted):
+                told.append(value)
+        if len(told) >= (max(1, len(several) / 2) if is_named else max(2, len(several))):
+            different = "" if keys is None else " of different prompts"
+            return f"{name}={told[0]!r:.40} has {len(several[told[0]])} rows{different}"
+    return ""
+
+
+def _are_turns(
+    prompts: Sequence[Any] | None, ids_of: Mapping[Any, int], is_named: bool, is_counted: bool
+) -> bool:
+    """Whether several rows of one id are turns of a rollout.
+
+    Args:
+        prompts: of the rows; None: not logged.
+        ids_of: how many ids each prompt stands under.
+        is_named: whether the column is named as a rollout's id.
+        is_counted: whether another column numbers its turns.
+    """
+    if prompts is None:
+        return is_counted
+    ordered = sorted(prompts, key=len)
+    if len(set(ordered)) < len(ordered):
+        return is_counted and len(set(ordered)) > 1
+    if all(_extends(b, a) for a, b in zip(ordered[:-1], ordered[1:], strict=True)):
+        return True
+    of_this_alone = sum(ids_of[prompt] == 1 for prompt in prompts)
+    return is_counted or (is_named and 2 * of_this_alone >= len(prompts))
+
+
+def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
+    """Whether some rows have each a value of its own."""
+    own = {values[row] for row in places}
+    return None not in own and len(own) == len(places)
+
+
+def _told_by_number(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
+    """The column that numbers turns, where most prompts of later ones extend one of an earlier
+    turn; "" where there is none, or every row has a rollout's id of its own.
+    """
+    named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
+    if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
+        return ""
+    for name, values in ids.items():
+        if not TURN_NAME.fullmatch(name.lower()):
+            continue
+        turns = [
+            (value, key) for value, key in zip(values, keys, strict=True) if isinstance(value, int)
+        ]
+        first = min((value for value, _ in turns), default=0)
+        earliest: dict[Any, int] = {}
+        for value, key in turns:
+            earliest[key] = min(value, earliest.get(key, value))
+        before = _prefixes(earliest)
+        later = [
+            any(earliest[prefix] < value for prefix in before[key])
+            for value, key in turns if value > first
+        ]  # fmt: skip
+        if later and 2 * sum(later) >= len(later):
+            return f"by {name} their prompts extend those of earlier rows"
+    return ""
+
+
+def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
+    """The other keys with which each begins. In their order those stand right before it."""
+    found: dict[Any, list[Any]] = {}
+    stack: list[Any] = []
+    for key in sorted(keys):
+        while stack and not _extends(key, stack[-1]):
+            stack.pop()
+        found[key] = list(stack)
+        stack.append(key)
+    return found
