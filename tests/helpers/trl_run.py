@@ -49,8 +49,8 @@ def train(
     `measuring` are arguments of the callback. What `prepare` does with the two is done before
     training.
 
-    Dropout, which is refused, is switched on behind the callback's back: a random state or mode
-    that it had changed would show in the weights.
+    `dropout` is of attention; a random state or mode that the callback had changed would show in
+    the weights.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,16 +72,14 @@ def train(
         train_dataset=Dataset.from_list(questions()),
         peft_config=peft_config,
     )
+    for module in trainer.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
     callback = None
     if measure:
         options = {"every": every, "sketch": 1_000_000} | (measuring or {})
         callback = GradientNoiseCallback(trainer, **options)
         trainer.add_callback(callback)
-        if dropout:  # whose noise ends the measuring
-            callback._announce = lambda *_: None
-    for module in trainer.model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = dropout
     if prepare is not None:
         prepare(trainer, callback)
     trainer.train()

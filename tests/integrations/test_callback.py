@@ -75,7 +75,7 @@ def expected_terms(prompts, completions, rewards):
 
 @pytest.fixture(autouse=True)
 def scores_are_made_up(monkeypatch):
-    monkeypatch.setattr(GroupScorer, "scores", lambda self, model, group: made_up(group))
+    monkeypatch.setattr(GroupScorer, "scores", lambda self, model, group, place: made_up(group))
     monkeypatch.setattr(GradientNoiseCallback, "_announce", lambda *_: None)
 
 
