@@ -43,7 +43,9 @@ from grpo_ustat.integrations.trl.objective import (
     rollouts_of,
     unmeasured,
     with_functions,
+    without_batches,
 )
+from grpo_ustat.integrations.trl.recorder import record
 from grpo_ustat.integrations.trl.sampling import (
     mean_score_share,
     mean_score_warning,
@@ -155,6 +157,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
         self._first: tuple[Group, Array] | None = None  # with its first policy's log-probabilities
         self._drift = 0.0
+        self._rewards = np.zeros(2, dtype=int)  # measured completions, and those without a reward
         self._batches = self._unknown = self._audits = 0
         self._seen = self._due = 0  # generation batches
         self._audit_due: float = 0  # updates
@@ -255,6 +258,7 @@ class GradientNoiseCallback(TrainerCallback):
             trainer._metrics["train"][f"{PREFIX}/sampler_gap"].append(gaps / tokens)
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
         rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
+        self._rewards += len(rows), int((~np.isfinite(rewards[0])).sum())
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
         scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
@@ -511,7 +515,7 @@ class GradientNoiseCallback(TrainerCallback):
         """
         estimate = self.estimate()
         if estimate is None:
-            return [f"{PREFIX}: nothing was measured{self.fault and ': '}{self.fault}."]
+            return [f"{PREFIX}: nothing was measured: {self.fault or self._why_nothing()}."]
         if self.trainer.accelerator.is_main_process:
             self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
@@ -524,6 +528,25 @@ class GradientNoiseCallback(TrainerCallback):
         reasons = sorted(set(self.withheld().values()))
         apart = [f"Some numbers are not given: {reason}." for reason in reasons]
         return [f"{PREFIX}: {first}", *others, *apart, *self.scorer.notes]
+
+    def _why_nothing(self) -> str:
+        """Why there are no two groups to measure, and what to do, in words."""
+        trainer, size = self.trainer, self.trainer.num_generations
+        if not self._seen:
+            return without_batches(trainer)
+        rows, without = map(int, self._rewards)
+        if without:
+            names = [name for name in trainer.reward_func_names if name != record.__name__]
+            functions = " and ".join(names) or "no reward function"
+            return (
+                f"{without} of {rows} completions had no finite reward ({functions} gave None, NaN "
+                f"or infinity), and a group needs {size} of them: let a reward function return a "
+                "number for every completion, 0 where it cannot judge"
+            )
+        return (
+            f"training ended after {rows // size} group of {size} completions, and two are needed: "
+            "take more steps, or more prompts a step"
+        )
 
     def _print(self, *lines: str) -> None:
         accelerator = getattr(self.trainer, "accelerator", None)  # what is no trainer has none

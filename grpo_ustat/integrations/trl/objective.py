@@ -82,6 +82,21 @@ def rollouts_of(trainer: Any) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
 
 
+def without_batches(trainer: Any) -> str:
+    """Why a training run had no generation batch, and what to do, in words."""
+    args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
+    needed = args.generation_batch_size // trainer.num_generations
+    count = len(dataset) if hasattr(dataset, "__len__") else None
+    if count is None or count >= needed:
+        return "there was no generation batch of training"
+    return (
+        f"train_dataset has {count} prompt{'s' * (count != 1)}, fewer than the {needed} of a "
+        f"generation batch ({args.generation_batch_size} completions in groups of "
+        f"{trainer.num_generations}), and TRL makes no smaller batch: give {needed} or more, or "
+        "lower per_device_train_batch_size or steps_per_generation"
+    )
+
+
 def described(trainer: Any) -> str:
     """The loss in a few words, with what of it is not measured.
 

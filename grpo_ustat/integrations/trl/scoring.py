@@ -325,10 +325,15 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
 
 @contextmanager
 def _trl_positions(model: Any) -> Iterator[None]:
-    """Within, a model is handed no positions, whoever calls it."""
-    handle = body(causal(model)).register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "position_ids": None}), with_kwargs=True
-    )
+    """Within, a model counts columns as positions, as where it is handed none."""
+
+    def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of the model with these positions."""
+        ids_BT = args[0] if args else kwargs["input_ids"]
+        columns_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        return args, {**kwargs, "position_ids": columns_BT}
+
+    handle = body(causal(model)).register_forward_pre_hook(counting, with_kwargs=True)
     try:
         yield
     finally:
