@@ -29,7 +29,7 @@ from grpo_ustat.integrations.trl.generation import Group, completions_of, tokeni
 from grpo_ustat.policy.audit import epsilon_of
 from grpo_ustat.policy.dropout import RandomStates, active_dropout, random_states
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Array, BaselineContext
+from grpo_ustat.records import Array, BaselineContext, Mask
 from grpo_ustat.terminal.streams import single_line
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
@@ -251,7 +251,9 @@ class UpdateAudit:
                 weights_WO = np.stack([declared_N, *weights.values()])[:, own_N]
                 scores_OR = scores[""]
                 others_CR = [weights_WO[:1] @ scores[says] for says in changed]
-                share_SR[1:] = torch.from_numpy(np.concatenate([weights_WO @ scores_OR, *others_CR]))
+                share_SR[1:] = torch.from_numpy(
+                    np.concatenate([weights_WO @ scores_OR, *others_CR])
+                )
                 rows_sq_1 += float(weights_WO[0] ** 2 @ np.square(scores_OR).sum(axis=1))
         except Exception as error:  # as above
             fault = f"{type(error).__name__}: {error}"
@@ -271,7 +273,7 @@ class UpdateAudit:
         )  # fmt: skip
 
     def _own_scores(
-        self, row_N: Sequence[Row], own_N: Array, declared_N: Array
+        self, row_N: Sequence[Row], own_N: Mask, declared_N: Array
     ) -> Mapping[str, Array]:
         """Scores of this rank's rows, [O, R], by model, see `UpdateScores`.
 
@@ -279,7 +281,9 @@ class UpdateAudit:
             NotComparedError: on all ranks, where one of them cannot score its own.
         """
         if self.rescored is None:
-            scores_OR = [self._scores[row.key] for row, own in zip(row_N, own_N, strict=True) if own]
+            scores_OR = [
+                self._scores[row.key] for row, own in zip(row_N, own_N, strict=True) if own
+            ]
             return {"": np.array(scores_OR, dtype=np.float64)}
         signs = np.split(np.where(declared_N[own_N] < 0, -1.0, 1.0), len(self._inputs))
         fault, scores = None, {}

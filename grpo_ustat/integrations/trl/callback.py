@@ -337,9 +337,7 @@ class GradientNoiseCallback(TrainerCallback):
         }
         self.audit.expect(sketches, groups)
 
-    def _rescored(
-        self, micro_batches: Sequence[tuple[MicroBatch, Array]]
-    ) -> Mapping[str, Array]:
+    def _rescored(self, micro_batches: Sequence[tuple[MicroBatch, Array]]) -> Mapping[str, Array]:
         """See `audit.UpdateScores`: rows as TRL's loss read them, with its dropout masks.
 
         Raises:
@@ -377,7 +375,7 @@ class GradientNoiseCallback(TrainerCallback):
         if not tokens:
             return ""
         return (
-            f". TRL draws masks for pi_old too: pi/pi_old is off 1 by {gap / tokens:.3f} a token, "
+            f". TRL draws masks for pi_old too: log pi/pi_old is {gap / tokens:.3f} nats off a token, "
             f"{100 * cut / tokens:.1f} % are clipped, and C1, C2, C3 leave that out"
         )
 

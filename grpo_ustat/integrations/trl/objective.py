@@ -7,6 +7,7 @@ else its arguments can do to the gradient is named by `unmeasured` or `described
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,7 +87,7 @@ def without_batches(trainer: Any) -> str:
     """Why a training run had no generation batch, and what to do, in words."""
     args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
     needed = args.generation_batch_size // trainer.num_generations
-    count = len(dataset) if hasattr(dataset, "__len__") else None
+    count = len(dataset) if isinstance(dataset, Sized) else None
     if count is None or count >= needed:
         return "there was no generation batch of training"
     return (
@@ -274,8 +275,8 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
 def ratio_factors(
     trainer: Any, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, sign_B: torch.Tensor
 ) -> torch.Tensor | None:
-    """What the gradient of a token's log-probability is multiplied with in TRL 1.16's loss, beside
-    the weight of `row_weights`, where pi/pi_old is not 1; None where the loss type is none of these.
+    """Factors of the gradients of tokens' log-probabilities in TRL 1.16's loss, beside the weights
+    of `row_weights`, where pi/pi_old is not 1; None where the loss type is none of these.
 
     Args:
         trainer: a `trl.GRPOTrainer`.

@@ -72,8 +72,8 @@ def sampling_warnings(trainer: Any) -> list[str]:
         name, rate = dropout
         masks = "without dropout" if getattr(trainer, "use_vllm", False) else "with other masks"
         sentences.append(
-            f"{name} is {rate}: TRL's loss is of the model with dropout on, and so are scores, each "
-            f"with masks of its own: C1, C2, C3 have their noise; TRL samples {masks}, so the "
+            f"{name} is {rate}: TRL's loss is of the model with dropout on, and so are scores, "
+            f"each with masks of its own: C1, C2, C3 have their noise; TRL samples {masks}, so the "
             "applied gradient is not quite that of the sampled reward."
         )
     return sentences

@@ -58,7 +58,7 @@ class GroupScorer:
         sketch: of scores; None before the first group.
         notes: what there is to say, in sentences.
         ratio_gaps: of the last `update_scores`, where TRL compares probabilities with two draws of
-            masks: the sum of |pi/pi_old - 1| over tokens, those that are clipped, and all.
+            masks: the sum of |log pi/pi_old| over tokens, those that are clipped, and all.
     """
 
     def __init__(self, trainer: Any, completions_at_once: int, sketch_size: int):
@@ -93,7 +93,9 @@ class GroupScorer:
         rank, world = accelerator.process_index, accelerator.num_processes
         if layers is None:
             own = places[rank::world]
-            return dict(from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in own]))
+            return dict(
+                from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in own])
+            )
         self.at_once = min(from_all_ranks(lambda: [self.at_once]))  # with whole weights of its own
         scores: dict[int, GroupScores] = {}
         while len(scores) < len(places):
@@ -206,7 +208,7 @@ class GroupScorer:
                 if factors_BT is None:
                     raise ConfigError("ratios pi/pi_old of two draws of masks are in the loss")
                 weights_BT = counts_BT * factors_BT
-                gap_BT, cut_BT = (log_ratio_BT.exp() - 1).abs(), (weights_BT == 0) * counts_BT
+                gap_BT, cut_BT = log_ratio_BT.abs(), (weights_BT == 0) * counts_BT
                 sums = (gap_BT * counts_BT).sum(), cut_BT.sum(), counts_BT.sum()
                 self.ratio_gaps += [float(x) for x in sums]
             with again():
