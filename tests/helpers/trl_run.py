@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 tests/helpers/trl_run.py FOLDER '{"num_generations": 4}'
 
-writes `terms-<rank>.npz`, what the callback of each rank measured last.
+writes `terms-<rank>.npz`, what the callback of each rank measured last, and `audit-<rank>.json`,
+what its audits found.
 """
 
 from __future__ import annotations
@@ -91,3 +92,5 @@ if __name__ == "__main__":
     trainer, callback = train(Path(sys.argv[1]), rewards=(right, ones), **changes)
     rank = trainer.accelerator.process_index
     np.savez(Path(sys.argv[1]) / f"terms-{rank}.npz", *callback.windows[-1].terms)
+    audit = json.dumps(callback.audit.results)
+    (Path(sys.argv[1]) / f"audit-{rank}.json").write_text(audit)

@@ -375,7 +375,7 @@ class GradientNoiseCallback(TrainerCallback):
         if not tokens:
             return ""
         return (
-            f". TRL draws masks for pi_old too: log pi/pi_old is {gap / tokens:.3f} nats off a token, "
+            f". TRL draws masks for pi_old too: log pi/pi_old is {gap / tokens:.3f} nats a token, "
             f"{100 * cut / tokens:.1f} % are clipped, and C1, C2, C3 leave that out"
         )
 
