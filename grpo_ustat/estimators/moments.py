@@ -150,6 +150,41 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
     return _moments_of_sums(n, sums, ghat_sq_P)
 
 
+def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
+    r"""A_V, D and ||g||^2 of the scores less their mean, unbiased whatever that mean is, each [P].
+
+    Weights that sum to 0 let no mean into ghat, so its error is that of the scores less their mean;
+    the squared norms of `norm_moments` would hold the mean too. With the kernel
+    `h_ij = (z_i - z_j)(s_i - s_j) / 2`, of which ghat is the mean over pairs (Hoeffding 1948),
+
+        E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
+        E<h_12, h_34> = ||g||^2
+
+    Args:
+        rewards_PN: rewards, float64.
+        gram_PNN: inner products of the scores, float64.
+
+    Raises:
+        ValueError: N < 4, for which there are no two pairs without a completion in common.
+    """
+    n = rewards_PN.shape[-1]
+    if n < 4:
+        raise ValueError(f"scores with a mean need at least 4 completions a prompt, got {n}")
+    z = rewards_PN - rewards_PN.mean(-1, keepdims=True)
+    gram = gram_PNN - gram_PNN.mean(-1, keepdims=True)
+    gram = gram - gram.mean(-2, keepdims=True)
+    q = np.diagonal(gram, axis1=1, axis2=2)
+    sum_sq = np.einsum("pi,pij,pj->p", z, gram, z, optimize=True)  # ||sum z s||^2
+    distances = q[:, :, None] + q[:, None, :] - 2 * gram
+    same = ((z[:, :, None] - z[:, None, :]) ** 2 * distances).sum((-1, -2)) / 4
+    shared = (n * n * (z * z * q).sum(-1) + 3 * n * sum_sq) / 4 - same
+    apart = n * n * sum_sq - 4 * shared - 2 * same
+    pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
+    g_sq = apart / (triples * (n - 3))
+    a_v = 4 * shared / triples - 3 * g_sq
+    return a_v, 2 * same / pairs - 2 * g_sq - a_v, g_sq
+
+
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     """Moments as of `pool_moments` with each completion left out in turn, arrays of shape [P, N].
 

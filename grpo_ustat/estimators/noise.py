@@ -61,7 +61,7 @@ from grpo_ustat.estimators.intervals import (
     tails,
     wilson,
 )
-from grpo_ustat.estimators.moments import norm_moments
+from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.records import Array
 
 LEAST_UNITS = 4  # of which a jackknife leaves one out
@@ -239,7 +239,12 @@ class GroupTerms(NamedTuple):
     norm_P: Array
 
 
-def group_terms(rewards_PG: Array, sq_norm_PG: Array, gradient_gram_PP: Array) -> GroupTerms:
+def group_terms(
+    rewards_PG: Array,
+    sq_norm_PG: Array,
+    gradient_gram_PP: Array,
+    score_gram_PGG: Array | None = None,
+) -> GroupTerms:
     """The terms of P >= 2 groups of G >= 2 completions.
 
     A group of equal rewards adds 0 to every term whatever its scores are, so it needs none.
@@ -248,6 +253,8 @@ def group_terms(rewards_PG: Array, sq_norm_PG: Array, gradient_gram_PP: Array) -
         rewards_PG: rewards.
         sq_norm_PG: squared score norms; any number in groups of equal rewards.
         gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
+        score_gram_PGG: <s_i, s_j>, where the scores may have a mean other than 0; of groups of at
+            least 4, fewer do not tell it apart. None: it is 0.
 
     Raises:
         ValueError: fewer than 2 groups, or groups of 1 completion.
@@ -259,6 +266,9 @@ def group_terms(rewards_PG: Array, sq_norm_PG: Array, gradient_gram_PP: Array) -
         # (A_V + D)/2; ||ghat||^2 less it is -(z - z')^2 <s, s'> / 2
         half_P = sq_norm_PG.sum(axis=1) * (rewards_PG[:, 0] - rewards_PG[:, 1]) ** 2 / 4
         g_sq_P, a_v_P, d_P, m0_P = own_P - half_P, half_P, half_P, sq_norm_PG.mean(axis=1)
+    elif score_gram_PGG is not None and rewards_PG.shape[1] >= 4:
+        a_v_P, d_P, g_sq_P = shifted_moments(rewards_PG, score_gram_PGG)
+        m0_P = sq_norm_PG.mean(axis=1)
     else:
         moments = norm_moments(sq_norm_PG, rewards_PG, own_P)
         g_sq_P, a_v_P, d_P, m0_P = moments.g_sq, moments.a_v, moments.d, moments.m0

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 tests/helpers/trl_run.py FOLDER '{"num_generations": 4}'
 
-writes `terms-<rank>.npz`, what the callback of each rank measured last.
+writes `terms-<rank>.npz`, what the callback of each rank measured last, and `audit-<rank>.json`,
+what its audits found.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def train(
     `measuring` are arguments of the callback. What `prepare` does with the two is done before
     training.
 
-    Dropout, which is refused, is switched on behind the callback's back: a random state or mode
-    that it had changed would show in the weights.
+    `dropout` is of attention; a random state or mode that the callback had changed would show in
+    the weights.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,16 +73,14 @@ def train(
         train_dataset=Dataset.from_list(questions()),
         peft_config=peft_config,
     )
+    for module in trainer.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
     callback = None
     if measure:
         options = {"every": every, "sketch": 1_000_000} | (measuring or {})
         callback = GradientNoiseCallback(trainer, **options)
         trainer.add_callback(callback)
-        if dropout:  # whose noise ends the measuring
-            callback._announce = lambda *_: None
-    for module in trainer.model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = dropout
     if prepare is not None:
         prepare(trainer, callback)
     trainer.train()
@@ -93,3 +92,5 @@ if __name__ == "__main__":
     trainer, callback = train(Path(sys.argv[1]), rewards=(right, ones), **changes)
     rank = trainer.accelerator.process_index
     np.savez(Path(sys.argv[1]) / f"terms-{rank}.npz", *callback.windows[-1].terms)
+    audit = json.dumps(callback.audit.results)
+    (Path(sys.argv[1]) / f"audit-{rank}.json").write_text(audit)

@@ -75,7 +75,7 @@ def expected_terms(prompts, completions, rewards):
 
 @pytest.fixture(autouse=True)
 def scores_are_made_up(monkeypatch):
-    monkeypatch.setattr(GroupScorer, "scores", lambda self, model, group: made_up(group))
+    monkeypatch.setattr(GroupScorer, "scores", lambda self, model, group, place: made_up(group))
     monkeypatch.setattr(GradientNoiseCallback, "_announce", lambda *_: None)
 
 
@@ -321,7 +321,7 @@ def test_ranks_in_step_gather_the_same_layers(error, monkeypatch):
             gathered[rank].append(pair.index(layer))
             yield
 
-        def scores(model, group, layers):
+        def scores(model, group, place, layers):
             if rank == 0:  # others need fewer layers than there are turns
                 for layer in [*pair, *pair[::-1]] * (4 // scorers[0].at_once):
                     with layers.weights(layer):
@@ -351,7 +351,7 @@ def test_ranks_in_step_gather_the_same_layers(error, monkeypatch):
 
 
 def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):
-    def fails(self, model, group):
+    def fails(self, model, group, place):
         raise RuntimeError("no rule\nfor this layer")
 
     monkeypatch.setattr(GroupScorer, "scores", fails)
@@ -451,7 +451,7 @@ def test_some_parameters_alone_are_measured(monkeypatch):
     """And are said, with the precision that was scored."""
     seen = []
 
-    def scores(self, model, group):
+    def scores(self, model, group, place):
         seen.append([name for name, p in model.named_parameters() if p.requires_grad])
         return made_up(group)
 

@@ -20,7 +20,12 @@ import trl_run  # noqa: E402
 from forks import free_port  # noqa: E402
 from pyarrow import parquet  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from grpo_ustat.estimators.baselines import advantages  # noqa: E402
 from grpo_ustat.estimators.moments import pool_gradient_weights  # noqa: E402
@@ -39,9 +44,16 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path_factory):
     """Three steps, measured at 0 and 2."""
     folder = tmp_path_factory.mktemp("run")
-    trainer, callback = trl_run.train(folder, every=2, dropout=0.1)
+    trainer, callback = trl_run.train(folder, every=2)
     assert isinstance(callback, GradientNoiseCallback)
     return folder, trainer, callback
+
+
+def lora(rate=0.1):
+    """Adapters of every linear layer, with dropout."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=8, lora_dropout=rate, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def logged_rows(folder, step):
@@ -102,17 +114,22 @@ def assert_same(terms, expected, rtol=2e-4):
     assert np.isfinite(expected[4]).sum() >= 2, "nothing varies: the test shows nothing"
 
 
-def test_training_ends_in_the_same_weights(run, tmp_path):
-    """Dropout is on. Optimizer and random states too."""
-    folder, _, callback = run
-    trl_run.train(tmp_path, measure=False, dropout=0.1)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_training_ends_in_the_same_weights(adapters, tmp_path):
+    """Dropout is on, and every update is audited. Optimizer and random states too."""
+    options = {"dropout": 0.1, "peft_config": lora() if adapters else None}
+    folder, tmp_path = tmp_path / "measured", tmp_path / "plain"
+    _, callback = trl_run.train(folder, every=2, measuring={"audit_every": 1}, **options)
+    trl_run.train(tmp_path, measure=False, **options)
     assert [one.first for one in callback.windows] == [0, 2]
+    assert [one.step for one in callback.audit.results if one.agrees] == [0, 2]
     measured, plain = folder / "checkpoint-3", tmp_path / "checkpoint-3"
-    weights, expected = (load_file(one / "model.safetensors") for one in (measured, plain))
+    file = "adapter_model.safetensors" if adapters else "model.safetensors"
+    weights, expected = (load_file(one / file) for one in (measured, plain))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
-    start = load_file(trl_run.MODEL / "model.safetensors")
-    assert any(not torch.equal(weights[name], start[name]) for name in start if name in weights)
+    start = load_file(folder / "checkpoint-1" / file)
+    assert any(not torch.equal(weights[name], start[name]) for name in start)
     assert (measured / "optimizer.pt").read_bytes() == (plain / "optimizer.pt").read_bytes()
     states = [torch.load(one / "rng_state.pth", weights_only=False) for one in (measured, plain)]
     assert states[0]["python"] == states[1]["python"]
@@ -188,6 +205,120 @@ def test_adapters_alone_are_scored(tmp_path):
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) < 20_000
     expected = reference_terms(model, logged_rows(tmp_path, 1), 8, {"right": 1.0, "ones": 1.0})
     assert_same(callback.windows[-1].terms, expected)
+
+
+EIGHT = {"steps_per_generation": 8, "per_device_train_batch_size": 8}  # of 4 accumulated
+DROPPING = {
+    "adapters": {"lora": 0.1, "learning_rate": 1e-2},
+    "attention": {"dropout": 0.1},
+    "both": {"lora": 0.05, "dropout": 0.05, "gradient_checkpointing": False},
+    "bf16": {"lora": 0.1, "bf16": True},
+    "iterations": {"lora": 0.1, "learning_rate": 1e-2, "num_iterations": 2},
+    "ratios": {"dropout": 0.1, "learning_rate": 1e-4, "loss_type": "sapo"} | EIGHT,
+    "sequence ratios": {"dropout": 0.1, "loss_type": "grpo",
+                        "importance_sampling_level": "sequence"} | EIGHT,
+    "clipped ratios": {"dropout": 0.1, "loss_type": "dr_grpo"} | EIGHT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_with_dropout_the_applied_gradient_is_the_declared_one(name, tmp_path, capsys):
+    """With the masks that the update drew; and its ratios pi/pi_old, where TRL has two draws."""
+    changes = dict(DROPPING[name])
+    rate = changes.pop("lora", None)
+    _, callback = trl_run.train(
+        tmp_path, peft_config=None if rate is None else lora(rate), save_steps=100,
+        measuring={"audit_every": 1}, **changes,
+    )  # fmt: skip
+    exact = name != "bf16"
+    assert len(callback.windows) == (2 if "ratios" in name or name == "iterations" else 3)
+    assert len(callback.audit.results) == len(callback.windows) and not callback.fault
+    for one in callback.audit.results:
+        assert one.agrees, one.sentence
+        assert abs(one.ratio - 1) < (1e-5 if exact else 0.05)
+        assert one.cosine > 1 - (1e-9 if exact else 1e-2)
+    said = capsys.readouterr().out
+    assert ("TRL draws masks for pi_old too" in said) is ("ratios" in name or name == "iterations")
+
+
+@pytest.mark.parametrize(
+    "fault, says", [(0.25, "divided once more by gradient_accumulation_steps = 4"),
+                    (-1.0, "the sign is reversed")],
+)  # fmt: skip
+def test_with_dropout_planted_faults_are_named(fault, says, tmp_path):
+    def plant(trainer, _):
+        own = trainer._compute_loss
+        trainer._compute_loss = lambda *args: fault * own(*args)
+
+    _, callback = trl_run.train(
+        tmp_path, peft_config=lora(), dropout=0.1, prepare=plant, max_steps=2, save_steps=100,
+        measuring={"audit_every": 1},
+    )  # fmt: skip
+    for one in callback.audit.results[1:]:
+        assert not one.agrees and one.sentence.endswith(f"{fault:.3f} x declared, cosine "
+            f"{np.sign(fault):.3f}: {says}")  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_positions_that_left_padding_shifts_are_named(rate, tmp_path, monkeypatch):
+    """GPT-2 has absolute positions, which TRL's loss does not hand over."""
+    tokenizer = AutoTokenizer.from_pretrained(trl_run.MODEL)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer), n_positions=256, n_embd=64, n_layer=2, n_head=4,
+            resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate, initializer_range=0.2,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    monkeypatch.setattr(
+        trl_run, "questions", lambda: [{"prompt": "1" * (1 + i % 7)} for i in range(64)]
+    )
+    _, callback = trl_run.train(
+        tmp_path, rewards=(length,), max_steps=1, save_steps=100, max_completion_length=16
+    )
+    (one,) = callback.audit.results
+    assert not one.agrees and one.cosine < 0.99
+    assert "it is the gradient of positions that count the padding before a prompt" in one.sentence
+
+
+def length(completions, **_):
+    """Characters, in whole numbers."""
+    return [float(len(text)) for text in completions]
+
+
+def missing(completions, **_):
+    """No reward for every eighth completion."""
+    return [None if i % 8 == 0 else float("nan") if i % 8 == 1 else 1.0
+            for i in range(len(completions))]  # fmt: skip
+
+
+def test_nothing_was_measured_with_its_reason(tmp_path, monkeypatch, capsys):
+    _, callback = trl_run.train(tmp_path, rewards=(missing,), max_steps=2, save_steps=100)
+    (line,) = callback.summary()
+    assert "32 of 128 completions had no finite reward (missing gave None, NaN" in line
+    rows = trl_run.questions()
+    monkeypatch.setattr(trl_run, "questions", lambda: rows[:3])
+    _, callback = trl_run.train(tmp_path, max_steps=2, save_steps=100)
+    (line,) = callback.summary()
+    assert "train_dataset has 3 prompts, fewer than the 8 of a generation batch" in line
+
+
+def test_dropout_on_two_processes(tmp_path):
+    """Scores of a rank's rows have the masks of that rank."""
+    changes = dict(num_generations=4, per_device_train_batch_size=10, gradient_accumulation_steps=2,
+                   max_steps=2, dropout=0.1, measuring={"audit_every": 1})  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+               f"--master_port={free_port()}", str(ROOT / "tests/helpers/trl_run.py"),
+               str(tmp_path), json.dumps(changes)]  # fmt: skip
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((tmp_path / f"audit-{rank}.json").read_text()) for rank in range(2)]
+    assert found[0] == found[1] and len(found[0]) == 2
+    assert all(abs(ratio - 1) < 1e-5 and cosine > 1 - 1e-9 for _, ratio, cosine, *_ in found[0])
 
 
 def test_groups_straddle_two_processes(tmp_path):

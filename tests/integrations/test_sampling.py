@@ -32,9 +32,11 @@ NAMED = {
     ),
     "presence_penalty=0.5 moves": changed(args_generation_kwargs={"presence_penalty": 0.5}),
     "temperature=0.5 moves": changed(args_generation_kwargs={"temperature": 0.5}),
-    "1.attention_dropout is 0.1: TRL samples and updates": changed(model=drops(0.1)),
-    "0 is 0.5: TRL samples": changed(model=torch.nn.Sequential(torch.nn.Dropout(0.5))),
-    "is 0.1: TRL updates with": changed(model=drops(0.1), use_vllm=True),
+    "1.attention_dropout is 0.1: TRL's loss is of the model with dropout": changed(
+        model=drops(0.1)
+    ),
+    "TRL samples with other masks": changed(model=torch.nn.Sequential(torch.nn.Dropout(0.5))),
+    "TRL samples without dropout": changed(model=drops(0.1), use_vllm=True),
 }
 
 

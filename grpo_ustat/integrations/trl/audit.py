@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.applied_gradient import (
     NOT_OF_ROWS,
     Fault,
@@ -25,14 +26,20 @@ from grpo_ustat.estimators.applied_gradient import (
 from grpo_ustat.estimators.row_weights import BY_TOKENS_OF_ALL, Loss, token_weights
 from grpo_ustat.integrations.trl.applied import add_applied, is_deepspeed
 from grpo_ustat.integrations.trl.generation import Group, completions_of, tokenizer_of
-from grpo_ustat.integrations.trl.sampling import active_dropout
 from grpo_ustat.policy.audit import epsilon_of
+from grpo_ustat.policy.dropout import RandomStates, active_dropout, random_states
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Array, BaselineContext
+from grpo_ustat.records import Array, BaselineContext, Mask
 from grpo_ustat.terminal.streams import single_line
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its completion."""
+MicroBatch = tuple[Mapping[str, Any], RandomStates]
+"""The inputs of a loss, and the states of the generators before it."""
+UpdateScores = Callable[[Sequence[tuple[MicroBatch, Array]]], Mapping[str, Array]]
+"""Scores of an update's rows on this rank, sketched, [B, R], by micro-batch and signs of the rows'
+declared weights: as declared, by "", and as other models than the declared one would have them, by
+what they are. All ranks call it together."""
 OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
 
 
@@ -100,16 +107,21 @@ class UpdateAudit:
             `clip_grad_norm_` and a DeepSpeed engine's `step` are wrapped.
         sketch: of the scores, by the names of the model's parameters without wrappers.
         loss: the declared one.
+        rescored: scores of the rows as an update reads them, which take the place of those that
+            `expect` is handed; None: these count.
 
     Attributes:
         results: of all updates that were expected, in order, the same on all ranks.
     """
 
-    def __init__(self, trainer: Any, sketch: Sketch, loss: Loss):
+    def __init__(
+        self, trainer: Any, sketch: Sketch, loss: Loss, rescored: UpdateScores | None = None
+    ):
         self.trainer, self.sketch, self.loss = trainer, sketch, loss
+        self.rescored = rescored
         self.results: list[UpdateResult] = []
         self._step = -1
-        self._inputs: list[Mapping[str, Any]] = []
+        self._inputs: list[MicroBatch] = []
         self._scores: dict[bytes, np.ndarray] = {}
         self._advantages: dict[bytes, list[dict[str, float]]] = defaultdict(list)
         self._expected_at, self._fault = -1, ""
@@ -125,7 +137,7 @@ class UpdateAudit:
 
         Args:
             scores: sketches of the scores of completions, those that this rank has; none are
-                needed of groups whose rewards are all equal.
+                needed of groups whose rewards are all equal, or where rows are `rescored`.
             groups: all groups of the generation batch, on every rank.
         """
         if self._expected_at != self.trainer.state.global_step:
@@ -157,7 +169,7 @@ class UpdateAudit:
         if self.trainer.model.training:
             if self._step != self.trainer.state.global_step:
                 self._step, self._inputs = self.trainer.state.global_step, []
-            self._inputs.append(inputs)
+            self._inputs.append((inputs, random_states(self.trainer.accelerator.device)))
             engine = getattr(self.trainer.accelerator, "deepspeed_engine_wrapped", None)
             if engine is not None and self._engine is not engine.engine:
                 self._engine, self._engine_step = engine.engine, engine.engine.step
@@ -209,11 +221,15 @@ class UpdateAudit:
         rows = [micro_batch for one in every for micro_batch in one.rows]
         row_N = [row for micro_batch in rows for row in micro_batch]
         weights = self._weights(rows, row_N)
-        scorer_N = [
-            next((rank for rank, one in enumerate(every) if row.key in one.scored), -1)
-            for row in row_N
-        ]
+        consumer_N = np.repeat(range(len(every)), [sum(map(len, one.rows)) for one in every])
+        scorer_N = consumer_N
+        if self.rescored is None:
+            scorer_N = [
+                next((rank for rank, one in enumerate(every) if row.key in one.scored), -1)
+                for row in row_N
+            ]
         unscored_N = np.array([rank < 0 for rank in scorer_N])
+        own_N = np.array([rank == accelerator.process_index for rank in scorer_N])
         declared_N = weights.pop(self.loss.name)
         if missing := int((unscored_N & (declared_N != 0)).sum()):
             raise NotComparedError(f"{missing} of its {len(row_N)} completions have no scores")
@@ -221,22 +237,23 @@ class UpdateAudit:
             says: weights_N for says, weights_N in weights.items()
             if not (unscored_N & (weights_N != 0)).any()
         }  # fmt: skip
+        scores = self._own_scores(row_N, own_N, declared_N)
+        changed = [says for says in scores if says]
         share_SR = torch.zeros(
-            (2 + len(weights), self.sketch.dimension), dtype=torch.float64,
+            (2 + len(weights) + len(changed), self.sketch.dimension), dtype=torch.float64,
             device=accelerator.device,
         )  # fmt: skip
         rows_sq_1 = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         fault = None
         try:
             add_applied(share_SR[:1], self.trainer, self.sketch)
-            own_N = np.array([rank == accelerator.process_index for rank in scorer_N])
-            scores_NR = [
-                self._scores[row.key] for row, own in zip(row_N, own_N, strict=True) if own
-            ]
-            if scores_NR:
+            if own_N.any():
                 weights_WO = np.stack([declared_N, *weights.values()])[:, own_N]
-                scores_OR = np.stack(scores_NR).astype(np.float64)
-                share_SR[1:] = torch.from_numpy(weights_WO @ scores_OR)
+                scores_OR = scores[""]
+                others_CR = [weights_WO[:1] @ scores[says] for says in changed]
+                share_SR[1:] = torch.from_numpy(
+                    np.concatenate([weights_WO @ scores_OR, *others_CR])
+                )
                 rows_sq_1 += float(weights_WO[0] ** 2 @ np.square(scores_OR).sum(axis=1))
         except Exception as error:  # as above
             fault = f"{type(error).__name__}: {error}"
@@ -251,15 +268,38 @@ class UpdateAudit:
         )
         tolerance = rounding(epsilon, float(declared_R @ declared_R), float(rows_sq_1))
         return judged(
-            applied_R, declared_R, dict(zip(weights, others, strict=True)), tolerance,
+            applied_R, declared_R, dict(zip([*weights, *changed], others, strict=True)), tolerance,
             self._faults(), self._hints(),
         )  # fmt: skip
+
+    def _own_scores(
+        self, row_N: Sequence[Row], own_N: Mask, declared_N: Array
+    ) -> Mapping[str, Array]:
+        """Scores of this rank's rows, [O, R], by model, see `UpdateScores`.
+
+        Raises:
+            NotComparedError: on all ranks, where one of them cannot score its own.
+        """
+        if self.rescored is None:
+            scores_OR = [
+                self._scores[row.key] for row, own in zip(row_N, own_N, strict=True) if own
+            ]
+            return {"": np.array(scores_OR, dtype=np.float64)}
+        signs = np.split(np.where(declared_N[own_N] < 0, -1.0, 1.0), len(self._inputs))
+        fault, scores = None, {}
+        try:
+            scores = self.rescored(list(zip(self._inputs, signs, strict=True)))
+        except Exception as error:  # as below
+            known = isinstance(error, ConfigError)
+            fault = str(error) if known else f"{type(error).__name__}: {error}"
+        _of_all_ranks(fault)
+        return scores
 
     def _consumed(self) -> Consumed:
         """What the update consumed on this rank."""
         pad_token = tokenizer_of(self.trainer).pad_token_id
         rows = []
-        for inputs in self._inputs:
+        for inputs, _ in self._inputs:
             mask_BT = inputs["completion_mask"]
             if inputs.get("tool_mask") is not None:
                 mask_BT = mask_BT * inputs["tool_mask"]
@@ -336,7 +376,8 @@ class UpdateAudit:
         """What makes the applied gradient another one here and is no weight of a row."""
         trainer, hints = self.trainer, []
         args = trainer.args
-        if dropout := active_dropout(trainer.model):
+        dropout = active_dropout(trainer.model) if self.rescored is None else None
+        if dropout:
             hints.append(f"dropout, {dropout[0]} of {dropout[1]:g}, which scores are without")
         if getattr(trainer, "beta", 0) and self._step:
             hints.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpo_ustat.estimators.noise import (
     policy_drift,
     withheld,
 )
-from grpo_ustat.integrations.trl.audit import UpdateAudit
+from grpo_ustat.integrations.trl.audit import MicroBatch, UpdateAudit
 from grpo_ustat.integrations.trl.generation import (
     Completion,
     Group,
@@ -42,9 +43,10 @@ from grpo_ustat.integrations.trl.objective import (
     rollouts_of,
     unmeasured,
     with_functions,
+    without_batches,
 )
+from grpo_ustat.integrations.trl.recorder import record
 from grpo_ustat.integrations.trl.sampling import (
-    active_dropout,
     mean_score_share,
     mean_score_warning,
     sampling_warnings,
@@ -72,14 +74,19 @@ from grpo_ustat.integrations.trl.windows import (
     window_batches,
     window_of,
 )
+from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.policy.scores.groups import GroupScores
 from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import visible
 
 LEAST_WINDOWS = 4  # that an average is over, where there are so many
 POOL_BYTES = 2**27  # of the sketches that are kept for the run's own loss
-LEAST_COSINE = 0.9  # of the applied and the declared gradient, below which dropout ends measuring
 PREFIX = "grpo_ustat"
+TRL_POSITIONS = (
+    "positions that count the padding before a prompt: TRL's loss hands the model none, which "
+    "shifts absolute ones; sampling does not shift them. Use per_device_train_batch_size=1 and "
+    "prompts of one length, or a model with rotary positions"
+)
 RATIOS = ("gstar", "noise_scale", "noise_scale_best")  # that may have no upper end
 
 
@@ -91,8 +98,9 @@ class GradientNoiseCallback(TrainerCallback):
     completions of groups whose rewards differ, nothing else is sampled. Batches of fewer than four
     groups are pooled with the next ones into windows of 16 groups, see `windows`. C1, C2, C3 and
     the noise scale are of the leave-one-out gradient of the summed reward, in the weights' own
-    precision and without dropout. Training is not changed: random states, gradients, modes and
-    parameters stay as they are, and what fails is said in a line and ends the measuring alone.
+    precision, with the model's dropout on as in the loss. Training is not changed: random states,
+    gradients, modes and parameters stay as they are, and what fails is said in a line and ends the
+    measuring alone.
 
     Into TRL's own metrics go `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` (in
     rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
@@ -149,11 +157,12 @@ class GradientNoiseCallback(TrainerCallback):
         self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
         self._first: tuple[Group, Array] | None = None  # with its first policy's log-probabilities
         self._drift = 0.0
+        self._rewards = np.zeros(2, dtype=int)  # measured completions, and those without a reward
         self._batches = self._unknown = self._audits = 0
         self._seen = self._due = 0  # generation batches
         self._audit_due: float = 0  # updates
         self._audit_step = -1
-        self._audited = False
+        self._audited = self._shifts = False
         self._begin = time.perf_counter()
         try:
             check_trainer(trainer)
@@ -190,15 +199,7 @@ class GradientNoiseCallback(TrainerCallback):
                     self.trainer._metrics["train"][f"{PREFIX}/audit/{name}"].append(value)
             if not self._audited or result.agrees is False:
                 self._audited = True
-                self._print(f"{PREFIX} step {result.step}: {result.sentence}")
-            dropout = active_dropout(self.trainer.model)
-            if dropout and result.agrees is False and abs(result.cosine) < LEAST_COSINE:
-                name, rate = dropout
-                self.fault = (
-                    f"{name} is {rate}, and with it the applied gradient has a cosine of only "
-                    f"{result.cosine:.2f} with the one without: use a dropout of 0"
-                )
-                self._print(f"{PREFIX}: stopped measuring at step {result.step}: {self.fault}")
+                self._print(f"{PREFIX} step {result.step}: {result.sentence}{self._ratios()}")
 
     def on_train_end(self, args, state, control, **kwargs):
         """Say in words what was measured."""
@@ -257,6 +258,7 @@ class GradientNoiseCallback(TrainerCallback):
             trainer._metrics["train"][f"{PREFIX}/sampler_gap"].append(gaps / tokens)
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
         rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
+        self._rewards += len(rows), int((~np.isfinite(rewards[0])).sum())
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
         scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
@@ -306,11 +308,15 @@ class GradientNoiseCallback(TrainerCallback):
         """
         trainer = self.trainer
         reason = "parameters were chosen" if self.parameters is not None else unmeasured(trainer)
-        if reason is None and (narrow := narrow_loss(trainer, model)) is not None:
+        shifts = from_all_ranks(lambda: [layers is None and self.scorer.shifts_positions(model)])
+        self._shifts = any(shifts)
+        again = self._shifts or active_dropout(trainer.model) is not None
+        narrow = None if again else narrow_loss(trainer, model)
+        if reason is None and narrow is not None:
             try:
                 with in_precision_of_loss(trainer, model, layers, narrow):
-                    again = {place: groups[place] for place in scored}
-                    scored = self.scorer.all_scores(model, again, layers)
+                    same = {place: groups[place] for place in scored}
+                    scored = self.scorer.all_scores(model, same, layers)
             except ConfigError as error:  # on all ranks
                 reason = str(error)
         if reason is not None:
@@ -319,7 +325,8 @@ class GradientNoiseCallback(TrainerCallback):
                 self._print(f"{PREFIX}: the applied gradient is not compared: {reason}")
             return
         if self.audit is None:
-            self.audit = UpdateAudit(trainer, self.scorer.sketch_of(model), loss_of(trainer))
+            sketch, rescored = self.scorer.sketch_of(model), self._rescored if again else None
+            self.audit = UpdateAudit(trainer, sketch, loss_of(trainer), rescored)
         rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         sketches = {
             one.key: sketch_R
@@ -329,6 +336,48 @@ class GradientNoiseCallback(TrainerCallback):
             )
         }
         self.audit.expect(sketches, groups)
+
+    def _rescored(self, micro_batches: Sequence[tuple[MicroBatch, Array]]) -> Mapping[str, Array]:
+        """See `audit.UpdateScores`: rows as TRL's loss read them, with its dropout masks.
+
+        Raises:
+            ConfigError: masks cannot be drawn once more.
+        """
+        start, trainer = time.perf_counter(), self.trainer
+        self.scorer.ratio_gaps[:] = 0
+        with (
+            scored_weights(trainer, self.by_layer) as (model, layers),
+            unchanged(model),
+            nullcontext() if (narrow := narrow_loss(trainer, model)) is None
+            else in_precision_of_loss(trainer, model, layers, narrow),
+        ):  # fmt: skip
+            if layers is not None:
+                raise ConfigError("layers have their weights one at a time, and masks with them")
+            scores = {
+                says: np.concatenate(
+                    [
+                        self.scorer.update_scores(model, *micro_batch, sign_B, says != "")
+                        for micro_batch, sign_B in micro_batches
+                    ]
+                )
+                for says in ["", *([TRL_POSITIONS] if self._shifts else [])]
+            }
+        self.seconds += time.perf_counter() - start
+        return scores
+
+    def _ratios(self) -> str:
+        """How far ratios pi/pi_old are from 1 by two draws of masks, in a sentence that follows
+        another; on all ranks.
+        """
+        if self.audit is None or self.audit.rescored is None:
+            return ""
+        gap, cut, tokens = np.sum(from_all_ranks(lambda: [self.scorer.ratio_gaps]), axis=0)
+        if not tokens:
+            return ""
+        return (
+            f". TRL draws masks for pi_old too: log pi/pi_old is {gap / tokens:.3f} nats a token, "
+            f"{100 * cut / tokens:.1f} % are clipped, and C1, C2, C3 leave that out"
+        )
 
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
         """Rows of this rank, the first one of each group with the images of its prompt."""
@@ -365,7 +414,7 @@ class GradientNoiseCallback(TrainerCallback):
             for sentence in mean_score_warning(share):
                 self.warnings.append(sentence)
                 self._print(f"{PREFIX}: {sentence}")
-        self.windows.append(window_of(groups, unknown, drift))
+        self.windows.append(window_of(groups, unknown, drift, own=not self.warnings))
         if self.trainer.accelerator.is_main_process:
             scored = [one.scores.features_GR.nbytes for one in groups if one.scores is not None]
             most = max(1, POOL_BYTES // max(scored, default=1))
@@ -464,7 +513,7 @@ class GradientNoiseCallback(TrainerCallback):
         """
         estimate = self.estimate()
         if estimate is None:
-            return [f"{PREFIX}: nothing was measured{self.fault and ': '}{self.fault}."]
+            return [f"{PREFIX}: nothing was measured: {self.fault or self._why_nothing()}."]
         if self.trainer.accelerator.is_main_process:
             self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
@@ -477,6 +526,25 @@ class GradientNoiseCallback(TrainerCallback):
         reasons = sorted(set(self.withheld().values()))
         apart = [f"Some numbers are not given: {reason}." for reason in reasons]
         return [f"{PREFIX}: {first}", *others, *apart, *self.scorer.notes]
+
+    def _why_nothing(self) -> str:
+        """Why there are no two groups to measure, and what to do, in words."""
+        trainer, size = self.trainer, self.trainer.num_generations
+        if not self._seen:
+            return without_batches(trainer)
+        rows, without = map(int, self._rewards)
+        if without:
+            names = [name for name in trainer.reward_func_names if name != record.__name__]
+            functions = " and ".join(names) or "no reward function"
+            return (
+                f"{without} of {rows} completions had no finite reward ({functions} gave None, NaN "
+                f"or infinity), and a group needs {size} of them: let a reward function return a "
+                "number for every completion, 0 where it cannot judge"
+            )
+        return (
+            f"training ended after {rows // size} group of {size} completions, and two are needed: "
+            "take more steps, or more prompts a step"
+        )
 
     def _print(self, *lines: str) -> None:
         accelerator = getattr(self.trainer, "accelerator", None)  # what is no trainer has none

@@ -7,10 +7,12 @@ else its arguments can do to the gradient is named by `unmeasured` or `described
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
@@ -79,6 +81,21 @@ def rollouts_of(trainer: Any) -> int:
     args = trainer.args
     ranks = trainer.accelerator.num_processes
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
+
+
+def without_batches(trainer: Any) -> str:
+    """Why a training run had no generation batch, and what to do, in words."""
+    args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
+    needed = args.generation_batch_size // trainer.num_generations
+    count = len(dataset) if isinstance(dataset, Sized) else None
+    if count is None or count >= needed:
+        return "there was no generation batch of training"
+    return (
+        f"train_dataset has {count} prompt{'s' * (count != 1)}, fewer than the {needed} of a "
+        f"generation batch ({args.generation_batch_size} completions in groups of "
+        f"{trainer.num_generations}), and TRL makes no smaller batch: give {needed} or more, or "
+        "lower per_device_train_batch_size or steps_per_generation"
+    )
 
 
 def described(trainer: Any) -> str:
@@ -253,6 +270,43 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
     }
     arrays["rewards_PNF"] = np.nan_to_num(arrays["rewards_PNF"])
     return replace(pool, **arrays, reward_weights_F=weights_F)
+
+
+def ratio_factors(
+    trainer: Any, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, sign_B: torch.Tensor
+) -> torch.Tensor | None:
+    """Factors of the gradients of tokens' log-probabilities in TRL 1.16's loss, beside the weights
+    of `row_weights`, where pi/pi_old is not 1; None where the loss type is none of these.
+
+    Args:
+        trainer: a `trl.GRPOTrainer`.
+        log_ratio_BT: log pi - log pi_old of the tokens.
+        mask_BT: 1 on tokens that count.
+        sign_B: of the advantages, -1 or 1, by which ratios are clipped.
+
+    Returns:
+        [B, T], or [B, 1] with `importance_sampling_level="sequence"`.
+    """
+    args, loss_type = trainer.args, trainer.args.loss_type
+    log_BT, sign_B1 = log_ratio_BT.detach(), sign_B.to(log_ratio_BT)[:, None]
+    if trainer.importance_sampling_level == "sequence":
+        log_BT = ((log_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0))[:, None]
+    if loss_type == "cispo":
+        # a cap below 1 multiplies the whole gradient, which is a fault that the audit names
+        return log_BT.exp().clamp(max=trainer.epsilon_high) / min(1.0, trainer.epsilon_high)
+    with torch.enable_grad():
+        ratio_BT = log_BT.requires_grad_().exp()
+        if loss_type == "sapo":
+            pos, neg = args.sapo_temperature_pos, args.sapo_temperature_neg
+            sharpness_B1 = torch.where(sign_B1 > 0, pos, neg)
+            gain_BT = (sharpness_B1 * (ratio_BT - 1)).sigmoid() * 4 / sharpness_B1 * sign_B1
+        elif loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+            near_BT = ratio_BT.clamp(1 - trainer.epsilon_low, 1 + trainer.epsilon_high)
+            capped_BT = ratio_BT if args.delta is None else ratio_BT.clamp(max=args.delta)
+            gain_BT = torch.min(capped_BT * sign_B1, near_BT * sign_B1)
+        else:
+            return None
+        return torch.autograd.grad(gain_BT.sum(), log_BT)[0] * sign_B1
 
 
 def _smaller(size: int) -> list[int]:

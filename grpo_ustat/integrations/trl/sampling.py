@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.records import Array
 
 LEAST_GROUPS = 8  # of fewer, intervals of a policy's own completions were above 0 too often
@@ -53,19 +52,6 @@ NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, va
 }  # fmt: skip
 
 
-def active_dropout(model: nn.Module) -> tuple[str, float] | None:
-    """The first dropout of a model that is above 0, with its name: a module's, or a number that a
-    module hands to its attention.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            return path or "dropout", module.p
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float) and value > 0:
-                return f"{path}.{name}".strip("."), value
-    return None
-
-
 def sampling_warnings(trainer: Any) -> list[str]:
     """A sentence for each argument by which a `GRPOTrainer` samples from another distribution than
     the one that is scored, and one for dropout.
@@ -84,11 +70,11 @@ def sampling_warnings(trainer: Any) -> list[str]:
             )
     if dropout := active_dropout(trainer.model):
         name, rate = dropout
-        when = "updates" if getattr(trainer, "use_vllm", False) else "samples and updates"
+        masks = "without dropout" if getattr(trainer, "use_vllm", False) else "with other masks"
         sentences.append(
-            f"{name} is {rate}: TRL {when} with dropout on, and scores are of the model without: "
-            "the gradient that TRL applies has noise of masks that C1, C2, C3 do not contain; "
-            "load the model with attention_dropout=0, use lora_dropout=0, or disable_dropout=True."
+            f"{name} is {rate}: TRL's loss is of the model with dropout on, and so are scores, "
+            f"each with masks of its own: C1, C2, C3 have their noise; TRL samples {masks}, so the "
+            "applied gradient is not quite that of the sampled reward."
         )
     return sentences
 
@@ -138,6 +124,7 @@ def mean_score_warning(share: Interval) -> list[str]:
     value, low, high = (100 * x for x in share)
     return [
         f"The mean score is not 0, by {value:.1f} % [{low:.1f}, {high:.1f}] of E||s||^2: the "
-        "policy that is scored did not write these completions, and C2 and C3 are off by about "
-        "that share; look for dropout, a sampling argument, or other weights in the sampler."
+        "policy that is scored did not write these completions, so the applied gradient is not "
+        "that of the sampled reward; look for dropout, a sampling argument, or other weights in "
+        "the sampler. In groups of 2 or 3, C2 and C3 are off by about that share."
     ]

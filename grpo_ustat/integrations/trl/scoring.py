@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,20 @@ from accelerate.utils import gather_object
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.generation import Group, tokenizer_of
 from grpo_ustat.integrations.trl.in_step import LayersInStep
+from grpo_ustat.integrations.trl.objective import ratio_factors
+from grpo_ustat.policy.dropout import (
+    RandomStates,
+    active_dropout,
+    dropping,
+    same_draws,
+    seeded_states,
+)
 from grpo_ustat.policy.loading import Policy, out_of_memory
-from grpo_ustat.policy.logprobs import pack, token_logprobs
+from grpo_ustat.policy.logprobs import Rows, pack, positions, token_logprobs
+from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, score_bytes
+from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
-from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
+from grpo_ustat.policy.scores.backward import check_scores, completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Rollouts
@@ -33,6 +44,11 @@ UNCHECKED = (
 class GroupScorer:
     """Scores groups of a `GRPOTrainer`, two completions of which it differentiates plainly too.
 
+    Where the model has dropout, scores are those of the model in training, each completion with
+    masks of its own, as in TRL's loss; those of two groups are independent, whichever rank scores
+    them. They have the law of the update's masks, which are drawn only later: `update_scores` draws
+    these once more.
+
     Args:
         trainer: whose.
         completions_at_once: of a pass of the model; halved where memory runs out.
@@ -41,13 +57,17 @@ class GroupScorer:
     Attributes:
         sketch: of scores; None before the first group.
         notes: what there is to say, in sentences.
+        ratio_gaps: of the last `update_scores`, where TRL compares probabilities with two draws of
+            masks: the sum of |log pi/pi_old| over tokens, those that are clipped, and all.
     """
 
     def __init__(self, trainer: Any, completions_at_once: int, sketch_size: int):
         self.trainer, self.at_once, self.sketch_size = trainer, completions_at_once, sketch_size
         self.sketch: Sketch | None = None
         self.notes: list[str] = []
+        self.ratio_gaps = np.zeros(3)
         self._checked = False
+        self._batches = 0  # that were scored, the same on all ranks
 
     def sketch_of(self, model: Any) -> Sketch:
         """The sketch of scores of a model, the same whenever it is asked for."""
@@ -69,10 +89,13 @@ class GroupScorer:
             ConfigError: a rank could not score one of its groups; on all ranks.
         """
         accelerator, places = self.trainer.accelerator, list(groups)
+        self._batches += 1
         rank, world = accelerator.process_index, accelerator.num_processes
         if layers is None:
             own = places[rank::world]
-            return dict(from_all_ranks(lambda: [(p, self.scores(model, groups[p])) for p in own]))
+            return dict(
+                from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in own])
+            )
         self.at_once = min(from_all_ranks(lambda: [self.at_once]))  # with whole weights of its own
         scores: dict[int, GroupScores] = {}
         while len(scores) < len(places):
@@ -82,7 +105,7 @@ class GroupScorer:
                 """Scores of this rank's group of the round; None where its memory ran out."""
                 with layers.round(self._passes()):
                     try:
-                        return [(p, self._scores(model, groups[p], layers)) for p in own]
+                        return [(p, self._scores(model, groups[p], p, layers)) for p in own]
                     except RuntimeError as error:
                         if not out_of_memory(error):
                             raise
@@ -95,7 +118,7 @@ class GroupScorer:
                 scores |= dict(scored)
         return scores
 
-    def scores(self, model: Any, group: Group) -> GroupScores:
+    def scores(self, model: Any, group: Group, place: int) -> GroupScores:
         """Scores of one group; where memory runs out again, with half as many completions at once.
 
         Raises:
@@ -103,13 +126,15 @@ class GroupScorer:
         """
         while True:
             try:
-                return self._scores(model, group, None)
+                return self._scores(model, group, place, None)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
             self._halve()  # not in the handler: the error holds all that was allocated
 
-    def _scores(self, model: Any, group: Group, layers: LayersInStep | None) -> GroupScores:
+    def _scores(
+        self, model: Any, group: Group, place: int, layers: LayersInStep | None
+    ) -> GroupScores:
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
@@ -120,10 +145,100 @@ class GroupScorer:
             self._checked = True
         if layers is not None and UNCHECKED not in self.notes:
             self.notes.append(UNCHECKED)
-        return group_scores(
-            policy, rollouts, 0, trainer.temperature, self.sketch_of(model), self.at_once, images,
-            None if layers is None else layers.weights,
-        )  # fmt: skip
+        sketch, drops = self.sketch_of(model), active_dropout(model) is not None
+        with dropping(model, self._states(model, place)) if drops else nullcontext():
+            return group_scores(
+                policy, rollouts, 0, trainer.temperature, sketch, self.at_once, images,
+                None if layers is None else layers.weights, drops,
+            )  # fmt: skip
+
+    def _states(self, model: Any, place: int) -> RandomStates:
+        """States of the generators for the masks of the group at a place of this batch."""
+        seeds = [self.trainer.args.seed, self._batches, place]
+        (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
+        return seeded_states(model.device, int(seed))
+
+    def update_scores(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        states: RandomStates,
+        sign_B: Array,
+        trl_positions: bool,
+    ) -> Array:
+        """Sketches of the scores of a micro-batch's rows with the masks that TRL's loss drew, each
+        token times what its ratio pi/pi_old multiplies it with, [B, R].
+
+        Args:
+            model: whose weights are whole, as they were at the loss.
+            inputs: of the loss.
+            states: of the generators before it.
+            sign_B: of the rows' advantages, -1 or 1.
+            trl_positions: whether the model counts positions as in TRL's loss, which hands it none.
+
+        Raises:
+            ConfigError: masks cannot be drawn once more, or ratios are of another loss.
+        """
+        if inputs.get("pixel_values") is not None:
+            raise ConfigError("the rows of a micro-batch have images of several prompts")
+        ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask_BT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        counts_BT = inputs["completion_mask"]
+        if inputs.get("tool_mask") is not None:
+            counts_BT = counts_BT * inputs["tool_mask"]
+        width, drops = counts_BT.shape[1], active_dropout(model) is not None
+
+        def again() -> AbstractContextManager[None]:
+            """As the loss drew."""
+            return dropping(model, states) if drops else same_draws(model.device)
+
+        def padded(values_BT: torch.Tensor) -> torch.Tensor:
+            """With 0 on the prompt."""
+            return torch.nn.functional.pad(values_BT, (ids_BT.shape[1] - width, 0))
+
+        weights_BT, old_BT = counts_BT, inputs.get("old_per_token_logps")
+        read = score_bytes(model, ids_BT.numel(), by_layer=False)
+        with _trl_positions(model) if trl_positions else nullcontext():
+            if drops and old_BT is not None:
+                with again(), torch.no_grad():
+                    rows = Rows(ids_BT, mask_BT, padded(counts_BT), width)
+                    log_ratio_BT = token_logprobs(model, rows, self.trainer.temperature) - old_BT
+                sign = torch.from_numpy(sign_B).to(log_ratio_BT)
+                factors_BT = ratio_factors(self.trainer, log_ratio_BT, counts_BT, sign)
+                if factors_BT is None:
+                    raise ConfigError("ratios pi/pi_old of two draws of masks are in the loss")
+                weights_BT = counts_BT * factors_BT
+                gap_BT, cut_BT = log_ratio_BT.abs(), (weights_BT == 0) * counts_BT
+                sums = (gap_BT * counts_BT).sum(), cut_BT.sum(), counts_BT.sum()
+                self.ratio_gaps += [float(x) for x in sums]
+            with again():
+                features_BR = completion_scores(
+                    model, ids_BT, mask_BT, padded(weights_BT),
+                    temperature=self.trainer.temperature, features=self.sketch_of(model),
+                    by_layer=read > GRAPH_MEMORY_SHARE * free_bytes(model.device),
+                    drops=drops, whole=True,
+                ).features_BR  # fmt: skip
+        assert features_BR is not None
+        return features_BR.cpu().numpy()
+
+    def shifts_positions(self, model: Any) -> bool:
+        """Whether padding before a prompt changes a model that is handed no positions, as in TRL's
+        loss: whether its positions are absolute, as of GPT-2.
+        """
+        ids_BT = torch.tensor([[0, 2, 3, 4]], device=model.device)
+        mask_BT = torch.tensor([[0, 1, 1, 1]], device=model.device)
+        places: list[dict[str, Any]] = [{"position_ids": positions(mask_BT)}, {}]
+        if "position_ids" not in inspect.signature(body(causal(model)).forward).parameters:
+            return False
+        with torch.no_grad():
+            own, handed_none = (
+                body(causal(model))(
+                    input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **where
+                ).last_hidden_state[:, 1:].double()
+                for where in places
+            )  # fmt: skip
+        share = (own - handed_none).norm() / own.norm()
+        return bool(share > (1e-3 if model.dtype.itemsize >= 4 else 0.1))
 
     def _passes(self) -> int:
         """Passes of the model through a group."""
@@ -210,6 +325,23 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
     return items
 
 
+@contextmanager
+def _trl_positions(model: Any) -> Iterator[None]:
+    """Within, a model counts columns as positions, as where it is handed none."""
+
+    def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of the model with these positions."""
+        ids_BT = args[0] if args else kwargs["input_ids"]
+        columns_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        return args, {**kwargs, "position_ids": columns_BT}
+
+    handle = body(causal(model)).register_forward_pre_hook(counting, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class _Failure(NamedTuple):
     """Why a rank has no items."""
 
@@ -232,9 +364,8 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     device = torch.device(getattr(model, "device", "cpu"))
     own: Any = getattr(model, "_original_forward", None)  # without accelerate's autocast
     wrapped: Any = model.forward
-    devices = [device] if device.type == "cuda" else []
     with (
-        torch.random.fork_rng(devices),
+        same_draws(device),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):

@@ -82,12 +82,15 @@ def window_batches(groups: int) -> int:
     return 1 if groups >= LEAST_UNITS else math.ceil(WINDOW_GROUPS / groups)
 
 
-def window_of(groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0) -> Window:
+def window_of(
+    groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0, own: bool = True
+) -> Window:
     """The terms of pooled groups.
 
     Args:
         groups: at least two.
         unknown, drift: see `Window`.
+        own: whether the policy that is scored wrote the completions, so that its mean score is 0.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -99,7 +102,10 @@ def window_of(groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0) -
     if varied := list(gradients):
         sq_norm_PG[varied] = [gradients[place].sq_norm_G for place in varied]
         gram_PP[np.ix_(varied, varied)] = gradient_gram(list(gradients.values()))
-    terms = group_terms(rewards_PG, sq_norm_PG, gram_PP)
+    size = rewards_PG.shape[1]
+    gram_PGG = np.stack([np.zeros((size, size)) if g.scores is None else g.scores.gram_GG
+                         for g in groups])  # fmt: skip
+    terms = group_terms(rewards_PG, sq_norm_PG, gram_PP, None if own else gram_PGG)
     return Window(groups[0].step, groups[-1].step, terms, unknown, drift)
 
 

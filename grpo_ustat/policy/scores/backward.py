@@ -78,12 +78,14 @@ def completion_scores(
     passes: Sequence[int] | None = None,
     contiguous: bool = False,
     images: Mapping[str, torch.Tensor] | None = None,
+    drops: bool = False,
+    whole: bool = False,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
 
     Args:
         model: a loaded causal language model in evaluation mode, with or without PEFT adapters;
-            parameters with requires_grad are covered.
+            parameters with requires_grad are covered. In training mode only with `drops`.
         input_ids_BT: token ids, prompts and completions.
         attention_mask_BT: 1 on real tokens.
         completion_mask_BT: weights of the tokens whose log-probabilities the score sums, 1 or any
@@ -106,11 +108,17 @@ def completion_scores(
         images: of the one prompt that all rows have: further inputs of the model, see
             `images.row_inputs`. Trainable parameters that images pass through (of a vision tower
             or projector) are differentiated plainly, one completion at a time.
+        drops: whether dropout may be on. Then each score is that of its completion's own masks.
+        whole: whether a pass reads columns that are padding in all its rows too. Then the masks
+            are those that the generators' states give of the whole batch; a parameter without a
+            rule, which completions are read once more for, would have others.
 
     Raises:
-        ConfigError: the model is in training mode, or has no parameter to train; with
-            `layer_weights`, a trainable parameter is of a kind without a rule.
+        ConfigError: the model is in training mode without `drops`, or has no parameter to train;
+            with `layer_weights` or `whole`, a trainable parameter is of a kind without a rule.
     """
+    if model.training and not drops:
+        raise ConfigError("the model is in training mode: scores need model.eval()")
     assert input_ids_BT.shape == attention_mask_BT.shape == completion_mask_BT.shape
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
@@ -123,13 +131,18 @@ def completion_scores(
             )
             passes = [batch] if passes is None else passes
             backward_pass.run(
-                completion_mask_BT, temperature, by_layer, layer_weights, passes, contiguous
+                completion_mask_BT, temperature, by_layer, layer_weights, passes, contiguous, whole
             )
         rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
         if rest and layer_weights is not None:
             raise ConfigError(
                 f"{rest[0][0]} has no score rule, and plain differentiation needs all weights at "
                 "once: choose other parameters, or freeze it (requires_grad=False)"
+            )
+        if rest and whole:
+            raise ConfigError(
+                f"{rest[0][0]} has no score rule, so its completions are read one at a time, with "
+                "other dropout masks"
             )
         rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
         one_by_one(model, rest, rows, temperature, totals, images)
@@ -148,13 +161,11 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters with requires_grad and their names.
 
     Raises:
-        ConfigError: there are none, or the model is in training mode.
+        ConfigError: there are none.
     """
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no trainable parameter: nothing to differentiate")
-    if model.training:
-        raise ConfigError("the model is in training mode: scores need model.eval()")
     return parameters
 
 
@@ -207,10 +218,12 @@ class _Pass:
         ids_BT: torch.Tensor,
         attention_BT: torch.Tensor,
         layers: LayerByLayer | None,
+        whole: bool,
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
         first = min(int(real.min()), ids_BT.shape[1] - 2)  # one to read, and one that it predicts
-        self.rows, self.columns = rows, slice(first, max(int(real.max()) + 1, first + 2))
+        columns = slice(first, max(int(real.max()) + 1, first + 2))
+        self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if whole else columns
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
         self.layers = layers
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
@@ -282,6 +295,7 @@ class _Backward:
         layer_weights: LayerWeights | None,
         counts: Sequence[int],
         contiguous: bool,
+        whole: bool,
     ) -> None:
         """Run the forward and the backward pass; the scores are then in the totals."""
         base = body(self.model)
@@ -301,7 +315,7 @@ class _Backward:
                 start, stop = stop, stop + count
                 pass_ = _Pass(
                     slice(start, stop), self.ids, self.attention,
-                    LayerByLayer(self.model, layer_weights) if by_layer else None,
+                    LayerByLayer(self.model, layer_weights) if by_layer else None, whole,
                 )  # fmt: skip
                 self.passes.append(pass_)
                 places = row_inputs(self.images, pass_.attention, self.model.dtype)

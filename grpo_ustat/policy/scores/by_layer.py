@@ -1,7 +1,7 @@
 """A forward pass that keeps the inputs of its layers alone.
 
 Each layer is computed again in the backward pass (gradient checkpointing, Chen et al. 2016), so
-that one layer's graph exists at a time.
+that one layer's graph exists at a time, and drops what it dropped before.
 
 transformers' own checkpointing would run the score rules' hooks twice, and only in training mode.
 """
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_ustat.policy.dropout import RandomStates, random_states, same_draws
 from grpo_ustat.policy.output_layer import body
 
 LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
@@ -33,6 +34,7 @@ class _Call:
         layer: which.
         forward: the layer's own forward pass.
         inputs, structure: its arguments, flat, and how they belong together.
+        states: of the generators before it, where it may drop; else None.
         grads: at its outputs that gradients flow through, as far as they have come.
     """
 
@@ -40,6 +42,7 @@ class _Call:
     forward: Callable[..., Any]
     inputs: list[Any]
     structure: Any
+    states: RandomStates | None
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
@@ -121,7 +124,9 @@ class LayerByLayer:
             inputs = [x.detach().requires_grad_() if _flows(x) else x for x in call.inputs]
             args, kwargs = tree_unflatten(inputs, call.structure)
             grads = [value for value in call.grads if value is not None]
-            with self._weights(call.layer):
+            states = call.states
+            draws = same_draws(grads[0].device, states) if states else nullcontext()
+            with self._weights(call.layer), draws:
                 self.recomputes = True
                 try:
                     outputs = tree_leaves(call.forward(*args, **kwargs))
@@ -151,13 +156,15 @@ class LayerByLayer:
             if not any(map(_flows, inputs)):
                 with self._weights(layer):
                     return forward(*args, **kwargs)
+            device = next(filter(_flows, inputs)).device
+            states = random_states(device) if layer.training else None
             self.computes = True
             try:
                 with torch.no_grad(), self._weights(layer):
                     outputs, shape = tree_flatten(forward(*args, **kwargs))
             finally:
                 self.computes = False
-            call = _Call(layer, forward, inputs, structure)
+            call = _Call(layer, forward, inputs, structure, states)
             self._calls.append(call)
             for place, output in enumerate(outputs):
                 if _is_real(output):

@@ -59,6 +59,7 @@ def group_scores(
     at_once: int,
     images: Mapping[str, torch.Tensor] | None = None,
     layer_weights: LayerWeights | None = None,
+    drops: bool = False,
 ) -> GroupScores:
     """Scores of the completions of prompt `p`.
 
@@ -68,7 +69,7 @@ def group_scores(
         temperature: divides the logits.
         sketch: of every score.
         at_once: completions of a pass of the model.
-        images, layer_weights: see `completion_scores`.
+        images, layer_weights, drops: see `completion_scores`.
     """
     size = rollouts.mask_PGT.shape[1]
     features, grams = [], []
@@ -82,6 +83,7 @@ def group_scores(
             features=sketch,
             images=images,
             layer_weights=layer_weights,
+            drops=drops,
         )
         assert scores.features_BR is not None and scores.gram_BB is not None
         features.append(scores.features_BR.cpu().numpy())

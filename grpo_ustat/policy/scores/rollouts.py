@@ -39,11 +39,13 @@ def score_rollouts(
     metric: Metric | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
     layer_weights: LayerWeights | None = None,
+    drops: bool = False,
 ) -> CompletionScores:
     """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
     layer by layer where the whole graph would take over half of the free memory.
 
-    Equal completions of a prompt have equal scores: each is scored once, with their weights added.
+    Equal completions of a prompt have equal scores, without dropout: each is scored once, with
+    their weights added.
     Those of similar length pass through the model together, see `pass_sizes`.
 
     Args:
@@ -53,11 +55,14 @@ def score_rollouts(
         token_weights_BT: of the tokens' log-probabilities in a score; None: 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
         images: of the one prompt whose completions these are, see `completion_scores`.
+        drops: see `completion_scores`.
         layer_weights: see `completion_scores`; with it all completions are read in one pass.
     """
     size = rollouts.mask_PGT.shape[1]
     assert not images or len(set(index // size)) == 1, "images are those of one prompt"
-    first, place_B = distinct(rollouts, index, token_weights_BT)
+    first = place_B = np.arange(len(index))
+    if not drops:
+        first, place_B = distinct(rollouts, index, token_weights_BT)
     prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
     length_U = rollouts.lengths_PG.ravel()[index[first]]
     order = np.argsort(prompt_U + length_U, kind="stable")
@@ -100,6 +105,7 @@ def score_rollouts(
         passes=passes,
         contiguous=can_read_contiguous(policy),
         images=images,
+        drops=drops,
     )
     gram_BB, features_BR = scores.gram_BB, scores.features_BR
     place = torch.from_numpy(place_B).to(policy.model.device)

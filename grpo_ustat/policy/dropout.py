@@ -1,0 +1,97 @@
+"""Dropout: which module of a model drops, and masks that are drawn once more.
+
+A mask is a draw of a device's generator, so the same state before the same forward pass, of as many
+rows and columns, gives the same masks: those of a fused attention too, which nobody can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+RandomStates = tuple[torch.Tensor, ...]
+"""Of the CPU's generator, then of the device's, if it has one."""
+
+
+def active_dropout(model: nn.Module) -> tuple[str, float] | None:
+    """The first dropout of a model that is above 0, with its name: a module's, or a number that a
+    module hands to its attention.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return path or "dropout", module.p
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                return f"{path}.{name}".strip("."), value
+    return None
+
+
+def random_states(device: torch.device) -> RandomStates:
+    """States of the generators that a forward pass on a device draws masks from."""
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    own: Any = getattr(torch, device.type)
+    where = () if device.type == "mps" else (device,)
+    return torch.get_rng_state(), own.get_rng_state(*where)
+
+
+def set_random_states(device: torch.device, states: RandomStates) -> None:
+    """Set the generators of `random_states`."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        own: Any = getattr(torch, device.type)
+        own.set_rng_state(state, *(() if device.type == "mps" else (device,)))
+
+
+@contextmanager
+def same_draws(device: torch.device, states: RandomStates | None = None) -> Iterator[None]:
+    """Restore the generators after the block, which begins with these states, or with theirs."""
+    before = random_states(device)
+    try:
+        if states is not None:
+            set_random_states(device, states)
+        yield
+    finally:
+        set_random_states(device, before)
+
+
+def seeded_states(device: torch.device, seed: int) -> RandomStates:
+    """The states that a seed sets."""
+    with same_draws(device):
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            own: Any = getattr(torch, device.type)
+            with own.device(device) if hasattr(own, "device") else nullcontext():
+                own.manual_seed(seed)
+        return random_states(device)
+
+
+@contextmanager
+def dropping(model: nn.Module, states: RandomStates) -> Iterator[None]:
+    """Within, a model drops as it does in training, with masks from these states of the generators;
+    modes, generators and running statistics are as before.
+
+    Layers are not checkpointed within: `LayerByLayer` does so where memory is short.
+    """
+    modes = {module: module.training for module in model.modules()}
+    checkpointed = [m for m in modes if getattr(m, "gradient_checkpointing", False) is True]
+    try:
+        model.train()
+        for module in modes:
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        for module in checkpointed:
+            module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
+        with same_draws(next(model.parameters()).device, states):
+            yield
+    finally:
+        for module in checkpointed:
+            module.gradient_checkpointing = True  # pyright: ignore[reportArgumentType]
+        for module, mode in modes.items():
+            module.training = mode
