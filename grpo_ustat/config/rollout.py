@@ -29,7 +29,7 @@ class RolloutConfig:
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
     cuda_graphs: bool | None = field(
         "rollout=local on a GPU records a token's kernels as one CUDA graph where the model allows "
-        "it (not yet run on a GPU); changes no draw; null with another rollout",
+        "it; changes no draw; null with another rollout",
         factory=lambda: None,
     )
 

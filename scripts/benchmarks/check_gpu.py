@@ -6,18 +6,20 @@
 
     rates      products of two square matrices in float32, TF32 and bfloat16, TFLOP/s
     correct    tests/gpu: draws, scores and an update against the CPU in float64
-    sampling   tokens a second at 32, 128 and 512 rows in float32 and bfloat16, with CUDA graphs and
+    sampling   tokens a second at `--rows` in float32, TF32 and bfloat16, with CUDA graphs and
                without, and how many kernels a token of all rows is, in how many launches
     scores     seconds and peak memory for a question's completions of unequal lengths, whole and
-               layer by layer, in float32, with TF32 products, and in bfloat16
-    update     steps of `train`, tokens a second of sampling and updates
+               layer by layer, in float32, with TF32 products, and in bfloat16; how far the Gram
+               matrix is from that in float32
+    update     steps of `train` with a drawn reward, tokens a second of sampling and of updates
     ranks      two steps of `train` with FSDP2, on one rank of NCCL (two of gloo on a CPU), stopped
                after the first and gone on with
-    study      A_0, A_V and G* of `mse model=tiny` on the device and on the CPU
+    study      A_0, A_V and G* of `mse model=tiny` on the device and on the CPU, in float64
 
 Each part is a process of its own that ends after `--minutes`; a part that fails or is cut does not
 stop the others. `--shape qwen2.5-0.5b` has random weights, `tiny` is the embedded policy. A table
-is printed; `--json` keeps its rows with the device and the versions.
+is printed; `--json` keeps its rows with the device and the versions. What was repeated is a median
+with its range.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -44,6 +47,12 @@ QWEN = dict(
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
     num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
 )  # fmt: skip
+DRAWN_REWARD = """import zlib
+
+
+def drawn(prompt, completion):
+    return zlib.crc32(completion.encode()) / 2**32
+"""
 Row = dict[str, Any]
 
 
@@ -61,14 +70,14 @@ def policy_of(options: argparse.Namespace, dtype: str) -> Any:
         return policy
     torch.manual_seed(0)
     with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(
-            Qwen2Config(**QWEN), dtype=getattr(torch, dtype)
-        ).eval()
+        # the same weights in every type, rounded
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN), dtype=torch.float32)
+        model = model.to(getattr(torch, dtype)).eval()
     return Policy(model, policy.tokenizer, frozenset({QWEN["vocab_size"]}), 0)
 
 
-def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3) -> float:
-    """Median seconds of a piece of work, after one that does not count."""
+def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3) -> list[float]:
+    """Seconds of each time that a piece of work is done, after one that does not count."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -76,7 +85,12 @@ def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3
         if options.device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    return seconds[1:]
+
+
+def spread(name: str, values: Sequence[float]) -> Row:
+    """A median and its range."""
+    return {name: statistics.median(values), "range": [min(values), max(values)]}
 
 
 def rates(options: argparse.Namespace) -> Iterator[Row]:
@@ -89,7 +103,8 @@ def rates(options: argparse.Namespace) -> Iterator[Row]:
         torch.backends.cuda.matmul.allow_tf32 = tf32
         a = torch.randn(size, size, dtype=dtype, device=options.device)
         seconds = clock(options, lambda a=a: a @ a, repeats=5)
-        yield {"what": f"{name}, {size}^3", "TFLOP/s": 2 * size**3 / seconds / 1e12}
+        per_second = [2 * size**3 / each / 1e12 for each in seconds]
+        yield {"what": f"{name}, {size}^3", **spread("TFLOP/s", per_second)}
 
 
 def correct(options: argparse.Namespace) -> Iterator[Row]:
@@ -97,18 +112,20 @@ def correct(options: argparse.Namespace) -> Iterator[Row]:
     environment = os.environ | {"GRPO_USTAT_TEST_DEVICE": options.device}
     command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/gpu")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    yield {"what": "tests/gpu", "exit code": done.returncode, "said": done.stdout[-300:].strip()}
+    yield {"what": "tests/gpu", "exit code": done.returncode, "said": done.stdout[-3000:].strip()}
 
 
 def sampling(options: argparse.Namespace) -> Iterator[Row]:
     """`rollout=local`, every row as long as it may be where the shape is not `tiny`."""
+    from grpo_ustat.policy.precision import set_tf32
     from grpo_ustat.records import Prompt
     from grpo_ustat.rollout.local import Sampling, sample
 
     width = 16 if options.device == "cpu" else 256
-    for dtype in ("float32", "bfloat16"):
-        policy = policy_of(options, dtype)
-        for rows in (32, 128, 512)[: 1 if options.device == "cpu" else 3]:
+    for kind in ("bfloat16", "TF32", "float32"):
+        set_tf32(kind == "TF32")
+        policy = policy_of(options, "bfloat16" if kind == "bfloat16" else "float32")
+        for rows in options.rows[: 1 if options.device == "cpu" else None]:
             prompts = [Prompt(str(i), f"What is {i} + {i}?", "", "", "") for i in range(rows // 8)]
 
             def work(graphs, policy=policy, prompts=prompts, rows=rows, length=width):
@@ -116,11 +133,11 @@ def sampling(options: argparse.Namespace) -> Iterator[Row]:
                 return sample(policy, prompts, 8, options)
 
             for graphs in (True, False):
-                run = partial(work, graphs)
-                seconds, tokens = clock(options, run), int(run().lengths_PG.sum())
+                run, tokens = partial(work, graphs), []
+                seconds = clock(options, lambda run=run, t=tokens: t.append(run().lengths_PG.sum()))
                 yield {
-                    "what": f"{rows} rows x {width}, {dtype}, {'' if graphs else 'no '}graphs",
-                    "tokens/s": tokens / seconds,
+                    "what": f"{rows} rows x {width}, {kind}, {'' if graphs else 'no '}graphs",
+                    **spread("tokens/s", [int(tokens[-1]) / each for each in seconds]),
                     **launches(options, run),
                 }
 
@@ -149,10 +166,13 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
     from grpo_ustat.policy.scores import completion_scores
 
     count, prompt, longest = (32, 60, 256) if options.device == "cuda" else (4, 6, 16)
+    in_float32 = None
     for dtype, tf32 in (("float32", False), ("float32", True), ("bfloat16", False)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         model = policy_of(options, dtype).model
-        ids = torch.randint(0, 90, (count, prompt + longest), device=options.device)
+        torch.manual_seed(0)  # the tokens of a question, of a vocabulary of 90 or more
+        most = min(model.config.vocab_size, 2000)
+        ids = torch.randint(0, most, (count, prompt + longest), device=options.device)
         lengths = torch.linspace(longest // 4, longest, count).long().to(options.device)
         place = torch.arange(prompt + longest, device=options.device)
         attention = (place < prompt + lengths[:, None]).long()
@@ -163,28 +183,53 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
                 completion_scores, model, ids, attention, completion, weights, gram=True,
                 by_layer=by_layer,
             )  # fmt: skip
-            seconds = clock(options, work)
-            peak = None
+            grams = []
             if options.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-                work()
-                peak = torch.cuda.max_memory_allocated() / 2**30
+            seconds = clock(options, lambda w=work, g=grams: g.append(w().gram_BB.cpu()))
+            peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None
+            in_float32 = grams[-1] if in_float32 is None else in_float32
+            apart = (grams[-1] - in_float32).norm() / in_float32.norm()
             way = "layer by layer" if by_layer else "whole"
             kind = "TF32" if tf32 else dtype
             what = f"{count} x ({prompt} + {longest}), {kind}, {way}"
-            yield {"what": what, "seconds": seconds, "peak GiB": peak}
+            yield {
+                "what": what, **spread("seconds", seconds), "peak GiB": peak,
+                "Gram matrix off by": float(apart),
+            }  # fmt: skip
 
 
 def update(options: argparse.Namespace) -> Iterator[Row]:
-    """Steps of `train`, as its metrics have them, on a GPU also with bfloat16."""
-    for extra in ((), ("bf16=true",))[: 1 if options.device == "cpu" else 2]:
-        with tempfile.TemporaryDirectory() as folder:
-            train(options, folder, "max_steps=6", *extra)
-            lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    """Steps of `train`, as its metrics have them: on a GPU 128 completions of 256 tokens, in
+    bfloat16 over float32 weights and in float32.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        reward = Path(place) / "reward.py"
+        reward.write_text(DRAWN_REWARD)
+        words = [f"reward_funcs=[task,{reward}:drawn]", "max_steps=6", "save_steps=6"]
+        words += ["eval_steps=6", "dataset.test_size=4"]
+        model = "tiny"
+        if options.shape != "tiny":
+            model = str(Path(place) / "model")
+            policy = policy_of(options, "float32")
+            policy.model.save_pretrained(model)
+            policy.tokenizer.save_pretrained(model)
+            del policy
+            words += ["prompt=bare", "budget.rollouts=128", "max_completion_length=256"]
+            words += ["rollout.cuda_graphs=true"]
+        for bf16 in ("true", "false")[options.device == "cpu" :]:
+            folder = Path(place) / bf16
+            folder.mkdir()
+            train(options, str(folder), *words, f"bf16={bf16}", model=model)
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
             last = [json.loads(line) for line in lines][2:]
-            timed = [name for name in last[0] if name in ("step_time", "seconds_generate")]
-            medians = {name: statistics.median(row[name] for row in last) for name in timed}
-            yield {"what": f"train {' '.join(extra) or 'float32'}, model=tiny", **medians}
+            updates = [row["tokens"] / (row["step_time"] - row["seconds_generate"]) for row in last]
+            samples = [row["tokens"] / row["seconds_generate"] for row in last]
+            for what, values in (("sampling", samples), ("update", updates)):
+                name = f"train bf16={bf16}, {Path(model).name}, {what}"
+                yield {"what": name, **spread("tokens/s", values)}
+            step = [row["step_time"] for row in last]
+            yield {"what": f"train bf16={bf16}, a step", **spread("seconds", step)}
 
 
 def ranks(options: argparse.Namespace) -> Iterator[Row]:
@@ -207,34 +252,45 @@ def ranks(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def train(
-    options: argparse.Namespace, folder: str, *overrides: str, launcher: Sequence[str] = ()
+    options: argparse.Namespace,
+    folder: str,
+    *overrides: str,
+    launcher: Sequence[str] = (),
+    model: str = "tiny",
 ) -> None:
     """A small run of `train` on the device, by a launcher's module or alone."""
-    small = ("debug=train", "model=tiny", "model.dtype=float32", "budget.rollouts=64")
+    small = ("debug=train", f"model={model}", "model.dtype=float32", "budget.rollouts=64")
     place = (f"hydra.run.dir={folder}", f"launch.device={options.device}", "on_existing=resume")
     command = [sys.executable, "-m", *launcher, "grpo_ustat.train", *small, *place, *overrides]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(done.stderr[-500:])
+        raise RuntimeError(done.stderr[-1500:])
 
 
 def study(options: argparse.Namespace) -> Iterator[Row]:
-    """The same study on the device and on the CPU."""
+    """The same study on the device and on the CPU, of a model in float64, where they draw the same
+    tokens; and on a GPU in float32 with TF32 products, as it comes.
+    """
     questions = 50 if options.device == "cuda" else 6
-    for device in dict.fromkeys((options.device, "cpu")):
+    runs = [("cpu", "float64")]
+    if options.device == "cuda":
+        runs += [("cuda", "float64"), ("cuda", "float32")]
+    for device, dtype in runs:
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 sys.executable, "-m", "grpo_ustat.mse", "model=tiny", "launch.workers=1",
                 f"study.questions={questions}", "budget.pool_completions=16",
-                f"launch.device={device}", f"hydra.run.dir={folder}",
+                f"launch.device={device}", f"model.dtype={dtype}", f"hydra.run.dir={folder}",
             ]  # fmt: skip
             start = time.perf_counter()
-            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(done.stderr[-1500:])
             seconds = time.perf_counter() - start
             result = json.loads((Path(folder) / "result.json").read_text())
             a0 = result["assumption2"]["a0"]
             yield {
-                "what": f"mse model=tiny, {questions} questions, {device}",
+                "what": f"mse model=tiny, {questions} questions, {dtype}, {device}",
                 "seconds": seconds,
                 "A_0": a0,
                 "A_V": a0 + result["assumption2"]["av_minus_a0"],
@@ -251,6 +307,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=["qwen2.5-0.5b", "tiny"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512], help="of sampling")
     parser.add_argument("--minutes", type=float, default=9.0, help="of each part, at most")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -277,26 +334,32 @@ def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """The rows of a part, and one more where it failed or was cut."""
     command = [
         sys.executable, __file__, part, "--inside", "--device", options.device, "--shape",
-        options.shape,
+        options.shape, "--rows", *map(str, options.rows),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        out, err = process.communicate(timeout=60 * options.minutes)
-        end = f"exit code {process.returncode}: {err[-400:].strip()}" if process.returncode else ""
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, _ = process.communicate()
-        end = f"cut after {options.minutes:g} minutes"
-    for line in out.splitlines():
-        if line.startswith("{"):
-            yield json.loads(line)
-    if end:
-        yield {"what": "not finished", "why": end}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        timer = threading.Timer(60 * options.minutes, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        code, cut = process.wait(), not timer.is_alive()
+        timer.cancel()
+        errors.seek(0)
+        why = f"exit code {code}: {errors.read()[-1500:].strip()}"
+    if code:
+        yield {
+            "what": "not finished",
+            "why": f"cut after {options.minutes:g} minutes" if cut else why,
+        }
 
 
 def cell(value: Any) -> str:
     """A value as the table shows it."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list):
+        return " to ".join(map(cell, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,21 @@ PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 class _KeepDouble(TorchFunctionMode):
-    """Where a float64 tensor is asked for in float32, it stays float64."""
+    """Where a float64 tensor is asked for in float32, it stays float64; integers, which are
+    positions, become float64, or rotations would be rounded as each device rounds float32.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.Tensor.float and not args[0].is_floating_point():
+            return args[0].double()
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
             kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in kwargs.items()}
-            if func in PRODUCTS:  # of frequencies and positions, each cast in older transformers
-                args = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in args)
+        if func in PRODUCTS and any(x.dtype == torch.float64 for x in args):
+            args = tuple(x.double() for x in args)  # frequencies and positions
         return func(*args, **kwargs)
 
 

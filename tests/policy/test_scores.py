@@ -295,6 +295,14 @@ def test_a_layer_that_breaks_its_rule_is_refused_by_name():
         check_scores(policy.model, *arguments)
 
 
+def test_a_float64_model_whose_norms_are_computed_in_float32_is_not_refused(monkeypatch):
+    """As transformers computes them, outside of these tests."""
+    monkeypatch.undo()
+    policy = load_policy("embedded:tiny", dtype="float64")
+    rows = pack(random_rollouts([3], group_size=3, longest=40), np.arange(3), 0, "cpu")
+    check_scores(policy.model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT)
+
+
 @pytest.mark.parametrize("scale", [1, 120, 150, 200])
 def test_a_policy_that_is_nearly_certain_is_not_refused(scale):
     """In float32 its scores are mostly the rounding of 1 - p."""

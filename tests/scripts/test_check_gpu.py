@@ -32,7 +32,10 @@ def test_every_part_has_rows(tmp_path):
     assert list(parts) == ["rates", "correct", "sampling", "scores", "update", "ranks", "study"]
     assert all(row["TFLOP/s"] > 0 for row in parts["rates"])
     assert parts["correct"][0]["exit code"] == 0
-    assert all(row["tokens/s"] > 0 for row in parts["sampling"])
+    assert len(parts["sampling"]) == 6 and len(parts["update"]) == 3
+    for row in [*parts["sampling"], *parts["update"][:2]]:
+        assert 0 < row["range"][0] <= row["tokens/s"] <= row["range"][1]
+    assert all(row["Gram matrix off by"] < 0.1 for row in parts["scores"])
     assert len(parts["scores"]) == 6 and parts["ranks"][0]["steps"] == 2
     assert parts["study"][0]["A_0"] > 0 and parts["study"][0]["G*"] > 1
     assert set(result) == {"device", "torch", "transformers", "rows"}

@@ -463,7 +463,8 @@ class _Backward:
         self.added.update(name for name in own if name != self.shared)
 
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+# float64: transformers computes norms and rotations of such models in float32
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 FLAT = 10.0  # a temperature at which no token is nearly certain
 PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
 
