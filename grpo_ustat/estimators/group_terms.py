@@ -37,6 +37,7 @@ import numpy as np
 from scipy.stats import multivariate_hypergeom  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.row_weights import SILENT, Loss, mixed_groups
 from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import silent_share
@@ -213,7 +214,7 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
         apart, other = left - b * right, right - b * left
         pair_PNN = c**2 * (apart * other - b * (apart + other) * mean + b**2 * square)
         weight_PNN = two_in * pair_PNN
-        every = np.arange(completions)
+        every = np.arange(completions, dtype=np.int64)
         weight_PNN[:, every, every] = one_in * second_PN
         weight_PNN *= factors_PN[part][:, :, None] * factors_PN[part][:, None]
         energies.append((weight_PNN * pool.gram_PNN[part]).sum(axis=(1, 2)))
@@ -229,9 +230,8 @@ def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array,
         return rewards_PN, 0.0, 1.0
     if loss.rule == "constant":
         return rewards_PN - loss.options["value"], 0.0, 1.0
-    centred_PN = rewards_PN - rewards_PN.mean(axis=1, keepdims=True)
     shrinks = loss.rule == "group_mean"
-    return centred_PN, 1 / (group_size - 1), 1 - 1 / group_size if shrinks else 1.0
+    return centred(rewards_PN), 1 / (group_size - 1), 1 - 1 / group_size if shrinks else 1.0
 
 
 def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple[Array, Array]:

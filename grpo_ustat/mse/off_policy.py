@@ -378,15 +378,13 @@ def weighted_part(
 def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
     """The pool with the scores of weighted tokens."""
     features_PVR = np.stack([part.features_VR for part in parts])
-    nothing = np.zeros((len(parts), 1))
     return ScorePool(
         rewards_PN=np.stack([part.rewards_N for part in parts]),
         gram_PNN=np.stack([part.gram_VV for part in parts]),
         lengths_PN=pool.lengths_PN,
         ended_PN=pool.ended_PN,
         features_PNR=features_PVR,
-        reward_sums_PR=nothing,
-        score_sums_PR=nothing,
+        centred_sums_PR=None,
         kinds=weights.kinds,
     )
 

@@ -19,6 +19,7 @@ from grpo_ustat.estimators.group_terms import (
     linear_terms,
     with_control,
 )
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.records import BaselineContext, ScorePool
@@ -37,8 +38,7 @@ def pool_of(rewards_PN, lengths_PN, scores_PNR):
         gram_PNN=scores_PNR @ scores_PNR.transpose(0, 2, 1),
         lengths_PN=lengths_PN,
         features_PNR=scores_PNR,
-        reward_sums_PR=(rewards_PN[..., None] * scores_PNR).sum(axis=1),
-        score_sums_PR=scores_PNR.sum(axis=1),
+        centred_sums_PR=(centred(rewards_PN)[..., None] * scores_PNR).sum(axis=1),
     )
 
 

@@ -32,8 +32,7 @@ def a_pool(questions, metrics=1):
         gram_PNN=scores.astype(float) @ scores.astype(float).transpose(0, 2, 1),
         lengths_PN=rng.integers(1, 9, size=shape),
         features_PNR=scores,
-        reward_sums_PR=np.zeros((questions, 4)),
-        score_sums_PR=np.zeros((questions, 4)),
+        centred_sums_PR=np.zeros((questions, 4)),
         metrics=metrics,
     )
 
