@@ -176,14 +176,14 @@ class ScorePool:
         lengths_PN: completion lengths in tokens.
         features_PNR: sketches of the scores: inner products across prompts, unbiased; exact where
             the model has no more parameters than R.
-        reward_sums_PR, score_sums_PR: wider sketches of `sum_i z_i s_i` and `sum_i s_i`, float32 as
-            they were stored or float64; the former may be None where `reward_sums_PFR` is there.
+        centred_sums_PR: wider sketches of `sum_i (z_i - zbar) s_i`, zbar a prompt's mean reward,
+            float32 as they were stored or float64; None where `centred_sums_PFR` is there.
         greedy_P: reward of the greedy completion, None where no baseline asks for it.
         sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
             some of the completions, nats a token; None where the model itself sampled.
         packages: completions by the versions of the packages that scored them, where known.
         ended_PN: whether each completion ended with the policy's end token; None: all did.
-        rewards_PNF, reward_sums_PFR: rewards and `reward_sums_PR` of every reward function; None
+        rewards_PNF, centred_sums_PFR: rewards and `centred_sums_PR` of every reward function; None
             where there is one, of weight 1.
         reward_weights_F: of the functions in the weighted sum; None likewise.
         metrics: K, in how many metrics the scores are: question x in metric x mod K, and inner
@@ -196,14 +196,13 @@ class ScorePool:
     gram_PNN: Array
     lengths_PN: Integers
     features_PNR: npt.NDArray[np.float32]
-    reward_sums_PR: Array | None
-    score_sums_PR: Array
+    centred_sums_PR: Array | None
     greedy_P: Array | None = None
     sampler_gap: float | None = None
     packages: dict[str, int] = field(default_factory=dict[str, int])
     ended_PN: Mask | None = None
     rewards_PNF: Array | None = None
-    reward_sums_PFR: Array | None = None
+    centred_sums_PFR: Array | None = None
     reward_weights_F: Array | None = None
     metrics: int = 1
     kinds: tuple[str, ...] = ("all",)
@@ -214,18 +213,14 @@ class ScorePool:
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     def gradients_of(self, rows: slice) -> Array:
-        """Sketches of some pools' leave-one-out gradients `ghat_N = (N a - Sz b) / (N (N-1))`, in
-        float64.
+        """Sketches of some pools' leave-one-out gradients,
+        `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`, in float64.
         """
-        count = self.rewards_PN.shape[1]
-        total_P = self.rewards_PN[rows].sum(axis=1)
-        if self.reward_sums_PR is not None:
-            sums_PR = self.reward_sums_PR[rows].astype(np.float64)
+        if self.centred_sums_PR is not None:
+            sums_PR = self.centred_sums_PR[rows].astype(np.float64)
         else:
-            assert self.reward_sums_PFR is not None and self.reward_weights_F is not None
+            assert self.centred_sums_PFR is not None and self.reward_weights_F is not None
             sums_PR = np.zeros(())
             for f, weight in enumerate(self.reward_weights_F):
-                sums_PR = sums_PR + weight * self.reward_sums_PFR[rows, f].astype(np.float64)
-        scores_PR = self.score_sums_PR[rows].astype(np.float64)
-        difference = count * sums_PR - total_P[:, None] * scores_PR
-        return difference / (count * (count - 1))
+                sums_PR = sums_PR + weight * self.centred_sums_PFR[rows, f].astype(np.float64)
+        return sums_PR / (self.rewards_PN.shape[1] - 1)

@@ -74,7 +74,10 @@ class MeasuredLosses:
             plain = on_policy and tokens == TokenWeights()
             losses.append(replace(loss, tokens=None if plain else tokens))
             for name in self.study.corrections:
-                corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
+                corrected = replace(
+                    tokens, correction=name, cap=self.study.correction_cap,
+                    shared=objective.importance_sampling_level == "sequence",
+                )  # fmt: skip
                 losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
         if self.study.policy is not None:
             losses += self.judged.values()

@@ -13,8 +13,10 @@ by the counts `k_l` of its levels alone, whose law is the multivariate hypergeom
     E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
-so that all groups count at the price of a table. Other advantages are averaged over groups that are
-drawn.
+so that all groups count at the price of a table. Of rewards with many levels the table is too
+long. An advantage that is linear in the rewards, `A_i = u_i - b sum_{j in A, j != i} u_j`, needs
+none (`linear_terms`). Other advantages are averaged over groups that are drawn, and less noisily so
+beside a linear one of the same groups, see `with_control`.
 
 Where a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of
 each kind, and the sums run over levels and kinds alike, J = (kind, level).
@@ -35,14 +37,17 @@ import numpy as np
 from scipy.stats import multivariate_hypergeom  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.row_weights import Loss, mixed_groups
-from grpo_ustat.estimators.token_weights import by_kind
+from grpo_ustat.estimators.moments import centred
+from grpo_ustat.estimators.row_weights import SILENT, Loss, mixed_groups
+from grpo_ustat.estimators.token_weights import ALL, by_kind
+from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
 BY_LEVELS = (  # rules that give equal rewards of a group equal advantages, whatever their order
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std",
 )  # fmt: skip
+LINEAR = ("none", "constant", "leave_one_out", "group_mean")  # in the rewards of the group
 BLOCK = 64  # prompts whose sketches are taken to float64 at once
 MOST_COMPOSITIONS = 5000  # of a group's levels; more are not listed, groups are drawn
 
@@ -168,6 +173,80 @@ def compositions(levels: int, group_size: int) -> Integers:
     return np.array([np.bincount(group, minlength=levels) for group in members])
 
 
+def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
+    """Terms of a rule of `LINEAR` over all groups of G, see `is_linear`.
+
+    With `A_i = c (u_i - b S_i)`, S_i the sum of u over the other members of the group, and R the
+    sum of u over k completions drawn from the n others of the pool,
+
+        E[ A_i | i in A ]        = c ( u_i - b E R )                            k = G-1, n = N-1
+        E[ A_i^2 | i in A ]      = c^2 ( u_i^2 - 2 b u_i E R + b^2 E R^2 )
+        E[ A_i A_j | i, j in A ] = c^2 E[ (u_i - b u_j - b R) (u_j - b u_i - b R) ]
+                                                                                k = G-2, n = N-2
+
+    Args:
+        pool: scored completions.
+        loss: which.
+        group_size: G.
+    """
+    prompts, completions = pool.rewards_PN.shape
+    one_in, two_in = (
+        group_size / completions,
+        group_size * (group_size - 1) / (completions * max(completions - 1, 1)),
+    )
+    factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN) / group_size
+    energies: list[Array] = []
+    means: list[Array] = []
+    for first in range(0, prompts, BLOCK):
+        part = slice(first, first + BLOCK)
+        u_PN, b, c = _linear_rule(loss, pool.rewards_PN[part], group_size)
+        sum_P1, square_P1 = u_PN.sum(axis=1, keepdims=True), np.square(u_PN).sum(1, keepdims=True)
+        mean, square = _sum_of_drawn(
+            sum_P1 - u_PN, square_P1 - u_PN**2, completions - 1, group_size - 1
+        )
+        first_PN = c * (u_PN - b * mean)
+        second_PN = c**2 * (u_PN**2 - 2 * b * u_PN * mean + b**2 * square)
+        left, right = u_PN[:, :, None], u_PN[:, None]
+        mean, square = _sum_of_drawn(
+            sum_P1[..., None] - left - right, square_P1[..., None] - left**2 - right**2,
+            completions - 2, group_size - 2,
+        )  # fmt: skip
+        apart, other = left - b * right, right - b * left
+        pair_PNN = c**2 * (apart * other - b * (apart + other) * mean + b**2 * square)
+        weight_PNN = two_in * pair_PNN
+        every = np.arange(completions, dtype=np.int64)
+        weight_PNN[:, every, every] = one_in * second_PN
+        weight_PNN *= factors_PN[part][:, :, None] * factors_PN[part][:, None]
+        energies.append((weight_PNN * pool.gram_PNN[part]).sum(axis=(1, 2)))
+        weight_PN = one_in * first_PN * factors_PN[part]
+        means.append(np.einsum("pn,pnr->pr", weight_PN, pool.features_PNR[part]))
+    kept_P = 1 - silent_share(pool.rewards_PN, group_size) if loss.rows.replaces else None
+    return GroupTerms(np.concatenate(energies), np.concatenate(means), kept_P)
+
+
+def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array, float, float]:
+    """u, b and c of a rule of `LINEAR`, see `linear_terms`."""
+    if loss.rule == "none":
+        return rewards_PN, 0.0, 1.0
+    if loss.rule == "constant":
+        return rewards_PN - loss.options["value"], 0.0, 1.0
+    shrinks = loss.rule == "group_mean"
+    return centred(rewards_PN), 1 / (group_size - 1), 1 - 1 / group_size if shrinks else 1.0
+
+
+def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple[Array, Array]:
+    """E R and E R^2 of the sum R over k numbers that are drawn from n without replacement.
+
+    Args:
+        total, squares: the sum of the n numbers and that of their squares.
+        count: n.
+        drawn: k.
+    """
+    share = drawn / max(count, 1)
+    both = share * (drawn - 1) / max(count - 1, 1)
+    return share * total, share * squares + both * (total**2 - squares)
+
+
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
     """Terms of any rule that treats prompts apart, over groups that are drawn.
 
@@ -206,6 +285,34 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
         means.append(np.einsum("pv,pvr->pr", weight_PDV.mean(axis=1), pool.features_PNR[part]))
     kept_P = np.concatenate(kept) if kept else None
     return GroupTerms(np.concatenate(energies), np.concatenate(means), kept_P)
+
+
+def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
+    """Terms over drawn groups, less the drawing noise that they share with a control variate.
+
+    The multiple alpha of the control that fits best is taken over all prompts together, since one
+    of each prompt would be biased by the groups that it is fitted to.
+
+    Args:
+        drawn: terms of a loss.
+        control: those of another loss over the same groups.
+        exact: those of the other loss over all groups.
+    """
+    square = np.square(control.mean_PR).sum()
+    alpha = (drawn.mean_PR * control.mean_PR).sum() / square if square > 0 else 0.0
+    return GroupTerms(
+        drawn.energy_P - alpha**2 * (control.energy_P - exact.energy_P),
+        drawn.mean_PR - alpha * (control.mean_PR - exact.mean_PR),
+        drawn.kept_P,
+    )
+
+
+def is_linear(loss: Loss) -> bool:
+    """Whether `linear_terms` are those of the loss: one vector a row, and equal rewards count or
+    have no advantage.
+    """
+    counts = not loss.rows.replaces or loss.rule in SILENT
+    return loss.rule in LINEAR and loss.kinds == (ALL,) and counts
 
 
 def has_levels(pool: ScorePool, rule: str, group_size: int) -> bool:

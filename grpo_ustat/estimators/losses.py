@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +17,18 @@ from grpo_ustat.estimators.coupled_losses import (
     drawn_mixed_batches,
     prompts_needed,
 )
-from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, drawn_terms, has_levels
+from grpo_ustat.estimators.group_terms import (
+    GroupTerms,
+    LevelSums,
+    drawn_terms,
+    has_levels,
+    is_linear,
+    linear_terms,
+    with_control,
+)
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import (
@@ -38,7 +46,8 @@ from grpo_ustat.records import LEAST_QUESTIONS, ScorePool
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
 FROM_A_POOL = {"lengths_PG"}  # what a rule may read of a row besides its reward
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}  # and of a pool with several reward functions
-DRAWN_GROUPS = 64  # of each question, of a rule whose groups cannot be counted by levels
+# of each question, of a rule whose groups cannot all be counted
+DRAWN_GROUPS = 256
 
 
 class Refusal(NamedTuple):
@@ -166,7 +175,7 @@ def loss_errors(
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
             moments[loss, size] = update_moments(
-                _terms(own_pool, additive_part(loss), size, sums, seed), gradient_PR,
+                _terms(own_pool, additive_part(loss), size, sums, seed, pool), gradient_PR,
                 rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
     # those that share their draws
@@ -249,16 +258,35 @@ def _terms(
     group_size: int,
     sums: dict[_LengthKind, LevelSums],
     seed: int,
+    unweighted: ScorePool,
 ) -> GroupTerms:
-    """Terms of an additive loss; `sums` keeps those of the last kind of length factor."""
+    """Terms of an additive loss.
+
+    Args:
+        pool: with the token weights of the loss.
+        loss: which.
+        group_size: G.
+        sums: keeps those of the last kind of length factor.
+        seed: of groups that are drawn.
+        unweighted: the pool of the unbiased estimate, whose terms take noise off drawn ones.
+    """
     if has_levels(pool, loss.rule, group_size):
         key = _length_kind(loss)
         if key not in sums:
             sums.clear()  # of many questions each takes gigabytes
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
+    if is_linear(loss):
+        return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
-    rng = generator(seed, "groups", group_size, loss.rule)
+    # the same groups for every loss, those of a smaller G within those of a larger
+    rng = generator(seed, "groups")
     every_N = np.arange(completions, dtype=np.int64)
     place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)
-    return drawn_terms(pool, loss, place_PDN[..., :group_size])
+    place_PDG = place_PDN[..., :group_size]
+    drawn = drawn_terms(pool, loss, place_PDG)
+    if group_size < BASELINES[UNBIASED.rule].min_group_size:
+        return drawn
+    plain = replace(loss, rule=UNBIASED.rule, options={}, rows=RowFilter(), tokens=None)
+    control = drawn_terms(unweighted, plain, place_PDG)
+    return with_control(drawn, control, linear_terms(unweighted, plain, group_size))

@@ -13,7 +13,7 @@ Gram matrix of the scores of a pool of N >= 3 completions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,11 +68,21 @@ class Moments:
         raise ValueError(f"no closed form for baseline {baseline}: use none, leave_one_out, oracle")
 
 
+def centred(rewards: Array) -> Array:
+    """Rewards less their mean over the last axis, exactly 0 where all are equal.
+
+    The first one is taken off before, so that a large constant in all of them costs no digits.
+
+    >>> centred(np.array([1e9, 1e9 + 1])).tolist()
+    [-0.5, 0.5]
+    """
+    change = rewards - rewards[..., :1]
+    return change - change.mean(axis=-1, keepdims=True)
+
+
 def pool_gradient_weights(rewards_PN: Array) -> Array:
     """Weights w with `ghat_N = sum_i w_i s_i`, the leave-one-out gradient of the pool, [P, N]."""
-    count = rewards_PN.shape[-1]
-    total = rewards_PN.sum(axis=-1, keepdims=True)
-    return (count * rewards_PN - total) / (count * (count - 1))
+    return centred(rewards_PN) / (rewards_PN.shape[-1] - 1)
 
 
 def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Moments:
@@ -135,6 +145,9 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
+    The sums are of centred rewards; those moments that a constant in all rewards changes get it
+    back at the end.
+
     Args:
         q_PN: squared score norms, float64.
         rewards_PN: rewards, float64.
@@ -146,8 +159,9 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
     n = rewards_PN.shape[-1]
     if n < 3:
         raise ValueError(f"unbiased moments need at least 3 completions a prompt, got {n}")
-    sums = {k: x.sum(-1) for k, x in _powers(q_PN, rewards_PN).items()}
-    return _moments_of_sums(n, sums, ghat_sq_P)
+    z_PN = centred(rewards_PN)
+    sums = {k: x.sum(-1) for k, x in _powers(q_PN, z_PN).items()}
+    return _shifted(_moments_of_sums(n, sums, ghat_sq_P), rewards_PN.mean(axis=-1))
 
 
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
@@ -197,7 +211,7 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     n = rewards_PN.shape[-1] - 1
     if n < 3:
         raise ValueError(f"leaving one out needs at least 4 completions a prompt, got {n + 1}")
-    z, q = rewards_PN, np.diagonal(gram_PNN, axis1=1, axis2=2)
+    z, q = centred(rewards_PN), np.diagonal(gram_PNN, axis1=1, axis2=2)
     sums = {k: x.sum(-1, keepdims=True) - x for k, x in _powers(q, z).items()}
     with_a = np.einsum("pij,pj->pi", gram_PNN, z)
     with_b = gram_PNN.sum(-1)
@@ -206,7 +220,21 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     bb = with_b.sum(-1, keepdims=True) - 2 * with_b + q
     sz = sums["z"]
     ghat_sq = (n * n * aa - 2 * n * sz * ab + sz * sz * bb) / (n * (n - 1)) ** 2
-    return _moments_of_sums(n, sums, ghat_sq)
+    return _shifted(_moments_of_sums(n, sums, ghat_sq), rewards_PN.mean(axis=-1, keepdims=True))
+
+
+def _shifted(moments: Moments, shift: Array) -> Moments:
+    """The moments of rewards that are larger by a constant of each prompt."""
+    # V M_0 without bias, from different completions
+    v_m0 = moments.m1 - moments.cov_qz
+    return replace(
+        moments,
+        m1=moments.m1 + shift * moments.m0,
+        value=moments.value + shift,
+        a_0=moments.a_0 + 2 * shift * moments.m1 + shift**2 * moments.m0,
+        v_m1=moments.v_m1 + shift * (v_m0 + moments.m1) + shift**2 * moments.m0,
+        v2_m0=moments.v2_m0 + 2 * shift * v_m0 + shift**2 * moments.m0,
+    )
 
 
 def _powers(q: Array, z: Array) -> dict[str, Array]:

@@ -32,7 +32,9 @@ for each sign, and a further one for its penalty (`KINDS`):
 Where a sampler is not quite the model, as an inference engine is, omega is multiplied by a
 correction: with q = pi/mu of each token, or of the whole completion (`sequence_...`), min(q, cap)
 (`..._truncate`), or q and 0 where q > cap (`..._mask`), as TRL 1.16's
-`vllm_importance_sampling_mode`.
+`vllm_importance_sampling_mode`. Where the ratio of the loss is the completion's, TRL multiplies its
+(B, 1) losses by (B, T) corrections and sums over tokens, so that a completion's tokens share the
+mean of their corrections.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class TokenWeights:
         beta, kl_estimator, kl_in: of the penalty; beta is 0 without one.
         correction: one of `CORRECTIONS`, of the sampler's gap; None: none.
         cap: of the correction.
+        shared: whether the tokens of a completion share the mean of their corrections.
     """
 
     level: str = "none"
@@ -74,6 +77,7 @@ class TokenWeights:
     kl_in: str | None = None
     correction: str | None = None
     cap: float = 3.0
+    shared: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -140,7 +144,11 @@ def token_factors(
         level, way = weights.correction.split("_")
         gap = np.exp(change_NT if level == "token" else total_N1)
         beyond = gap > weights.cap
-        factor_NT *= np.where(beyond, weights.cap if way == "truncate" else 0.0, gap)
+        corrected = np.where(beyond, weights.cap if way == "truncate" else 0.0, gap)
+        if weights.shared and level == "token":
+            counted_N1 = np.maximum(counts_NT.sum(axis=1, keepdims=True), 1)
+            corrected = (corrected * counts_NT).sum(axis=1, keepdims=True) / counted_N1
+        factor_NT *= corrected
     return factor_NT
 
 

@@ -354,7 +354,7 @@ def _with_others(pool: ScorePool, metric: int) -> Array:
     """<ghat_x, sum_{y != x} ghat_y> among the questions of a metric, [m/K]."""
     count, step = len(pool.rewards_PN), BLOCK * pool.metrics
     blocks = [slice(x, x + step, pool.metrics) for x in range(metric, count, step)]
-    total_R = np.zeros(pool.score_sums_PR.shape[1])
+    total_R = np.zeros(pool.gradients_of(slice(1)).shape[1])
     for rows in blocks:
         total_R = np.concatenate([total_R[None], pool.gradients_of(rows)]).sum(axis=0)
     products: list[Array] = []

@@ -24,7 +24,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
-from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.estimators.losses import LossRow, loss_worths
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import (
@@ -61,12 +61,22 @@ class Drift:
     Attributes:
         kl: of the latter from the former, nats a token.
         tokens: effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
-        completions: that of the completions under the product of their tokens' ratios.
+        completions_D: that of the completions under the product of their tokens' ratios, of all
+            questions and without each of them.
     """
 
     kl: Interval
     tokens: Interval
-    completions: Interval
+    completions_D: Array
+
+    @property
+    def completions(self) -> Interval:
+        """The effective share of the completions."""
+        return self.completions_at(CONFIDENCE)
+
+    def completions_at(self, level: float) -> Interval:
+        """The same with an interval at a level."""
+        return _share_interval(self.completions_D, level)
 
 
 @dataclass(frozen=True)
@@ -378,15 +388,13 @@ def weighted_part(
 def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
     """The pool with the scores of weighted tokens."""
     features_PVR = np.stack([part.features_VR for part in parts])
-    nothing = np.zeros((len(parts), 1))
     return ScorePool(
         rewards_PN=np.stack([part.rewards_N for part in parts]),
         gram_PNN=np.stack([part.gram_VV for part in parts]),
         lengths_PN=pool.lengths_PN,
         ended_PN=pool.ended_PN,
         features_PNR=features_PVR,
-        reward_sums_PR=nothing,
-        score_sums_PR=nothing,
+        centred_sums_PR=None,
         kinds=weights.kinds,
     )
 
@@ -404,11 +412,11 @@ def _drift(sums_PS: Array, count: int) -> Drift:
     counts_P = np.full(len(sums_PS), float(count))
     tokens = effective_share(*sums_PS[:, :3].T)
     completions = effective_share(scale_P * sums_PS[:, 4], scale_P**2 * sums_PS[:, 5], counts_P)
-
-    def share_interval(values_D: Array) -> Interval:
-        """The interval of a share, from 0 on where the largest weights may not be drawn yet."""
-        interval = jackknife_interval(values_D[0], without(values_D), positive=True)
-        return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)
-
     kl = jackknife_interval(kl_D[0], without(kl_D))
-    return Drift(kl, share_interval(tokens), share_interval(completions))
+    return Drift(kl, _share_interval(tokens), completions)
+
+
+def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
+    """The interval of a share, from 0 on where the largest weights may not be drawn yet."""
+    interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
+    return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)

@@ -20,6 +20,7 @@ from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import weighted_sum
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse.pool_parts import Completions, Part
 from grpo_ustat.mse.pool_store import (
     SCORED,
@@ -370,27 +371,29 @@ def read_pool(
             continue
         if not arrays:
             functions, features = scored[0].rewards_NF.shape[1], scored[0].features_NR.shape[1]
-            shape, sums = (count, size), scored[0].reward_sums_FR.shape
+            shape, sums = (count, size), scored[0].centred_sums_FR.shape
             arrays = {
                 "rewards_NF": np.empty((*shape, functions)),
                 "gram_NN": np.empty((*shape, size)),
                 "lengths_N": np.empty(shape, np.int64),
                 "ended_N": np.empty(shape, bool),
                 "features_NR": np.empty((*shape, features), np.float32),
-                "reward_sums_FR": np.zeros((count, *sums), wide),
-                "score_sum_R": np.zeros((count, sums[1]), wide),
+                "centred_sums_FR": np.zeros((count, *sums), wide),
             }
         gram_NN, features_NR = arrays["gram_NN"][row], arrays["features_NR"][row]
         for name in ("rewards_NF", "lengths_N", "ended_N", "features_NR"):
             np.concatenate([getattr(part, name) for part in scored], out=arrays[name][row])
         if len(scored) > 1:
             np.matmul(features_NR.astype(float), features_NR.T.astype(float), out=gram_NN)
-        start = 0
+        start, centred_FN = 0, centred(arrays["rewards_NF"][row].T)
         for part in scored:
             inside = slice(start, start + len(part.rewards_N))
             gram_NN[inside, inside] = part.gram_NN
-            arrays["reward_sums_FR"][row] += part.reward_sums_FR
-            arrays["score_sum_R"][row] += part.score_sum_R
+            arrays["centred_sums_FR"][row] += part.centred_sums_FR
+            if len(scored) > 1:
+                # the mean reward of the part is not that of all parts
+                lead_F1 = centred_FN[:, inside].mean(axis=1, keepdims=True)
+                arrays["centred_sums_FR"][row] += lead_F1 * part.score_sum_R
             start = inside.stop
     if complete == count and len(seen) == 1:
         stored = store.completions(prompts, size)
@@ -407,12 +410,11 @@ def read_pool(
         lengths_PN=arrays["lengths_N"],
         ended_PN=arrays["ended_N"],
         features_PNR=arrays["features_NR"],
-        reward_sums_PR=None if several else arrays["reward_sums_FR"][:, 0],
-        score_sums_PR=arrays["score_sum_R"],
+        centred_sums_PR=None if several else arrays["centred_sums_FR"][:, 0],
         sampler_gap=mean_sampler_gap(gaps),
         packages=dict(packages),
         rewards_PNF=arrays["rewards_NF"] if several else None,
-        reward_sums_PFR=arrays["reward_sums_FR"] if several else None,
+        centred_sums_PFR=arrays["centred_sums_FR"] if several else None,
         reward_weights_F=weights_F if several else None,
     )
     return pool, cost

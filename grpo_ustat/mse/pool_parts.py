@@ -60,22 +60,23 @@ class Part(Completions):
     Attributes:
         gram_NN: <s_i, s_j>.
         features_NR: sketches of the scores.
-        reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
-        further_reward_sums_FR: `reward_sum_R` of the reward functions after the task's own; None
+        centred_sum_R, score_sum_R: wider sketches of `sum_i (z_i - zbar) s_i`, zbar the part's mean
+            reward, and of `sum_i s_i`.
+        further_centred_sums_FR: `centred_sum_R` of the reward functions after the task's own; None
             where there is none.
     """
 
     gram_NN: np.ndarray
     features_NR: np.ndarray
-    reward_sum_R: np.ndarray
+    centred_sum_R: np.ndarray
     score_sum_R: np.ndarray
-    further_reward_sums_FR: np.ndarray | None = None
+    further_centred_sums_FR: np.ndarray | None = None
 
     @property
-    def reward_sums_FR(self) -> np.ndarray:
-        """`reward_sum_R` of every reward function."""
-        own_1R = self.reward_sum_R[None]
-        further_FR = self.further_reward_sums_FR
+    def centred_sums_FR(self) -> np.ndarray:
+        """`centred_sum_R` of every reward function."""
+        own_1R = self.centred_sum_R[None]
+        further_FR = self.further_centred_sums_FR
         return own_1R if further_FR is None else np.concatenate([own_1R, further_FR])
 
 

@@ -20,13 +20,13 @@ SUM_NAME = "weighted sum"
 
 def function_pool(pool: ScorePool, f: int) -> ScorePool:
     """The same completions, judged by function f alone."""
-    assert pool.rewards_PNF is not None and pool.reward_sums_PFR is not None
+    assert pool.rewards_PNF is not None and pool.centred_sums_PFR is not None
     return replace(
         pool,
         rewards_PN=pool.rewards_PNF[..., f],
-        reward_sums_PR=pool.reward_sums_PFR[:, f],
+        centred_sums_PR=pool.centred_sums_PFR[:, f],
         rewards_PNF=None,
-        reward_sums_PFR=None,
+        centred_sums_PFR=None,
         reward_weights_F=None,
     )
 

@@ -11,6 +11,7 @@ from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse.pool_parts import Completions, Part
 from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy.loading import Policy
@@ -104,7 +105,7 @@ def score_part(
         rollouts,
         row * count + np.arange(count),
         sampler.temperature,
-        weights_KB=np.concatenate([rewards_NF.T, np.ones((1, count))]),
+        weights_KB=np.concatenate([centred(rewards_NF.T), np.ones((1, count))]),
         gram=True,
         features=sketches[0],
         pooled=sketches[1],
@@ -125,9 +126,9 @@ def score_part(
         **vars(completions_of(policy, rollouts, row, rewards_NF, sampler, cost)),
         gram_NN=gram_NN,
         features_NR=scores.features_BR.float().cpu().numpy(),
-        reward_sum_R=sums_KR[0],
+        centred_sum_R=sums_KR[0],
         score_sum_R=sums_KR[-1],
-        further_reward_sums_FR=sums_KR[1:-1] if rewards_NF.shape[1] > 1 else None,
+        further_centred_sums_FR=sums_KR[1:-1] if rewards_NF.shape[1] > 1 else None,
     )
 
 

@@ -1,9 +1,10 @@
 """Published claims judged on one policy: each is a number and the bounds between which it holds.
 
 A verdict is said only where the number's interval lies wholly within the bounds or wholly without,
-at a level that is corrected for all claims of a study together (Holm 1979): of studies that say
-anything, in at most 5 % something is wrong. The bounds are ours, since claims are made in words:
-rollouts within `TOLERANCE` of each other are alike.
+at a level that is corrected for all claims of a study together (Holm 1979): of all studies, those
+that say nothing among them, at most 5 % say something that is wrong. Claims of several studies are
+not corrected together. The bounds are ours, since claims are made in words: rollouts within
+`TOLERANCE` of each other are alike.
 """
 
 from __future__ import annotations
@@ -268,10 +269,10 @@ def _of_ratios(
                     reason=None if found else absent,
                 )
             )  # fmt: skip
-        found, share = against(UNBIASED, losses["token"]), drift.completions
+        found = against(UNBIASED, losses["token"])
         joined, reason = None, absent
-        if found is not None and share.low > 0:
-            joined, reason = partial(_over, found, share), None
+        if found is not None and drift.completions.low > 0:
+            joined, reason = partial(_over, found, drift.completions_at), None
         elif found is not None:
             reason = "a few completions decide the effective share"
         rows.append(
@@ -311,10 +312,18 @@ def _of_ratios(
     return rows
 
 
-def _over(found: Callable[[float], Interval], share: Interval, level: float) -> Interval:
+def _over(
+    worth_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
+) -> Interval:
     """A worth over a share, the ends of their intervals joined."""
-    value, low, high = found(level)
+    value, low, high = worth_at(_of_two(level))
+    share = share_at(_of_two(level))
     return Interval(value / share.estimate, low / share.high, high / share.low)
+
+
+def _of_two(level: float) -> float:
+    """The level of each of two intervals that hold together at a level (Bonferroni)."""
+    return (1 + level) / 2
 
 
 def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
@@ -331,8 +340,8 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
     most = pool.rewards_PN.shape[1] // size
 
     def saved(level: float) -> Interval:
-        scale = noise_scale(*population.constants, size, level=level)
-        return kept_groups(silent_P, size, scale, most, level).break_even
+        scale = noise_scale(*population.constants, size, level=_of_two(level))
+        return kept_groups(silent_P, size, scale, most, _of_two(level)).break_even
 
     kept = kept_groups(silent_P, size, Interval(math.nan, math.nan, math.nan), most).kept
     beside = f"{_text(kept)} of the groups are kept"

@@ -135,8 +135,9 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]], wrote: str, compared: 
     sizes = [row["group_size"] for row in measured if row["alike"]]
     best = next(row["group_size"] for row in measured if row["best"])
     others = [str(size) for size in sizes if size != best]
-    smaller = any(row["group_size"] < best for row in rows if "noise" not in row)
-    best_size = f"of the measured G {best} is its best" if smaller else f"its best G is {best}"
+    best_size = f"its best G is {best}"
+    if len(measured) < len(rows) or best in _end_sizes(measured):
+        best_size = f"of the measured G {best} is its best"
     if others:
         best_size += f" ({enumeration(others)} may be as good)"
     if len(measured) == 1:
@@ -152,6 +153,12 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]], wrote: str, compared: 
         f"{where} a rollout of {name} is worth {worth_text(worth)} of {compared}; "
         f"{direction}; {best_size}{drawn}."
     )
+
+
+def _end_sizes(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """The smallest and the largest G, beyond which a better one may be."""
+    sizes = [row["group_size"] for row in rows]
+    return min(sizes), max(sizes)
 
 
 def losses_tables(

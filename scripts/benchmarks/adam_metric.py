@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.mse.second_moments import GroupGradients, is_uncertain, shift
@@ -147,8 +148,7 @@ def study(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> tuple[ClosedForm, f
         gram_PNN=scores_PND @ scores_PND.transpose(0, 2, 1),
         lengths_PN=np.ones(rewards_PN.shape, dtype=np.int64),
         features_PNR=scores_PND.astype(np.float32),
-        reward_sums_PR=np.einsum("pn,pnd->pd", rewards_PN, scores_PND),
-        score_sums_PR=scores_PND.sum(axis=1),
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(rewards_PN), scores_PND),
         metrics=2,
     )
     request = Request([], {}, len(rewards_PN), True, {})

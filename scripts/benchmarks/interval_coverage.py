@@ -25,7 +25,7 @@ from scipy import stats
 
 from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
 from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
-from grpo_ustat.estimators.moments import pool_gradient_weights, refutes_assumption2
+from grpo_ustat.estimators.moments import centred, pool_gradient_weights, refutes_assumption2
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
     group_terms,
@@ -119,8 +119,7 @@ class Bed:
             gram_PNN=np.einsum("pid,pjd->pij", scores, scores, optimize=True),
             lengths_PN=np.ones(shape, dtype=int),
             features_PNR=scores,
-            reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-            score_sums_PR=scores.sum(axis=1),
+            centred_sums_PR=np.einsum("pn,pnd->pd", centred(z), scores),
         )
 
     def truth(self, questions: int) -> dict[str, float]:

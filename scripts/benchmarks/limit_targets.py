@@ -22,6 +22,7 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.minibatch import decompose
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse import replay as study_replay
 from grpo_ustat.records import BaselineContext, ScorePool
 
@@ -61,8 +62,7 @@ def pool_of(policy: TabularPolicy, count: int, rng: np.random.Generator) -> Scor
         gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
         lengths_PN=np.ones_like(outcomes),
         features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(z), scores),
     )
 
 

@@ -45,6 +45,7 @@ def overrides(asked, questions, name):
 def write_pool(asked, questions):
     """Parts of every question in the store's format."""
     from grpo_ustat.cli.compose import compose_config
+    from grpo_ustat.estimators.moments import centred
     from grpo_ustat.mse.pool_parts import Part
     from grpo_ustat.mse.pool_store import PoolStore, draws_of
     from grpo_ustat.mse.study import _prompts
@@ -71,7 +72,8 @@ def write_pool(asked, questions):
                 tokens_NT=rng.integers(1, 10, (COMPLETIONS, 8), dtype=np.int32),
                 cost=np.array(cost, dtype=float), gram_NN=scores_NR @ scores_NR.T,
                 features_NR=scores_NR.astype(np.float32),
-                reward_sum_R=z_N.astype(np.float32) @ wide_NR, score_sum_R=wide_NR.sum(axis=0),
+                centred_sum_R=centred(z_N).astype(np.float32) @ wide_NR,
+                score_sum_R=wide_NR.sum(axis=0),
             ),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.normalised import normalised_moments, right_and_wrong
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.rule_sizes import ROLLOUTS, RuleLaw, growth, rule_sizes
@@ -55,8 +56,7 @@ def pool_of(policy: TabularPolicy, count: int, rng: np.random.Generator) -> Scor
         gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
         lengths_PN=np.ones_like(z, dtype=int),
         features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(z), scores),
     )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from populations import LIGHT, PROMPTS
 from worth import ROLLOUTS, cell, lengths_of, study
 
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.records import ScorePool
@@ -37,8 +38,7 @@ def whole_sketches(pool: ScorePool) -> ScorePool:
     """The pool with the sums that closed forms read."""
     return replace(
         pool,
-        reward_sums_PR=np.einsum("pn,pnd->pd", pool.rewards_PN, pool.features_PNR),
-        score_sums_PR=pool.features_PNR.sum(axis=1),
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(pool.rewards_PN), pool.features_PNR),
     )
 
 

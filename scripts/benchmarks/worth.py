@@ -77,8 +77,7 @@ def study(population: Population, lengths_PY, chosen, completions: int, rng) -> 
         gram_PNN=scores @ scores.transpose(0, 2, 1),
         lengths_PN=lengths,
         features_PNR=scores,
-        reward_sums_PR=np.zeros((prompts, 1)),
-        score_sums_PR=np.zeros((prompts, 1)),
+        centred_sums_PR=np.zeros((prompts, 1)),
     )
 
 

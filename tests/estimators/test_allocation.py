@@ -129,14 +129,14 @@ def test_other_rewards_and_small_pools():
     pool = pool_of(prompts(12, rng), 8, rng)
     partial = ScorePool(
         pool.rewards_PN / 2 + 0.1, pool.gram_PNN, pool.lengths_PN, pool.features_PNR,
-        pool.reward_sums_PR, pool.score_sums_PR,
+        pool.centred_sums_PR,
     )  # fmt: skip
     plans = {row.plan for row in allocation_savings(partial)}
     assert plans == {MEASURED_NOISE, "variance of rewards", "G = 2 for zero-variance prompts"}
     assert allocation_savings(pool_of(prompts(9, rng), 8, rng)) == []
     silent = ScorePool(
         0 * pool.rewards_PN, pool.gram_PNN, pool.lengths_PN, pool.features_PNR,
-        pool.reward_sums_PR, pool.score_sums_PR,
+        pool.centred_sums_PR,
     )  # fmt: skip
     assert all(np.isnan(row.change).all() for row in allocation_savings(silent))
 

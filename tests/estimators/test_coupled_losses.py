@@ -53,8 +53,7 @@ def a_pool(kinds=("all",)):
         gram_PNN=scores @ scores.transpose(0, 2, 1),
         lengths_PN=rng.integers(1, 9, size=(QUESTIONS, SIZE)),
         features_PNR=scores,
-        reward_sums_PR=np.zeros((QUESTIONS, 4)),
-        score_sums_PR=np.zeros((QUESTIONS, 4)),
+        centred_sums_PR=np.zeros((QUESTIONS, 4)),
         kinds=kinds,
         rewards_PNF=np.stack([rewards - weights[1] * second, second], axis=-1),
         reward_weights_F=weights,
@@ -204,8 +203,7 @@ def test_replaced_groups_of_one_length_weigh_by_tokens_as_by_rows():
         gram_PNN=scores @ scores.transpose(0, 2, 1),
         lengths_PN=np.full((80, 4), 5),
         features_PNR=scores,
-        reward_sums_PR=np.zeros((80, 3)),
-        score_sums_PR=np.zeros((80, 3)),
+        centred_sums_PR=np.zeros((80, 3)),
     )
     losses = [
         Loss(kind, "none", {}, kind, 9, rows=RowFilter("replace")) for kind in ("sum", "dapo")

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.group_terms import BY_LEVELS, LevelSums, drawn_terms, has_levels
+from grpo_ustat.estimators.group_terms import (
+    BY_LEVELS,
+    LINEAR,
+    LevelSums,
+    drawn_terms,
+    has_levels,
+    is_linear,
+    linear_terms,
+    with_control,
+)
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.records import BaselineContext, ScorePool
@@ -28,8 +38,7 @@ def pool_of(rewards_PN, lengths_PN, scores_PNR):
         gram_PNN=scores_PNR @ scores_PNR.transpose(0, 2, 1),
         lengths_PN=lengths_PN,
         features_PNR=scores_PNR,
-        reward_sums_PR=(rewards_PN[..., None] * scores_PNR).sum(axis=1),
-        score_sums_PR=scores_PNR.sum(axis=1),
+        centred_sums_PR=(centred(rewards_PN)[..., None] * scores_PNR).sum(axis=1),
     )
 
 
@@ -75,6 +84,47 @@ def test_all_groups_of_a_pool_count(rule, loss_type, kind):
         energy, mean = of_groups(loss, pool, size)
         np.testing.assert_allclose(found.energy_P, energy, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(found.mean_PR, mean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss_type", ["sum", "dr_grpo", "grpo"])
+@pytest.mark.parametrize("rule", LINEAR)
+def test_all_groups_count_where_rewards_are_continuous(rule, loss_type):
+    rng = np.random.default_rng(4)
+    pool = pool_of(10 + rng.normal(size=(3, 5)), LENGTHS, rng.normal(size=(3, 5, 4)))
+    loss = loss_of(rule, loss_type)
+    for size in range(BASELINES[rule].min_group_size, 6):
+        terms = linear_terms(pool, loss, size)
+        energy, mean = of_groups(loss, pool, size)
+        np.testing.assert_allclose(terms.energy_P, energy, rtol=1e-11)
+        np.testing.assert_allclose(terms.mean_PR, mean, rtol=1e-11, atol=1e-13)
+
+
+def test_linear_terms_of_replaced_groups():
+    """A prompt with equal rewards beside a continuous one; `none` needs the mixed groups alone."""
+    pool = a_pool("three levels")
+    rows = RowFilter("replace")
+    loss = replace(loss_of("group_mean", "grpo"), rows=rows)
+    levels = LevelSums(pool, loss.length_factors(pool.lengths_PN))
+    for size in (2, 3, 5):
+        terms = linear_terms(pool, loss, size)
+        listed = levels.terms(loss.rule, loss.options, size, replaced=True)
+        np.testing.assert_allclose(terms.energy_P, listed.energy_P, atol=1e-14)
+        np.testing.assert_allclose(terms.mean_PR, listed.mean_PR, atol=1e-14)
+        np.testing.assert_allclose(terms.kept_P, listed.kept_P, atol=1e-14)
+    assert is_linear(loss) and not is_linear(replace(loss, rule="none"))
+    assert not is_linear(replace(loss, tokens=TokenWeights("token", "clip", 0.2, 0.2)))
+
+
+def test_a_control_takes_off_all_noise_of_its_own_multiple_and_none_where_it_is_0():
+    rng = np.random.default_rng(5)
+    pool = pool_of(rng.normal(size=(3, 5)), LENGTHS, rng.normal(size=(3, 5, 4)))
+    plain, few = loss_of("leave_one_out", "sum"), np.tile([[0, 2, 4], [1, 2, 3]], (3, 1, 1))
+    exact, control = linear_terms(pool, plain, 3), drawn_terms(pool, plain, few)
+    other = with_control(drawn_terms(pool, loss_of("group_mean", "sum"), few), control, exact)
+    np.testing.assert_allclose(other.energy_P, exact.energy_P * 4 / 9, rtol=1e-12)
+    np.testing.assert_allclose(other.mean_PR, exact.mean_PR * 2 / 3, rtol=1e-12)
+    still = drawn_terms(replace(pool, rewards_PN=np.ones((3, 5))), plain, few)
+    np.testing.assert_array_equal(with_control(control, still, still).energy_P, control.energy_P)
 
 
 @pytest.mark.parametrize("kind", REWARDS)

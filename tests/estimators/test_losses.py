@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grpo_ustat.estimators import losses
 from grpo_ustat.estimators.losses import UNBIASED, loss_worths, refusal
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.records import ScorePool
@@ -31,8 +32,7 @@ def a_pool(questions, metrics=1):
         gram_PNN=scores.astype(float) @ scores.astype(float).transpose(0, 2, 1),
         lengths_PN=rng.integers(1, 9, size=shape),
         features_PNR=scores,
-        reward_sums_PR=np.zeros((questions, 4)),
-        score_sums_PR=np.zeros((questions, 4)),
+        centred_sums_PR=np.zeros((questions, 4)),
         metrics=metrics,
     )
 
@@ -83,3 +83,47 @@ def test_group_mean_over_a_constant_is_worth_the_unbiased_one():
         assert row.worth.worth == pytest.approx((1, 1, 1))
         assert row.worth.direction == (1, 1, 1)
         assert (row.worth.worth_best.estimate == pytest.approx(1)) == row.best
+
+
+def graded(levels):
+    """A pool whose rewards have many levels, or are continuous; some go with the gradient."""
+    pool, rng = a_pool(24), np.random.default_rng(2)
+    noise = rng.normal(size=pool.rewards_PN.shape) + pool.features_PNR[..., 0]
+    rewards = noise if levels is None else np.clip(np.round(noise * levels / 6), 0, levels - 1)
+    return replace(pool, rewards_PN=rewards.astype(float))
+
+
+@pytest.mark.parametrize("levels", [9, 16, None])
+def test_a_multiple_of_the_unbiased_estimate_is_worth_it_where_groups_are_drawn(levels):
+    """By its rule, and by a std that a large epsilon makes a constant, whose groups are drawn."""
+    flat = Loss("flat", "group_std", {"epsilon": 1e9}, "sum", 9)
+    for row in loss_worths(graded(levels), [SCALED, UNBIASED, flat], [2, 4, 8], 16, 4, 0):
+        assert row.worth is not None
+        # a std of 1 beside an epsilon of 1e9
+        assert row.worth.worth == pytest.approx((1, 1, 1), abs=1e-6 if row.loss == flat else 1e-12)
+
+
+def test_drawn_groups_are_the_same_for_every_loss_and_nest_over_sizes(monkeypatch):
+    drawn = []
+
+    drawn_terms = losses.drawn_terms
+
+    def listed(pool, loss, place_PDG):
+        drawn.append((loss.rule, place_PDG))
+        return drawn_terms(pool, loss, place_PDG)
+
+    monkeypatch.setattr(losses, "drawn_terms", listed)
+    rules = [Loss(rule, rule, NORMED, "sum", 9) for rule in ("group_std", "leave_one_out_std")]
+    loss_worths(graded(None), rules, [3, 4, 8], 16, 4, 0)
+    largest = max((place for _, place in drawn), key=lambda place: place.shape[2])
+    assert {rule for rule, _ in drawn} == {"group_std", "leave_one_out_std", "leave_one_out"}
+    for _, place in drawn:
+        np.testing.assert_array_equal(place, largest[..., : place.shape[2]])
+
+
+def test_worth_by_drawn_groups_hardly_depends_on_the_seed():
+    """The std of a group over continuous rewards: seeds differ by the drawing alone."""
+    pool, loss = graded(None), Loss("std", "group_std", NORMED, "grpo", 9)
+    rows = [loss_worths(pool, [loss], [4], 16, 4, seed)[0] for seed in range(4)]
+    worths = [row.worth.worth.estimate for row in rows if row.worth is not None]
+    assert np.std(worths) < 0.02 * np.mean(worths)

@@ -133,14 +133,14 @@ def test_small_pools_and_equal_lengths_say_nothing():
     alike = by_words(
         ScorePool(
             pool.rewards_PN, pool.gram_PNN, np.ones_like(pool.lengths_PN),
-            pool.features_PNR, pool.reward_sums_PR, pool.score_sums_PR,
+            pool.features_PNR, pool.centred_sums_PR,
         )
     )  # fmt: skip
     assert np.isnan(alike["completions", "length", "the squared score norm"].correlation).all()
     partial = by_words(
         ScorePool(
             pool.rewards_PN / 2 + 0.1, pool.gram_PNN, pool.lengths_PN,
-            pool.features_PNR, pool.reward_sums_PR, pool.score_sums_PR,
+            pool.features_PNR, pool.centred_sums_PR,
         )
     )  # fmt: skip
     assert ("prompts", "the variance of rewards", VARIANCE[2]) in partial

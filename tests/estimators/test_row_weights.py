@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -93,3 +95,46 @@ def test_a_filter_couples_rows_and_replaced_groups_do_not():
     assert [loss(rule, replaced).scale(4) for rule in ("leave_one_out", "group_mean", "none")] == [
         1, 0.75, None,
     ]  # fmt: skip
+
+
+def exact_update(lengths_PY, size, rollouts):
+    """cos^2 of direction, and worth, of the mean over each completion's tokens at an update of n
+    rollouts, enumerated: two prompts of orthogonal gradients, two outcomes of equal chance each,
+    the second of reward 1, groups of G.
+    """
+    outcomes = np.array(list(itertools.product((0, 1), repeat=size)))
+    by_loss = {}
+    for loss_type in ("sum", "grpo"):
+        loss = Loss("own", "leave_one_out", {}, loss_type, 1)
+        means, energies = [], []
+        for axis, lengths_Y in zip(np.eye(2), lengths_PY, strict=True):
+            # score of a Bernoulli variable by its logit, along the prompt's axis
+            terms = [
+                row_weights(loss, z[None].astype(float), BaselineContext(lengths_PG=length[None]))
+                .ravel() @ ((z - 0.5)[:, None] * axis)
+                for z, length in zip(outcomes, np.asarray(lengths_Y)[outcomes], strict=True)
+            ]  # fmt: skip
+            means.append(np.mean(terms, axis=0))
+            energies.append(np.square(terms).sum(axis=1).mean())
+        mean, prompts = np.mean(means, axis=0), rollouts / size
+        by_loss[loss_type] = mean, (np.mean(energies) - mean @ mean) / prompts
+    (gradient, mse), (mean, variance) = by_loss["sum"], by_loss["grpo"]
+    kappa = mean @ gradient / (gradient @ gradient)
+    apart = mean - kappa * gradient
+    cos_sq = (mean @ gradient) ** 2 / (mean @ mean) / (gradient @ gradient)
+    return cos_sq, mse / ((apart @ apart + variance) / kappa**2)
+
+
+def test_the_mean_over_tokens_turns_where_lengths_vary_between_prompts():
+    """10 and 100 tokens: E of leave-one-out's mean over tokens is E[g_x / L_x]."""
+    cos_sq, worth = exact_update([[10, 10], [100, 100]], 8, 256)
+    assert cos_sq == pytest.approx(0.11**2 / (2 * (0.1**2 + 0.01**2)), rel=1e-12)
+    assert (round(cos_sq, 3), round(worth, 3)) == (0.599, 0.046)
+
+
+@pytest.mark.parametrize("lengths", [[10, 10], [4, 40]], ids=["equal", "that go with rewards"])
+def test_it_does_not_where_all_prompts_have_the_same_lengths(lengths):
+    """Whether or not they go with rewards within a prompt; then only the noise changes."""
+    cos_sq, worth = exact_update([lengths, lengths], 8, 256)
+    assert cos_sq == pytest.approx(1, rel=1e-12)
+    assert worth == pytest.approx(1, abs=0.6 if lengths[0] != lengths[1] else 1e-12)

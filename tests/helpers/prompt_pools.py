@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tabular import TabularPolicy
 
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import ScorePool
 
 
@@ -24,8 +25,7 @@ def whole_pool(scores, rewards, lengths, **more):
         gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
         lengths_PN=lengths,
         features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", rewards, scores),
-        score_sums_PR=scores.sum(axis=1),
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(rewards), scores),
         **more,
     )
 

@@ -12,6 +12,7 @@ from commands import compose
 from reference import one_flat_score
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse import adam_pool as module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.adam_pool import adam_pool
@@ -89,8 +90,8 @@ def test_each_half_has_scores_of_autograd_over_the_root_mean_square_of_the_other
             scores_PND[half::2, :, entries] *= (pattern is None or pattern in name) / root
     slow = scores_PND @ scores_PND.transpose(0, 2, 1)
     np.testing.assert_allclose(pool.gram_PNN, slow, rtol=1e-7, atol=1e-8 * slow.max())
-    sums_PD = np.einsum("pn,pnd->pd", rewards_PN, scores_PND)
-    cross = pool.reward_sums_PR @ pool.reward_sums_PR.T
+    sums_PD = np.einsum("pn,pnd->pd", centred(rewards_PN), scores_PND)
+    cross = pool.centred_sums_PR @ pool.centred_sums_PR.T
     np.testing.assert_allclose(cross, sums_PD @ sums_PD.T, rtol=1e-4, atol=1e-5 * cross.max())
     np.testing.assert_array_equal(pool.rewards_PN, rewards_PN)
     np.testing.assert_array_equal(pool.greedy_P, np.arange(8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,19 +15,21 @@ from pyarrow import parquet
 from test_exact_rollouts import rows_of, sampled, write
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import Interval, decide
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.estimators.token_weights import EXACT
+from grpo_ustat.estimators.worth import mean_over_prompts, positive
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.off_policy import Drift, OffPolicy
-from grpo_ustat.mse.verdicts import BY_MEAN, FILTERED, claim_verdicts
+from grpo_ustat.mse.verdicts import BY_MEAN, FILTERED, _over, claim_verdicts
 from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.runs.claims import holm_adjust
 from grpo_ustat.runs.folder import RunFolder
 
 DRAWS, SEED, ROLLOUTS = 20, 3, 32
 BOTH = "study.corrections=[token_truncate,sequence_truncate]"
+SHARES_D = np.array([0.9, 0.89, 0.9, 0.91])
 GAP_CLAIMS = (
     "a sampler's gap has to be corrected", "ratios of the sequence (truncated) beat those of tokens"
 )  # fmt: skip
@@ -67,7 +70,7 @@ def gap_verdicts(logged, pool, noises, sizes=(2, 4, 8)):
         for level, loss in judged.items()
     }
     known = Interval(0.9, 0.8, 1.0)
-    gap = OffPolicy("gap", Drift(known, known, known), [], judged, pool, weighted)
+    gap = OffPolicy("gap", Drift(known, known, SHARES_D), [], judged, pool, weighted)
     rows = {row.claim: row for row in verdicts(pool, sizes, gap)}
     return [rows[claim] for claim in GAP_CLAIMS]
 
@@ -197,3 +200,30 @@ def test_one_correction_says_nothing_of_claims(logged):
     with pytest.raises(ConfigError, match=line):
         compose("mse", *words, "study.corrections=[token_mask]")
     assert compose("mse", *words, BOTH).measured.judged.keys() == {"none", "token", "sequence"}
+
+
+def test_a_share_decides_no_more_often_than_its_interval_misses():
+    """A worth without error over a share whose 95 % interval ends at the bound: p = 2 x 5 %, since
+    half of it is the worth's.
+    """
+    shares_D = np.exp(np.log(0.84) + 0.003 * np.random.default_rng(0).normal(size=101))
+    drift = Drift(Interval(0, 0, 0), Interval(1, 1, 1), shares_D)
+    exact = lambda _: Interval(1.0, 1.0, 1.0)  # noqa: E731
+    bound = 1 / drift.completions.low
+    decision = decide(partial(_over, exact, drift.completions_at), most=bound)
+    assert decision.inside and decision.p_value == pytest.approx(0.1, rel=1e-3)
+    shown = _over(exact, drift.completions_at, 0.9)
+    assert shown.high == pytest.approx(bound) and shown.low == 1 / drift.completions.high
+
+
+@pytest.mark.slow
+def test_a_ratio_of_two_estimates_is_said_wrongly_as_often_as_its_p_value_says():
+    """2000 studies of 60 questions whose true ratio is a bound: p <= 5 % in at most 5 %."""
+    rng, wrong = np.random.default_rng(1), 0
+    for _ in range(2000):
+        logs = rng.normal(0, 0.3, (2, 60))
+        worth_D, share_D = (np.exp(mean_over_prompts(log_P)) for log_P in logs)
+        drift = Drift(Interval(0, 0, 0), Interval(1, 1, 1), 0.8 * share_D)
+        at = partial(_over, partial(positive, worth_D, 1), drift.completions_at)
+        wrong += decide(at, most=1 / 0.8).p_value <= 0.05
+    assert wrong / 2000 < 0.05

@@ -14,7 +14,12 @@ from tabular import TabularPolicy
 
 from grpo_ustat.estimators.group_size import best_group_size
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
-from grpo_ustat.estimators.moments import delete_one_moments, pool_moments, refutes_assumption2
+from grpo_ustat.estimators.moments import (
+    centred,
+    delete_one_moments,
+    pool_moments,
+    refutes_assumption2,
+)
 from grpo_ustat.estimators.scaling import HeavyTails, scaling_from_arrays
 from grpo_ustat.mse.closed_form import CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.pages.caveats import heavy_warning
@@ -105,7 +110,7 @@ def test_rewards_of_minus_one_and_one_are_the_same_law_in_another_unit(rng):
     signed = dataclasses.replace(
         pool,
         rewards_PN=2 * pool.rewards_PN - 1,
-        reward_sums_PR=2 * pool.reward_sums_PR - pool.score_sums_PR,
+        centred_sums_PR=2 * pool.centred_sums_PR,
     )
     one, other = (
         statistics(x, ["none", "leave_one_out", "oracle"], [2, 8], "questions")
@@ -117,6 +122,24 @@ def test_rewards_of_minus_one_and_one_are_the_same_law_in_another_unit(rng):
     np.testing.assert_allclose(other["gstar"], one["gstar"], rtol=1e-9)
     vanilla = one["mse/none/8"].estimate, other["mse/none/8"].estimate
     assert abs(vanilla[1] / vanilla[0] - 4) > 0.5
+
+
+@pytest.mark.parametrize("interval", ["completions", "questions"])
+@pytest.mark.parametrize("offset", [1e6, 1e8])
+def test_a_large_constant_in_all_rewards_changes_what_vanilla_sees_alone(rng, offset, interval):
+    pool = pool_of(tabular(), 24, rng)
+    higher = dataclasses.replace(pool, rewards_PN=pool.rewards_PN + offset)
+    before, after = (
+        statistics(x, ["none", "leave_one_out", "group_mean"], [2, 8], interval)
+        for x in (pool, higher)
+    )
+    same = ["c1", "c2", "c3", "grad_sq", "a_v", "corr", "mse/leave_one_out/8", "mse/group_mean/2"]
+    for name in same + (["gstar"] if interval == "questions" else []):
+        # the offset itself rounds rewards to 1e-8
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-7, err_msg=name)
+    m0 = pool.sq_norm_PN.mean()
+    for name, scale in (("a0", 1), ("mse/none/8", 8 * len(pool.rewards_PN))):
+        assert after[name].estimate * scale == pytest.approx(offset**2 * m0, rel=1e-5)
 
 
 def given_questions(exact):
@@ -364,8 +387,7 @@ def heavy_pool(questions, count, rng, sd=1.0):
         pool,
         gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
         features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(z), scores),
     )
 
 

@@ -317,7 +317,7 @@ def part_of(rng):
         rewards_N=np.array([0.0, 1.0]), lengths_N=np.array([3, 2]),
         ended_N=np.array([True, True]), tokens_NT=np.ones((2, 3), np.int32),
         gram_NN=rng.normal(size=(2, 2)), features_NR=rng.normal(size=(2, 4)),
-        reward_sum_R=rng.normal(size=4), score_sum_R=rng.normal(size=4), cost=np.zeros(7),
+        centred_sum_R=rng.normal(size=4), score_sum_R=rng.normal(size=4), cost=np.zeros(7),
     )  # fmt: skip
 
 

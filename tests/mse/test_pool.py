@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import shutil
 import sys
@@ -19,6 +20,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import LoraConfig
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.mse import closed_form as closed_form_module
 from grpo_ustat.mse import pool as pool_module
@@ -59,7 +61,7 @@ def study(path, *overrides):
 
 def assert_close(one, two):
     np.testing.assert_array_equal(one.rewards_PN, two.rewards_PN)
-    for name in ("gram_PNN", "features_PNR", "reward_sums_PR", "score_sums_PR"):
+    for name in ("gram_PNN", "features_PNR", "centred_sums_PR"):
         a, b = getattr(one, name), getattr(two, name)
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max(), err_msg=name)
 
@@ -75,11 +77,11 @@ def test_pools_do_not_depend_on_workers_or_batch_size(tmp_path):
 
 @pytest.mark.slow
 def test_sketched_sums_are_those_of_the_gram_matrices(tmp_path):
-    """In full, ||sum_i z_i s_i||^2 follows from the Gram matrix alone."""
+    """In full, ||sum_i (z_i - zbar) s_i||^2 follows from the Gram matrix alone."""
     pool, _ = build(tmp_path, "budget.gradient_sketch=300000", "budget.feature_sketch=300000")
-    z, gram = pool.rewards_PN, pool.gram_PNN
+    z, gram = centred(pool.rewards_PN), pool.gram_PNN
     exact = np.einsum("pi,pij,pj->p", z, gram, z)
-    np.testing.assert_allclose(np.square(pool.reward_sums_PR).sum(axis=1), exact, rtol=1e-4)
+    np.testing.assert_allclose(np.square(pool.centred_sums_PR).sum(axis=1), exact, rtol=1e-4)
     features = pool.features_PNR
     np.testing.assert_allclose(
         np.einsum("pir,pjr->pij", features, features), gram, atol=1e-4 * np.abs(gram).max()
@@ -127,7 +129,9 @@ def test_a_pool_is_extended_by_the_completions_that_are_missing(tmp_path):
     np.testing.assert_array_equal(grown.gram_PNN[:, :8, :8], small.gram_PNN)
     np.testing.assert_allclose(grown.gram_PNN[:, 8:, 8:], whole.gram_PNN[:, 8:, 8:], rtol=1e-3)
     np.testing.assert_allclose(
-        grown.reward_sums_PR, whole.reward_sums_PR, atol=1e-3 * np.abs(whole.reward_sums_PR).max()
+        grown.centred_sums_PR,
+        whole.centred_sums_PR,
+        atol=1e-3 * np.abs(whole.centred_sums_PR).max(),
     )
     norms = np.sqrt(whole.sq_norm_PN)
     error = (grown.gram_PNN - whole.gram_PNN)[:, :8, 8:]
@@ -285,6 +289,25 @@ def test_a_pool_that_is_moved_while_it_is_read_is_one_line(tmp_path):
         pool_module.read_pool(PoolStore(tmp_path, {}), prompts, 8)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e8])
+def test_parts_of_unequal_mean_rewards_are_one_pool(tmp_path, offset):
+    """Each part's sums are about its own mean; of the whole pool the gradient counts."""
+    rng, (prompt,) = np.random.default_rng(3), letter_prompts("a")
+    store, z_N, scores_NR = PoolStore(tmp_path, {}), np.arange(6) + offset, rng.normal(size=(6, 5))
+    store.open()
+    for rows in (slice(0, 4), slice(4, 6)):
+        z, scores = z_N[rows], scores_NR[rows].astype(np.float32)
+        store.write(prompt, rows.start, Part(
+            rewards_N=z, lengths_N=np.ones(len(z), int), ended_N=z < math.inf, cost=np.ones(7),
+            tokens_NT=np.ones((len(z), 1), np.int32), gram_NN=scores @ scores.T,
+            features_NR=scores, centred_sum_R=centred(z).astype(np.float32) @ scores,
+            score_sum_R=scores.sum(axis=0),
+        ))  # fmt: skip
+    pool, _ = read_pool(store, [prompt], 6)
+    expected = np.cov(np.arange(6.0), scores_NR.T)[0, 1:]
+    np.testing.assert_allclose(pool.gradients_of(slice(None))[0], expected, rtol=1e-5)
+
+
 def test_a_question_holds_no_more_than_a_fifth_of_a_megabyte(tmp_path, monkeypatch):
     """8 completions and the default sketches: 0.15 MB of float32 as they are stored, with which the
     closed forms and two kinds of losses make do; of 50 000 questions a workstation holds 10 GB.
@@ -299,7 +322,7 @@ def test_a_question_holds_no_more_than_a_fifth_of_a_megabyte(tmp_path, monkeypat
         store.write(prompt, 0, Part(
             rewards_N=z_N, lengths_N=np.arange(1, 9), ended_N=z_N < 2, cost=np.ones(7),
             tokens_NT=np.ones((8, 8), dtype=np.int32), gram_NN=(scores_NR @ scores_NR.T) * 1.0,
-            features_NR=scores_NR, reward_sum_R=z_N.astype(np.float32) @ wide_NR,
+            features_NR=scores_NR, centred_sum_R=centred(z_N).astype(np.float32) @ wide_NR,
             score_sum_R=wide_NR.sum(axis=0),
         ))  # fmt: skip
     monkeypatch.setattr(closed_form_module, "BLOCK", 4)  # what blocks take does not count here

@@ -410,8 +410,7 @@ def test_leave_one_out_is_the_statistic_of_the_smaller_pool(name):
         gram_PNN=pool.gram_PNN[:1][:, kept][:, :, kept],
         lengths_PN=pool.lengths_PN[:1, kept],
         features_PNR=pool.features_PNR[:1, kept],
-        reward_sums_PR=pool.reward_sums_PR[:1],
-        score_sums_PR=pool.score_sums_PR[:1],
+        centred_sums_PR=pool.centred_sums_PR[:1],
         greedy_P=pool.greedy_P[:1],
     )
     found = replay_independent.question_stats(
@@ -464,8 +463,8 @@ def test_identical_questions_vary_not_at_all():
     one = small_pool(32)
     copies = {
         key: np.repeat(getattr(one, key)[:1], 12, axis=0)
-        for key in ("rewards_PN", "gram_PNN", "lengths_PN", "features_PNR", "reward_sums_PR",
-                    "score_sums_PR", "greedy_P")
+        for key in ("rewards_PN", "gram_PNN", "lengths_PN", "features_PNR", "centred_sums_PR",
+                    "greedy_P")
     }  # fmt: skip
     once = [("all_questions_once", None)]
     row = run(ScorePool(**copies), ["none"], (2,), once, draws=4000, interval="questions")[0]

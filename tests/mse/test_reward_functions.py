@@ -13,6 +13,7 @@ from prompt_pools import prompts
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse import study
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
@@ -30,16 +31,15 @@ def pool_of_three(rng):
     outcomes, rows = policy.sample(10, rng), np.arange(6)[:, None]
     scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
     functions = np.stack([z, outcomes / 40, np.ones(z.shape)], axis=-1)
-    sums = np.einsum("pnf,pnd->pfd", functions, scores)
+    sums = np.einsum("pfn,pnd->pfd", centred(functions.transpose(0, 2, 1)), scores)
     return ScorePool(
         rewards_PN=functions @ WEIGHTS,
         gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
         lengths_PN=1 + outcomes,
         features_PNR=scores,
-        reward_sums_PR=np.einsum("f,pfd->pd", WEIGHTS, sums),
-        score_sums_PR=scores.sum(axis=1),
+        centred_sums_PR=np.einsum("f,pfd->pd", WEIGHTS, sums),
         rewards_PNF=functions,
-        reward_sums_PFR=sums,
+        centred_sums_PFR=sums,
         reward_weights_F=WEIGHTS,
     )
 
@@ -87,7 +87,9 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
     second = dataclasses.replace(
         pool,
         rewards_PN=pool.rewards_PNF[..., 1],
-        reward_sums_PR=np.einsum("pn,pnd->pd", pool.rewards_PNF[..., 1], pool.features_PNR),
+        centred_sums_PR=np.einsum(
+            "pn,pnd->pd", centred(pool.rewards_PNF[..., 1]), pool.features_PNR
+        ),
     )
     alone = closed_form(second, request, "questions")
     weight, values = found["brevity"]

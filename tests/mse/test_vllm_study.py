@@ -97,7 +97,7 @@ def test_gaps_of_parts_count_by_their_tokens(tmp_path):
             rewards_N=np.arange(count) % 2.0, lengths_N=ones.astype(int), ended_N=ones > 0,
             tokens_NT=np.ones((count, 1), dtype=np.int32), gram_NN=np.eye(count),
             features_NR=np.ones((count, 2), dtype=np.float32),
-            reward_sum_R=np.ones(2, dtype=np.float32), score_sum_R=np.ones(2, dtype=np.float32),
+            centred_sum_R=np.ones(2, dtype=np.float32), score_sum_R=np.ones(2, dtype=np.float32),
             cost=np.ones(7), sampler_gap=gap,
         )  # fmt: skip
 

@@ -35,7 +35,14 @@ ANSWERS = {
         [loss_row("open", 8, (0.9, 0.8, None)), loss_row("open", 16)],
         "At n = 256 and G = 8 a rollout of open (std of the group, mean over the update's "
         "tokens) is worth 0.90 [0.80, no end] of an unbiased one; its direction is right to cos "
-        "0.900 [0.800, 0.950]; its best G is 8.",
+        "0.900 [0.800, 0.950]; of the measured G 8 is its best.",
+    ),
+    "the largest measured, of a pool of 32, where 64 is the best": (
+        [loss_row("long", 8, best=False, alike=False), loss_row("long", 32, best=True),
+         refused_loss("long", 64, "the pool has 32")],
+        "At n = 256 and G = 8 a rollout of long (std of the group, mean over the update's "
+        "tokens) is worth 0.90 [0.80, 1.00] of an unbiased one; its direction is right to cos "
+        "0.900 [0.800, 0.950]; of the measured G 32 is its best.",
     ),
     "undecided": (
         [loss_row("undecided", 8, **NOT_DECIDED)],
@@ -76,7 +83,7 @@ ANSWERS = {
         [loss_row("far", 16, best=True, baseline="own_rule"), loss_row("far", 64)],
         "At n = 256 and G = 16 a rollout of far (own_rule, mean over the update's tokens) is worth "
         "0.90 [0.80, 1.00] of an unbiased one; its direction is right to cos 0.900 [0.800, 0.950]; "
-        "its best G is 16.",
+        "of the measured G 16 is its best.",
     ),
 }  # fmt: skip
 

@@ -129,8 +129,7 @@ def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
         gram_PNN=gram_PNN,
         lengths_PN=np.stack([group.lengths_G for group in groups]),
         features_PNR=features_PNR,
-        reward_sums_PR=None,
-        score_sums_PR=features_PNR.sum(axis=1),
+        centred_sums_PR=None,
         ended_PN=np.stack([group.counted_G for group in groups]),
         rewards_PNF=np.stack([group.rewards_GF for group in groups]),
     )
