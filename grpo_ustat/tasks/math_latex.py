@@ -23,13 +23,13 @@ _UNICODE = MINUS | str.maketrans({
     "π": r"\pi ", "θ": r"\theta ", "²": "^2 ", "³": "^3 ", "ℂ": r"\mathbb{C}", "ℕ": r"\mathbb{N}",
     "ℚ": r"\mathbb{Q}", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
 })  # fmt: skip
-_MOD = r"(?:\\[bp]?mod(?![a-zA-Z])|\\(?:text|mathrm|operatorname) ?\{ ?mod ?\}|mod(?![a-zA-Z]))"
+_MOD = r"(?:\\(?:text|mathrm|operatorname) ?\{ ?mod ?\}|(?:\\[bp]?|(?<![a-zA-Z\\]))mod(?![a-zA-Z]))"
 _MODULUS = r"(?:\s|~|\\[,;: ])*(?:\{\s*(\w+)\s*\}|(\w+))"
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
 _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
     (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),  # thousands
-    (r"(?:^|(?<=[,=/(+*-])|(?<=[,}] ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
+    (r"(?:^|(?<=[,=/(+*-])|(?<=, ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
     (r"(?:^|(?<=/)|(?<=/ ))\(([-+]?\d+)\)(?=$| ?/)", r"\1"),
     (r"\\(?:[lc]?dots|dots[cbmio])(?![a-zA-Z])|\.\.\.", r"\\ldots "),
     (r"\\(?:mathbb|Bbb) ?\{? ?([CNQRZ])(?: ?\}|(?![a-zA-Z]))", r"\\mathbb{\1}"),
@@ -310,7 +310,10 @@ def without_words(gold: str, answer: str) -> tuple[str, str]:
     the values; each value of two signs, and ranges upwards.
     """
     first, second = (without_unit(latex.translate(MINUS)) for latex in (gold, answer))
-    first, second = unnamed(*both_joined(first, second))
+    first, second = (
+        ",".join(map(_unwrapped, parts(latex))) for latex in both_joined(first, second)
+    )
+    first, second = unnamed(first, second)
     return turned(both_signs(first)), turned(both_signs(second))
 
 
