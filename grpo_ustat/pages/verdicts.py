@@ -11,9 +11,10 @@ from grpo_ustat.pages.tables import Table, open_interval
 ROUND = 100  # from which on a bound is a whole number
 LEAST_P_VALUE = 1e-6  # that is written out
 NOTE = (
-    "95 % intervals for new questions. A verdict is said where the number lies wholly within or "
-    "without the bounds, all verdicts corrected together (Holm, 5 %). Bounds are ours: claims are "
-    "made in words, and rollouts within 10 % of each other are taken to be alike."
+    "95 % intervals for new questions, each by itself. A verdict is given if the number lies "
+    "entirely inside or outside the bounds; those of this study are corrected together (Holm, 5 % "
+    "of studies), several studies are not. Bounds are ours: claims are made in words, and rollouts "
+    "within 10 % of each other are taken to be alike."
 )
 
 

@@ -17,7 +17,9 @@ TABLE2 = {  # test accuracy of Qwen2.5-Math-7B on MATH by n and G, as published
     2048: {4: 0.7703, 8: 0.7679, 16: 0.7697, 32: 0.7793, 64: 0.7819, 128: 0.7665},
     4096: {4: 0.7691, 8: 0.7713, 16: 0.7701, 32: 0.7673, 64: 0.7703, 128: 0.7757},
 }
-QUESTIONS = 5000  # MATH's test split; 4994, 4998, 5002 and 5006 fit all 18 values, 500 fits none
+# MATH's test split. All 18 values are shares, rounded, of 4994, 4998, 5002 or 5006 questions, or,
+# truncated, of 4995, 4999, 5003 or 5007; none is one of 500 or of 5000.
+QUESTIONS = 5000
 NORMAL_95 = float(ndtri(0.975))
 
 

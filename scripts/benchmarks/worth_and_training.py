@@ -1,7 +1,9 @@
 """Whether what a rollout of a loss is worth predicts what training with the loss gains.
 
     python scripts/benchmarks/worth_and_training.py --results runs.jsonl
-    python scripts/benchmarks/worth_and_training.py --only-analysis runs.jsonl
+    python scripts/benchmarks/worth_and_training.py --only-analysis runs.jsonl --record runs.csv
+    python scripts/benchmarks/worth_and_training.py --only-analysis \
+        docs/examples/worth_and_training.csv
 
 Six losses, two policies (`tiny` on sums with a digit, `tiny_base` on arithmetic), SGD and AdamW,
 three learning rates, five seeds: 360 runs of equal rollouts, in one process of one thread. A run
@@ -23,9 +25,10 @@ are the same for all.
                 is best by the mean of the other seeds, so no seed chooses for itself
     difference  of a loss's gain to the reference's, by seed; t interval, Holm's correction over all
     rank        Spearman's correlation of the losses' mean gain with their worth: an interval by
-                drawing seeds, and the exact p of all orders, two-sided
+                drawing seeds, and the exact p of all orders, two-sided, as it is and after Holm's
+                correction over policies and optimizers: the only p for which losses are the sample
     slope       of gain on log2 worth, one of each seed; t interval, p after Holm's correction over
-                policies and optimizers
+                policies and optimizers: of seeds, given these losses
     pairs       of two losses in which the one of more worth gains more on average: of those whose
                 worths differ by a quarter or more, and of the others
     could see   the loss of worth that 80 % of such experiments would find at 5 %, uncorrected and
@@ -37,6 +40,7 @@ are the same for all.
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -45,6 +49,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +78,7 @@ LOSSES = {
 }
 FACTORS = (0.5, 1.0, 2.0)  # learning rates of a loss, in multiples of the middle one
 APART = 1.25  # ratio of two worths that counts as large
+WORTHS = ("worth", "worth_low", "worth_high")  # columns of a record
 DRAWS = 1000  # pairs of batches behind the worth of losses that couple their rows
 
 
@@ -212,6 +218,42 @@ def run_missing(file: Path, cells: Sequence[Cell], worths: dict[str, dict[str, d
                 print(json.dumps(vars(cell) | train(cell, lengths, starts)), file=out, flush=True)
 
 
+def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
+    """The runs and the worths of a record, see `record`."""
+    runs, worths = [], {bed: {} for bed in BEDS}
+    with file.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            cell = Cell(
+                row["policy"], row["optimizer"], row["loss"], float(row["rate"]), int(row["seed"])
+            )
+            runs.append((
+                cell,
+                {"before": 0.0, "after": float(row["gain"]), "seconds": 0.0,
+                 "learning_rate": float(row["learning_rate"])},
+            ))  # fmt: skip
+            interval = [float(row[name]) for name in WORTHS]
+            worths[cell.bed][cell.loss] = {"worth": interval[0], "interval": interval}
+    return runs, worths
+
+
+def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], worths: dict) -> None:
+    """Write a line for each run: worth of its loss, its rate in multiples of the middle one, and
+    the accuracy that it gained.
+    """
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(
+            ["policy", "optimizer", "loss", *WORTHS, "learning_rate", "rate", "seed", "gain"]
+        )
+        for cell, row in runs:
+            of_loss = worths[cell.bed][cell.loss]
+            numbers = [of_loss["worth"], *of_loss["interval"][1:], row["learning_rate"]]
+            writer.writerow(
+                [cell.bed, cell.optimizer, cell.loss, *(f"{x:.4g}" for x in numbers),
+                 f"{cell.factor:g}", cell.seed, f"{row['after'] - row['before']:.4g}"]
+            )  # fmt: skip
+
+
 def read(file: Path) -> Iterator[tuple[Cell, dict[str, float]]]:
     """The runs of a file, each with what it found."""
     names = [field.name for field in fields(Cell)]
@@ -349,9 +391,23 @@ def span(interval: Sequence[float], digits: int = 3) -> str:
     return f"{estimate} [{low}, {high}]"
 
 
-def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
+def tests(found: Sequence[Side]) -> list[dict[str, Any]]:
+    """What is tested of each policy and optimizer: rank correlation and slope of gain with worth,
+    each with its p and that after Holm's correction over all.
+    """
+    ranks = [rank_correlation(side) for side in found]
+    slopes = [float(stats.ttest_1samp(side.slope_S, 0).pvalue) for side in found]
+    corrected = zip(holm_adjust([p for _, p in ranks]), holm_adjust(slopes), strict=True)
+    return [
+        {"rank": rank, "rank_p": p, "rank_holm": rank_holm, "slope": t_interval(side.slope_S),
+         "slope_p": slope_p, "slope_holm": slope_holm, "pairs": ordered_pairs(side)}
+        for side, (rank, p), slope_p, (rank_holm, slope_holm)
+        in zip(found, ranks, slopes, corrected, strict=True)
+    ]  # fmt: skip
+
+
+def report(rows: list[tuple[Cell, dict[str, float]]], worths: dict[str, dict[str, dict]]) -> None:
     """Print the tables as Markdown."""
-    rows = list(read(file))
     found = sides(rows, worths)
     seconds = sum(row["seconds"] for _, row in rows)
     print(f"{len(rows)} runs, {seconds / 60:.0f} minutes\n")
@@ -376,21 +432,20 @@ def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
                 text += " | |"
             print(text)
     print(
-        "\n| policy, optimizer | rank | p | slope | p, corrected | pairs apart, others | could see "
-        "| at an end |"
+        "\n| policy, optimizer | rank | p, corrected | slope | p, corrected | pairs apart, others "
+        "| could see | at an end |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    holm = iter(holm_adjust([float(stats.ttest_1samp(s.slope_S, 0).pvalue) for s in found]))
-    for side in found:
-        rank, p_value = rank_correlation(side)
+    for side, of_side in zip(found, tests(found), strict=True):
         base, family = float(side.gain_LS[0].mean()), 4 * (len(LOSSES) - 1)
         lost = [detectable(side, alpha) / base for alpha in (0.05, 0.05 / family)]
         seen = [number(1 - share, 2) if share < 1 else "none" for share in lost]
         low, high = ((side.chosen_LS == end).mean() for end in (0, len(FACTORS) - 1))
         print(
-            f"| {side.bed}, {side.optimizer} | {span(rank, 2)} | {p_text(p_value)} | "
-            f"{span(t_interval(side.slope_S))} | {p_text(next(holm))} | "
-            f"{', '.join(ordered_pairs(side))} | "
+            f"| {side.bed}, {side.optimizer} | {span(of_side['rank'], 2)} | "
+            f"{p_text(of_side['rank_p'])}, {p_text(of_side['rank_holm'])} | "
+            f"{span(of_side['slope'])} | {p_text(of_side['slope_holm'])} | "
+            f"{', '.join(of_side['pairs'])} | "
             f"{', '.join(seen)} | "
             f"lowest {low:.0%}, highest {high:.0%} |"
         )
@@ -414,6 +469,7 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, help="JSON lines, a run each; goes on from there")
     parser.add_argument("--only-analysis", type=Path, metavar="FILE", help="that has been made")
+    parser.add_argument("--record", type=Path, metavar="FILE.csv", help="is written, a run a line")
     parser.add_argument("--pools", type=Path, help="folder of scored pools; by default a new one")
     parser.add_argument("--beds", nargs="+", default=list(BEDS), choices=list(BEDS))
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
@@ -423,6 +479,10 @@ def main() -> None:
     if file is None:
         parser.error("give --results FILE or --only-analysis FILE")
     torch.set_num_threads(1)
+    if file.suffix == ".csv":
+        runs, worths = recorded(file)
+        report([(cell, row) for cell, row in runs if cell.seed in asked.seeds], worths)
+        return
     measured = file.with_suffix(".worth.json")
     if not measured.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -440,7 +500,10 @@ def main() -> None:
             for factor in FACTORS
         ]
         run_missing(file, cells, worths)
-    report(file, worths)
+    runs = list(read(file))
+    if asked.record:
+        record(asked.record, runs, worths)
+    report([(cell, row) for cell, row in runs if cell.seed in asked.seeds], worths)
 
 
 if __name__ == "__main__":

@@ -206,6 +206,7 @@ QUOTED = {  # how a claim begins in the records, and its row on the page; digits
     "a filter by reward": ("| filtering by reward", 2),
     "the mean over": ("| the mean per sequence", 2),
     "stale rollouts": ("| large staleness", 2),
+    "the effective sample": ("| effective sample size", 2),
     "ratios of the sequence": ("| ratios by sequence", 2),
     "the noise of a prompt is": ("| noise goes with p(1-p)", 2),
     "the noise of a completion": ("| variance goes with length", 2),

@@ -15,18 +15,28 @@ from grpo_ustat.report.published import QUESTIONS, TABLE2, homogeneity, publishe
 MATH = {"dataset.name": "math", "dataset.kind": "math", "budget.rollouts": 1024}
 
 
-def fits(count):
-    """Whether every published accuracy is a share of so many questions, to four digits."""
-    shares = [share for row in TABLE2.values() for share in row.values()]
-    near = [int(share * count) + step for share in shares for step in (0, 1)]
-    rounded = np.round(np.array(near).reshape(-1, 2) / count, 4)
-    return bool((np.abs(rounded - np.array(shares)[:, None]) < 1e-9).any(axis=1).all())
+def fitting(count, cut):
+    """How many of the 18 published accuracies are shares of so many questions, to four digits.
+
+    Args:
+        count: of questions.
+        cut: `np.round` or `np.floor`, of shares in units of 1e-4.
+    """
+    units = [round(1e4 * share) for row in TABLE2.values() for share in row.values()]
+    near = np.array([[unit * count // 10_000 + step for step in (0, 1)] for unit in units])
+    return int((cut(1e4 * near / count + 1e-9) == np.array(units)[:, None]).any(axis=1).sum())
 
 
 @pytest.mark.slow
-def test_the_published_accuracies_are_of_maths_whole_test_split():
-    """None of them is a multiple of 1/500, and of all denominators below 6000 four fit."""
-    assert [count for count in range(1, 6000) if fits(count)] == [4994, 4998, 5002, 5006]
+def test_the_published_accuracies_are_of_sizes_next_to_maths_test_split():
+    """All are of four sizes rounded and of four others truncated, none of 500 or 5000."""
+    sizes = {
+        cut: [count for count in range(1, 6000) if fitting(count, cut) == 18]
+        for cut in (np.round, np.floor)
+    }
+    assert sizes[np.round] == [4994, 4998, 5002, 5006]
+    assert sizes[np.floor] == [4995, 4999, 5003, 5007]
+    assert not any(fitting(count, cut) for count in (500, 5000) for cut in sizes)
     assert abs(QUESTIONS / 5000 - 1) < 0.002
     config = compose_config("train", ["experiment=table2_math", "hydra.mode=RUN"])
     assert config.dataset.test_path is None and config.dataset.test_size is None
