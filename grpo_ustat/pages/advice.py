@@ -158,11 +158,10 @@ def pair_advice(gstar: Interval) -> str:
 def other_sizes(costs: GroupSizeCosts) -> str:
     """The extra error of every admissible size up to 64, in a line.
 
-        >>> from grpo_ustat.estimators.group_size import ScalingEstimate
-    from grpo_ustat.estimators.intervals import Interval
-        >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
-        >>> other_sizes(GroupSizeCosts(4, 4, extra))
-        'Extra error at n = 4: 2: +40 % [+30 %, +50 %]; 4: the best.'
+    >>> from grpo_ustat.estimators.intervals import Interval
+    >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+    >>> other_sizes(GroupSizeCosts(4, 4, extra))
+    'Extra error at n = 4: 2: +40 % [+30 %, +50 %]; 4: the best.'
     """
     parts = []
     for size, (extra, low, high) in costs.extra.items():

@@ -189,7 +189,7 @@ class GroupScorer:
         width, drops = counts_BT.shape[1], active_dropout(model) is not None
 
         def again() -> AbstractContextManager[None]:
-            """As the loss drew."""
+            """Repeat the draws of the loss."""
             return dropping(model, states) if drops else same_draws(model.device)
 
         def padded(values_BT: torch.Tensor) -> torch.Tensor:
