@@ -112,6 +112,11 @@ class PromptConfig:
         positive=True,
     )
 
+    @property
+    def verbatim(self) -> bool:
+        """Whether prompts are questions as they stand, white space at their ends included."""
+        return self.template == "{question}"
+
     def check(self) -> None:
         """Refuse what shows no question or no answer.
 
