@@ -44,4 +44,6 @@ def question_of(row: Row, verbatim: bool = False) -> Question:
     if gold is None:
         raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
     solution = _ANNOTATION.sub("", worked)
-    return Question(question_id("gsm8k", text, verbatim=verbatim), text, plain(gold), "gsm8k", solution)
+    return Question(
+        question_id("gsm8k", text, verbatim=verbatim), text, plain(gold), "gsm8k", solution
+    )

@@ -114,9 +114,7 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     return named_rows
 
 
-def _answered(
-    rows: list[Row], name: str, counts: Counter[str], verbatim: bool
-) -> list[Question]:
+def _answered(rows: list[Row], name: str, counts: Counter[str], verbatim: bool) -> list[Question]:
     questions = [question_of(row, verbatim) for row in rows]
     answered = [question for question in questions if question.answer]
     counts[f"{name} questions without an answer"] += len(questions) - len(answered)
