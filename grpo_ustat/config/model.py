@@ -79,6 +79,7 @@ class ModelConfig:
             ConfigError: naming the values and the fix.
         """
         check_model(self.model_name_or_path, cached=cached, trusted=self.trust_remote_code)
+        check_weights(self.model_name_or_path)
 
 
 @dataclass
@@ -111,6 +112,11 @@ class PromptConfig:
         "tokens",
         positive=True,
     )
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether prompts are questions as they stand, white space at their ends included."""
+        return self.template == "{question}"
 
     def check(self) -> None:
         """Refuse what shows no question or no answer.
@@ -151,6 +157,15 @@ MOST_CONFIG_BYTES, MOST_DEPTH, MOST_ENTRIES = 10_000_000, 20, 1_000_000  # of a 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")  # TRL's folders, verl's
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # of weights, or of their shards
+ADAPTERS = "adapter_model.safetensors"
+# how files begin that a download left in the place of weights, and what they are
+NO_WEIGHTS = {
+    b"version https://git-lfs": "a pointer of git-lfs, not the file: git lfs pull fetches it",
+    b"<!": "a page of HTML",
+    b"<html": "a page of HTML",
+    b"<?xml": "a page of XML",
+}
 WEIGHTS = ("config.json", "adapter_config.json")  # a checkpoint that can be loaded has one of them
 FETCH_COMMANDS = {
     "smollm2-135m": "python scripts/tools/fetch_smollm2.py"
@@ -188,8 +203,8 @@ def adapter_base(folder: Path) -> tuple[str, str | None] | None:
         raise ConfigError(f"{file} is damaged: {error}") from error
     if stored.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type={stored.get('peft_type')} cannot be loaded: use LORA")
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"{folder} holds LoRA adapters without adapter_model.safetensors")
+    if not (folder / ADAPTERS).is_file():
+        raise ConfigError(f"{folder} holds LoRA adapters without {ADAPTERS}")
     base = stored.get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"{file}: base_model_name_or_path is missing: name the adapters' model")
@@ -267,6 +282,81 @@ def read_config_json(folder: Path) -> object:
     except (OSError, ValueError, RecursionError) as error:
         reason = single_line(error, 200)
         raise ConfigError(f"{file} is damaged ({reason}): download the model again") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model in save_pretrained layout is loaded from.
+
+    Raises:
+        ConfigError: there are none, one is missing, or two sets of them are there, of which
+            transformers reads one without a word.
+    """
+    whole, index = folder / WHOLE, folder / INDEX
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if os.path.lexists(whole):
+        if shards:
+            raise ConfigError(
+                f"{folder} holds {WHOLE}, which would be read, beside {shards[0].name} and its "
+                "kind, which would not: move the older ones elsewhere"
+            )
+        return [whole]
+    if not index.is_file():
+        pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+        beside = f"; {pickled[0].name} may run code and is not read" if pickled else ""
+        beside = f"; its shards need {INDEX}" if shards else beside
+        raise ConfigError(
+            f"there is no {WHOLE} in {folder}{beside}: save the model with save_pretrained"
+        )
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        reason = single_line(f"{type(error).__name__}: {error}", 200)
+        raise ConfigError(f"{INDEX} is cut or damaged ({reason}): download it again") from error
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(
+            f"{missing[0]}, which {INDEX} names, is not in {folder}: download it again"
+        )
+    return files
+
+
+def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> None:
+    """Refuse a folder, embedded or cached, whose files of weights cannot be read, and adapters of
+    such a model; only the beginnings of files are read.
+
+    Args:
+        model_name_or_path: as configured; what is no folder here passes.
+        key: that it was typed for.
+
+    Raises:
+        ConfigError: naming the model and the file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = model_folder(model_name_or_path)
+    if not folder.is_dir():
+        return
+    adapters, place = adapter_base(folder), f"no model could be loaded from {key}="
+    try:
+        files = [folder / ADAPTERS] if adapters else weight_files(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{place}{model_name_or_path}: {error}") from error
+    for file in files:
+        start = b""
+        try:
+            with file.open("rb") as opened:
+                start = opened.read(64).lstrip().lower()
+            with safe_open(file, "numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            kinds = (what for begin, what in NO_WEIGHTS.items() if start.startswith(begin))
+            reason = next(kinds, f"{type(error).__name__}: {single_line(error, 200)}")
+            raise ConfigError(
+                f"{place}{model_name_or_path}: a file of its weights is cut or damaged "
+                f"({file.name}: {reason}): download it again"
+            ) from error
+    if adapters:
+        check_weights(adapters[0], key)
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:

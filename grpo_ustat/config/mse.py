@@ -22,6 +22,7 @@ from grpo_ustat.config.model import (
     ModelConfig,
     adapter_base,
     check_model,
+    check_weights,
     model_folder,
     tf32_in_use,
 )
@@ -340,6 +341,7 @@ class MseConfig(Common):
             place = getattr(self.study, key)
             if place is not None:
                 check_model(place, trusted=self.model.trust_remote_code, key=f"study.{key}")
+                check_weights(place, f"study.{key}")
 
     def _check_pool(self) -> None:
         """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""

@@ -6,15 +6,29 @@ A figure that is not known is None.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 
-from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
+from grpo_ustat.config.model import (
+    ModelConfig,
+    ModelSize,
+    model_folder,
+    read_config_json,
+    weight_files,
+)
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+SIZE_KEYS = {  # of config.json, by what they are here
+    "layers": "num_hidden_layers",
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "inner": "intermediate_size",
+    "heads": "num_attention_heads",
+    "key_heads": "num_key_value_heads",
+    "width": "head_dim",
+}
 HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
 PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
 POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
@@ -203,7 +217,7 @@ def score_memory(
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
-    if layers is None or hidden is None or not isinstance(inner, int):
+    if layers is None or hidden is None or inner is None:
         return None
     shape = (NUMBER_BYTES[model.dtype], layers, hidden, inner)
     return (
@@ -242,7 +256,11 @@ def total(costs: list[Cost]) -> Cost:
 def model_size(model: ModelConfig) -> ModelSize:
     """`model.size`; what it leaves open from the model's folder where there is one: from
     config.json, in the names of Llama and its kin, and from the headers of the weight files, which
-    store tied weights once.
+    store tied weights once. Of a size that layers have each for itself the largest counts; what is
+    no number of either kind is not known.
+
+    Raises:
+        ConfigError: the weight files are missing or not clear, see `weight_files`.
     """
     folder = model_folder(model.model_name_or_path)
     if not (folder / "config.json").is_file():
@@ -250,25 +268,31 @@ def model_size(model: ModelConfig) -> ModelSize:
     from safetensors import safe_open
 
     parameters = 0
-    for file in folder.glob("*.safetensors"):
+    for file in weight_files(folder):
         with safe_open(file, "numpy") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
             parameters += sum(map(math.prod, shapes))
-    stored = json.loads((folder / "config.json").read_text())
-    heads = stored.get("num_key_value_heads") or stored.get("num_attention_heads")
-    width = stored.get("head_dim")
-    if width is None and stored.get("num_attention_heads"):
-        width = stored["hidden_size"] // stored["num_attention_heads"]
-    of_folder = ModelSize(
-        parameters=parameters or None,
-        layers=stored.get("num_hidden_layers"),
-        kv_width=None if heads is None or width is None else heads * width,
-        vocabulary=stored.get("vocab_size"),
-        hidden=stored.get("hidden_size"),
-        inner=stored.get("intermediate_size"),
-    )
+    stored = read_config_json(folder)
+    sizes = {name: _largest(stored.get(key)) for name, key in SIZE_KEYS.items()}
+    heads, hidden, width = sizes.pop("heads"), sizes["hidden"], sizes.pop("width")
+    key_heads = sizes.pop("key_heads") or heads
+    if width is None and hidden is not None and heads is not None:
+        width = hidden // heads
+    kv_width = None if key_heads is None or width is None else key_heads * width
+    of_folder = ModelSize(parameters=parameters or None, kv_width=kv_width or None, **sizes)
     configured = {key: value for key, value in vars(model.size).items() if value is not None}
     return replace(of_folder, **configured)
+
+
+def _largest(value: object) -> int | None:
+    """A size of config.json, or the largest of a list of one a layer; None: it is neither.
+
+    >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
+    (48, 48, None, None, None)
+    """
+    entries = value if isinstance(value, list) else [value]
+    plain = all(type(entry) is int and entry > 0 for entry in entries)
+    return max(entries) if entries and plain else None
 
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:

@@ -115,7 +115,9 @@ def score_part(
     assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
     dtype = str(policy.model.dtype).removeprefix("torch.")
-    for i in np.flatnonzero(~np.isfinite(gram_NN).all(axis=1)):
+    finite_NN = np.isfinite(gram_NN)
+    # a score that is not finite spoils the inner products of all others, too
+    for i in [*np.flatnonzero(~finite_NN.diagonal()), *np.flatnonzero(~finite_NN.all(axis=1))]:
         raise ConfigError(
             f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
             f"{gram_NN[i, i]} in {dtype}: use model.dtype=float64, and look whether "

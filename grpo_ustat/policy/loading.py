@@ -38,6 +38,7 @@ from grpo_ustat.config.model import (
     adapter_base,
     check_stored_config,
     model_folder,
+    weight_files,
 )
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
 from grpo_ustat.config.schema import ConfigError, did_you_mean
@@ -171,7 +172,9 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
         return cast(PreTrainedModel, with_stored_adapters(model, source, merge=merge))
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
-    if (file := Path(source) / "generation_config.json").is_file():
+    folder = Path(source)
+    files = weight_files(folder) if folder.is_dir() else []
+    if (file := folder / "generation_config.json").is_file():
         json.loads(file.read_text(encoding="utf-8"))  # transformers passes over a damaged one
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # `report` holds what it would print
@@ -185,7 +188,7 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     model, report = loaded
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError("the hub has adapters under this name: download them to a folder")
-    _check_weights(model, report, Path(source))
+    _check_weights(model, report, files)
     for part in (model.config, model.config.get_text_config()):
         for name in EXTRA_OUTPUTS:  # fields that change what a forward pass returns, not its logits
             if getattr(part, name, False):
@@ -194,14 +197,14 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     return model
 
 
-def _check_weights(model: PreTrainedModel, report: dict[str, Any], folder: Path) -> None:
+def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[Path]) -> None:
     """Refuse a model whose checkpoint lacks some of its weights, which transformers draws at
     random, or holds others. Buffers, such as masks, are no weights: the model makes its own.
 
     Args:
         model: as loaded.
         report: transformers', of names that are in one of the two only, or in two shapes.
-        folder: of the checkpoint, whose types of weights are looked at; one of the hub has none.
+        files: of the checkpoint, whose types of weights are looked at; none of the hub.
 
     Raises:
         ConfigError: naming the first, how many there are, and its two shapes or its type.
@@ -220,7 +223,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], folder: Path)
             f"{tied if lacking[0] == 'lm_head.weight' else ''}: download the model again, or use "
             "the config.json that was saved with these weights"
         )
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118, it is no mapping
                 kind = tensors.get_slice(key).get_dtype()

@@ -14,26 +14,36 @@ from grpo_ustat.tasks.splits import Splits, question_id
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # a calculator's, as in 48/2 = <<48/2=24>>24
 
 
-def gsm8k(dataset: Gsm8kConfig, sizes: Mapping[str, int | None], examples_seed: int) -> Splits:
-    """Questions of each split.
+def gsm8k(
+    dataset: Gsm8kConfig,
+    sizes: Mapping[str, int | None],
+    examples_seed: int,
+    *,
+    verbatim: bool = False,
+) -> Splits:
+    """Questions of each split; with `verbatim`, white space at their ends stays.
 
     Raises:
         ConfigError: see `train_and_test`, `question_of` and `Splits`.
     """
-    train, test = ([question_of(row) for row in rows] for rows in train_and_test(dataset))
+    train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 
 
-def question_of(row: Row) -> Question:
+def question_of(row: Row, verbatim: bool = False) -> Question:
     """The question of a row, its solution without the calculator's annotations.
 
     Raises:
         ConfigError: a field is missing, or the answer does not end in #### and a number.
     """
     text, worked = row.text("question"), row.text("answer")
+    if not verbatim:
+        text, worked = text.strip(), worked.strip()
     _, mark, end = worked.rpartition(MARK)
     gold = measured(end, any_unit=True) if mark else None
     if gold is None:
         raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
     solution = _ANNOTATION.sub("", worked)
-    return Question(question_id("gsm8k", text), text, plain(gold), "gsm8k", solution)
+    return Question(
+        question_id("gsm8k", text, verbatim=verbatim), text, plain(gold), "gsm8k", solution
+    )

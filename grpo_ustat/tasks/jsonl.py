@@ -32,6 +32,7 @@ class JsonlSource:
         dataset: its configuration.
         sizes: how many of `train`, `test`, `study` and `examples`; None: all that are left.
         examples_seed: of the examples.
+        verbatim: whether white space at the ends of questions and solutions stays.
 
     Attributes:
         counts: of rows that were left out, by reason.
@@ -41,11 +42,18 @@ class JsonlSource:
         ConfigError: a row cannot be used; names file, row and column.
     """
 
-    def __init__(self, dataset: JsonlConfig, sizes: Mapping[str, int | None], examples_seed: int):
+    def __init__(
+        self,
+        dataset: JsonlConfig,
+        sizes: Mapping[str, int | None],
+        examples_seed: int,
+        *,
+        verbatim: bool = False,
+    ):
         self._dataset = dataset
-        rows = questions_of("dataset.path", dataset.train_files, dataset)
+        rows = questions_of("dataset.path", dataset.train_files, dataset, verbatim)
         if dataset.test_files:
-            tests = questions_of("dataset.test_path", dataset.test_files, dataset)
+            tests = questions_of("dataset.test_path", dataset.test_files, dataset, verbatim)
         else:
             rows, tests = hold_out(rows, dataset.test_size or 0, dataset.seed)
             sizes = {**sizes, "test": None}
@@ -72,14 +80,16 @@ class JsonlSource:
         return questions
 
 
-def questions_of(key: str, files: list[Path], dataset: JsonlConfig) -> list[Question]:
+def questions_of(
+    key: str, files: list[Path], dataset: JsonlConfig, verbatim: bool = False
+) -> list[Question]:
     """The questions of files, one a row.
 
     Raises:
         ConfigError: a file cannot be read, or a row has no question or no answer; names file and
             row.
     """
-    return [_question(row, dataset) for file in files for row in rows_of(key, file)]
+    return [_question(row, dataset, verbatim) for file in files for row in rows_of(key, file)]
 
 
 def rows_of(key: str, file: Path) -> list[Row]:
@@ -157,21 +167,22 @@ def _parts(value: Any) -> Iterator[Any]:
             yield part
 
 
-def _question(row: Row, dataset: JsonlConfig) -> Question:
+def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
     """A row's question; what stands behind the last #### of its answer is the expected one."""
     text, answer = row.text(dataset.question), row.value(dataset.answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise row.refused(dataset.answer, answer, "a text or a number")
     if isinstance(answer, float) and answer.is_integer() and abs(answer) < LARGEST_EXACT_FLOAT:
         answer = int(answer)
-    solution = str(answer).strip()
+    solution = str(answer)
+    if not verbatim:
+        text, solution = text.strip(), solution.strip()
     expected = solution.rpartition(MARK)[2].strip()
     if not expected:
         raise row.refused(dataset.answer, answer, "a text that is not empty")
     others = {k: v for k, v in row.fields.items() if k not in (dataset.question, dataset.answer)}
-    return Question(
-        question_id("jsonl", text), text, expected, "jsonl", solution, others, row.where
-    )
+    name = question_id("jsonl", text, verbatim=verbatim)
+    return Question(name, text, expected, "jsonl", solution, others, row.where)
 
 
 class ExactJudge:

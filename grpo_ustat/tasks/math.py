@@ -15,8 +15,14 @@ from grpo_ustat.tasks.rows import Row, train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
 
-def math(dataset: MathConfig, sizes: Mapping[str, int | None], examples_seed: int) -> Splits:
-    """Questions of each split.
+def math(
+    dataset: MathConfig,
+    sizes: Mapping[str, int | None],
+    examples_seed: int,
+    *,
+    verbatim: bool = False,
+) -> Splits:
+    """Questions of each split; with `verbatim`, white space at their ends stays.
 
     Raises:
         ConfigError: see `train_and_test`, `Splits`; a field is missing or wrong, or a filter names
@@ -30,20 +36,24 @@ def math(dataset: MathConfig, sizes: Mapping[str, int | None], examples_seed: in
         test_rows = _filtered(test_rows, dataset, "test", counts)
     if dataset.test_ids is not None:
         test_rows = _listed(test_rows, dataset.test_ids, counts)
-    train, test = _answered(train_rows, "train", counts), _answered(test_rows, "test", counts)
+    train = _answered(train_rows, "train", counts, verbatim)
+    test = _answered(test_rows, "test", counts, verbatim)
     return Splits(train, test, sizes, dataset.seed, examples_seed, every_test, counts)
 
 
-def question_of(row: Row) -> Question:
+def question_of(row: Row, verbatim: bool = False) -> Question:
     """The question of a row, whose answer, where the row has none, is the last box of its solution;
     empty where that has none either.
     """
     text, solution = row.text("problem"), row.text("solution")
+    if not verbatim:
+        text, solution = text.strip(), solution.strip()
     answer_field = row.value("answer") if row.has("answer") else ""
     if not isinstance(answer_field, str):
         raise row.refused("answer", answer_field, "a text")
     answer = answer_field.strip() or boxed(solution).strip()
-    return Question(question_id("math", text), text, answer, subject_of(row), solution)
+    name = question_id("math", text, verbatim=verbatim)
+    return Question(name, text, answer, subject_of(row), solution)
 
 
 def boxed(solution: str) -> str:
@@ -59,7 +69,7 @@ def boxed(solution: str) -> str:
 
 def subject_of(row: Row) -> str:
     """`subject`, in some copies called `type`."""
-    return row.text("subject", "type")
+    return row.text("subject", "type").strip()
 
 
 def level_of(row: Row) -> int | None:
@@ -93,8 +103,8 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
         ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset.test_ids={file} cannot be read: {error}") from error
-    named_rows = [row for row in rows if row.text("unique_id") in ids]
-    missing = ids - {row.text("unique_id") for row in named_rows}
+    named_rows = [row for row in rows if row.text("unique_id").strip() in ids]
+    missing = ids - {row.text("unique_id").strip() for row in named_rows}
     if missing or not ids:
         raise ConfigError(
             f"dataset.test_ids={file} names {len(ids)} rows, of which {len(missing)} are no "
@@ -104,8 +114,8 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     return named_rows
 
 
-def _answered(rows: list[Row], name: str, counts: Counter[str]) -> list[Question]:
-    questions = [question_of(row) for row in rows]
+def _answered(rows: list[Row], name: str, counts: Counter[str], verbatim: bool) -> list[Question]:
+    questions = [question_of(row, verbatim) for row in rows]
     answered = [question for question in questions if question.answer]
     counts[f"{name} questions without an answer"] += len(questions) - len(answered)
     return answered

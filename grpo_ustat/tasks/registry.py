@@ -63,11 +63,11 @@ def make_source(options: TaskOptions) -> Source:
     if dataset.kind == "one_step":
         return OneStep(dataset.tables, sizes, dataset.seed, prompt.seed)
     if dataset.kind == "gsm8k":
-        return gsm8k(dataset, sizes, prompt.seed)
+        return gsm8k(dataset, sizes, prompt.seed, verbatim=prompt.verbatim)
     if dataset.kind == "math":
-        return math(dataset, sizes, prompt.seed)
+        return math(dataset, sizes, prompt.seed, verbatim=prompt.verbatim)
     if dataset.kind == "jsonl":
-        return JsonlSource(dataset, sizes, prompt.seed)
+        return JsonlSource(dataset, sizes, prompt.seed, verbatim=prompt.verbatim)
     if dataset.kind == "own":
         return OwnSource(dataset.name, dataset.options, sizes)
     ranges = Ranges(

@@ -53,7 +53,7 @@ class Row:
         )
 
     def text(self, *names: str) -> str:
-        """The field as a text that is not blank.
+        """The field as a text that is not blank, with the white space at its ends.
 
         Raises:
             ConfigError: see `value`, or it is something else.
@@ -61,7 +61,7 @@ class Row:
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
             raise self.refused(" or ".join(names), value, "a text that is not empty")
-        return value.strip()
+        return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
         """The error for a field whose value does not meet a requirement."""

@@ -10,23 +10,32 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 
 
-def question_id(prefix: str, text: str) -> str:
+def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
     """A stable name: questions have the same one if they differ only in white space and, outside
-    of formulas, in case.
+    of formulas, in case. With `verbatim` white space makes another question, of the same family.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
     >>> question_id("x", "Solve $X=1$") == question_id("x", "solve $x=1$")
     False
+    >>> name = question_id("x", "A: ", verbatim=True)
+    >>> name != question_id("x", "A:", verbatim=True) == question_id("x", "A:") == family(name)
+    True
     """
-    parts = " ".join(text.split()).split("$")
+    plain = " ".join(text.split())
+    parts = plain.split("$")
     parts[::2] = [part.casefold() for part in parts[::2]]
-    plain = "$".join(parts)
-    return f"{prefix}-{_digest(plain, 6)}"
+    name = f"{prefix}-{_digest('$'.join(parts), 6)}"
+    return f"{name}-{_digest(text, 6)}" if verbatim and text != plain else name
+
+
+def family(name: str) -> str:
+    """The part of a question's id that questions share which differ in white space alone."""
+    return "-".join(name.split("-")[:2])
 
 
 class Splits:
-    """Questions of each split, none in two of them.
+    """Questions of each split, none in two of them, not even with other white space.
 
     Test questions are test rows. The train rows, shuffled by seed, are first the study's, then come
     the examples, and what is left is for training. Where a question stands in the shuffle depends
@@ -58,17 +67,16 @@ class Splits:
         counts: Mapping[str, int] = {},
     ):
         self.counts = Counter(counts)
-        held_out = {question.id for question in test} | set(barred)
-        clean = [question for question in train if question.id not in held_out]
-        self.counts["train questions that are also test questions"] += len(train) - len(clean)
+        clean = self._without(train, [*barred, *(q.id for q in test)], "test questions")
         tests = _shuffled(self._once(test, "test"), f"test/{seed}")
         rest = _shuffled(self._once(clean, "train"), f"train/{seed}")
         study = _first(rest, sizes["study"], "dataset.study_size")
-        rest = rest[len(study) :]
+        rest = self._without(rest[len(study) :], [q.id for q in study], "study questions")
         shuffled = _shuffled(rest, f"examples/{examples_seed}")
         examples = _first(shuffled, sizes["examples"], "prompt.shots")
         solved = {question.id for question in examples}
         remaining = [question for question in rest if question.id not in solved]
+        remaining = self._without(remaining, solved, "examples")
         self._splits = {
             "train": _first(remaining, sizes["train"], "dataset.train_size"),
             "test": _first(tests, sizes["test"], "dataset.test_size"),
@@ -79,6 +87,15 @@ class Splits:
     def questions(self, split: str) -> list[Question]:
         """The split's questions, in a fixed order."""
         return list(self._splits[split])
+
+    def _without(
+        self, questions: list[Question], others: Iterable[str], reason: str
+    ) -> list[Question]:
+        """The questions that are none of the others, even with other white space."""
+        barred = set(map(family, others))
+        left = [question for question in questions if family(question.id) not in barred]
+        self.counts[f"train questions that are also {reason}"] += len(questions) - len(left)
+        return left
 
     def _once(self, questions: list[Question], rows: str) -> list[Question]:
         """The questions without repetitions: of equal ids the first one."""
@@ -99,7 +116,8 @@ def hold_out(
 
 
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:
-    return sorted(questions, key=lambda question: _digest(f"{seed}/{question.id}", 8))
+    """The questions in an order of their families, so that few splits part one."""
+    return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 
 
 def _first(questions: list[Question], count: int | None, key: str) -> list[Question]:

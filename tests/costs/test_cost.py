@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from commands import compose, cost_of
+from safetensors.numpy import save_file
 
 from grpo_ustat.config.model import ModelSize
+from grpo_ustat.costs.cost import model_size, score_memory
 from grpo_ustat.mse.plan import shared_by
 
 SIZE = ModelSize(
@@ -89,3 +93,48 @@ def test_a_study_is_shared_out_by_ranks_or_workers(study, ranks, workers, sample
     launch = replace(study.launch, num_processes=ranks, workers=workers)
     rollout = replace(study.rollout, name=sampler)
     assert shared_by(replace(study, launch=launch, rollout=rollout)) == count
+
+
+LLAMA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 86,
+}
+
+
+def sized(study, folder, **changes):
+    """The study's model in a folder with six weights, its config.json changed."""
+    stored = {key: value for key, value in (LLAMA | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(stored))
+    save_file({"w": np.ones((2, 3), np.float32)}, folder / "model.safetensors")
+    return replace(study.model, model_name_or_path=str(folder), size=compose("mse").model.size)
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, {}),
+    ({"intermediate_size": [48, 96, 64]}, {"inner": 96}),
+    ({"num_key_value_heads": [1, 4, 2]}, {"kv_width": 32}),
+    ({"num_attention_heads": [2, 4], "head_dim": None}, {}),
+    ({"head_dim": [8, 16]}, {"kv_width": 32}),
+    ({"hidden_size": [16, 32], "num_key_value_heads": "absent"}, {"kv_width": 32}),
+    ({"intermediate_size": []}, {"inner": None}),
+    ({"intermediate_size": [48, None]}, {"inner": None}),
+    ({"intermediate_size": {"0": 48}}, {"inner": None}),
+    ({"vocab_size": "86"}, {"vocabulary": None}),
+    ({"num_hidden_layers": True}, {"layers": None}),
+    ({"hidden_size": "absent", "head_dim": None}, {"hidden": None, "kv_width": None}),
+    ({"num_attention_heads": 0, "num_key_value_heads": None}, {"kv_width": None}),
+])  # fmt: skip
+def test_a_size_of_each_layer_counts_by_the_largest(study, changes, expected, tmp_path):
+    """Gemma 3n lists one intermediate_size a layer; what is no number gives no estimate."""
+    model = sized(study, tmp_path, **changes)
+    usual = dict(parameters=6, layers=3, kv_width=16, vocabulary=86, hidden=32, inner=48)
+    assert vars(model_size(model)) == usual | expected
+    whole = replace(study, model=model, rollout=compose("mse").rollout)
+    unknown = None in {key: vars(model_size(model))[key] for key in usual}.values()
+    assert (cost_of(whole).memory is None) == unknown
+    score_memory(model, 4, 12)

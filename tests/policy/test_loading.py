@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from grpo_ustat.config.identity import folder_name, weights_fingerprint
-from grpo_ustat.config.model import cache_folder, model_folder
+from grpo_ustat.config.model import cache_folder, check_weights, model_folder, weight_files
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import draws_of
 from grpo_ustat.policy.loading import _model, check_parameters, load_policy, resolve, train_only
@@ -193,6 +193,7 @@ def fetch(monkeypatch):
     def convert_model(file, out, dtype):
         out.mkdir()
         (out / "config.json").write_text(dtype)
+        shutil.copy(model_folder("embedded:tiny") / "model.safetensors", out)
         made.append(out)
 
     monkeypatch.setattr(script, "download", lambda folder: folder / "file.gguf")
@@ -346,6 +347,94 @@ def test_a_cut_file_is_one_line(name, kept, tmp_path):
     with pytest.raises(ConfigError, match="is cut or damaged") as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
+
+
+DAMAGES = {
+    "empty": lambda whole: b"",
+    "cut in the header": lambda whole: whole[:100],
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "longer": lambda whole: whole + b"0",
+    "a pointer": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+    "a page": lambda whole: b"<!DOCTYPE html><html>404</html>" * 9,
+}
+
+
+def sharded(folder):
+    """`tiny` in several files."""
+    altered(folder)
+    model = load_policy(str(folder)).model
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="200KB")
+    return sorted(folder.glob("model-*-of-*.safetensors"))
+
+
+def with_adapters_of(base, folder):
+    """A folder of LoRA adapters, of which only what is read first is there."""
+    folder.mkdir()
+    stored = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(stored))
+    save_file({"x": torch.ones(99)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("place", ["whole", "shard", "adapters", "base of adapters"])
+def test_weights_that_cannot_be_read_are_one_line_of_every_command(place, damage, tmp_path):
+    """Before anything is loaded, in dry runs too, and in the same words as loading has."""
+    folder = tmp_path / "model"
+    file = sharded(folder)[1] if place == "shard" else Path(altered(folder), "model.safetensors")
+    typed = folder
+    if "adapters" in place:
+        typed = with_adapters_of(folder, tmp_path / "adapters")
+        file = file if place == "base of adapters" else typed / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](whole))
+    lines = set()
+    for entry in ("mse", "train"):
+        for dry_run in ("true", "false"):
+            with pytest.raises(ConfigError, match="cut or damaged") as caught:
+                compose(entry, "model=hub", f"model.model_name_or_path={typed}",
+                        f"dry_run={dry_run}")  # fmt: skip
+            lines.add(str(caught.value))
+    assert len(lines) == 1 and "\n" not in (line := lines.pop()) and file.name in line
+    if place != "base of adapters":
+        with pytest.raises(ConfigError, match=f"study.policy={typed}: .*{file.name}"):
+            compose("mse", "model=tiny", f"study.policy={typed}")
+    file.write_bytes(whole)
+    check_weights(str(typed))
+
+
+def test_weights_that_are_there_twice_are_refused(tmp_path):
+    """transformers reads an old model.safetensors and passes over newer shards."""
+    folder = tmp_path / "model"
+    shards = sharded(folder)
+    assert weight_files(folder) == shards
+    index = folder / "model.safetensors.index.json"
+    listed = index.read_text()
+    for text in ("", listed[: len(listed) // 2], "[]", "{}", '{"weight_map": []}'):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match="index.json is cut or damaged"):
+            weight_files(folder)
+    index.write_text(listed)
+    shutil.copy(model_folder("embedded:tiny_base") / "model.safetensors", folder)
+    for remove in ((), (index,)):
+        for file in remove:
+            file.unlink()
+        for read in (lambda: compose("mse", "model=hub", f"model.model_name_or_path={folder}"),
+                     lambda: load_policy(str(folder))):  # fmt: skip
+            with pytest.raises(ConfigError, match=f"model.safetensors.*{shards[0].name}"):
+                read()
+    for shard in shards:
+        shard.unlink()
+    index.write_text(listed)
+    assert weight_files(folder) == [folder / "model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"{shards[0].name}, which .*index.json names"):
+        check_weights(str(folder))
+    index.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="no model.safetensors in .*pytorch_model.bin"):
+        check_weights(str(folder))
 
 
 def test_a_padding_token_without_a_row_is_never_read(tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from architectures import build
 from fakes import Wobble, random_policy, random_rollouts
 from reference import one_flat_score
 
@@ -381,3 +383,18 @@ def test_embedded_policies_in_float64(name):
     result = fast(policy, rollouts)
     torch.testing.assert_close(result.sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-8)
     torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-7)
+
+
+def test_a_padding_row_of_zeros_leaves_scores_finite():
+    """There the derivative of Gemma 3n's root is infinite, and backpropagation drops it."""
+    model = build("gemma3n", tied=True)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0
+    policy = replace(random_policy(), model=model, pad_token=0)
+    rollouts = random_rollouts([3, 3], 2, 4)
+    rollouts.tokens_PGT[0, 0, 0] = 0
+    scores = reference(policy, rollouts)
+    assert torch.isfinite(scores).all()
+    torch.testing.assert_close(fast(policy, rollouts).gram_BB, scores @ scores.T)

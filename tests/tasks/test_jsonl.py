@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 from pathlib import Path
@@ -93,6 +94,52 @@ def test_columns_have_names_of_ones_own(tmp_path):
     found = [q for split in ("study", "test", "train") for q in made.questions(split)]
     assert {q.text: q.answer for q in found}["2+2"] == "4.5"
     assert {(q.answer, q.solution) for q in found} == {("4.5", "4.5"), ("x", "so #### x")}
+
+
+VERBATIM = ["Q: 1+%d\nA:\n", "  2+%d=", "3+%d= ", "\t4+%d =\n\n"]
+
+
+@pytest.mark.parametrize("prompt, kept", [("as_is", True), ("one_line", False)])
+def test_white_space_at_the_ends_of_a_question_is_kept_by_as_is_alone(prompt, kept, tmp_path):
+    """Base models read prompts that end in a new line; other prompts put words behind it."""
+    rows = [{"question": VERBATIM[i % 4] % i, "answer": f" {i} "} for i in range(40)]
+    made = task(written(tmp_path / "my.jsonl", rows), f"prompt={prompt}")
+    prompts = [p for split in ("study", "test", "train") for p in made.prompts(split)]
+    texts_now = {p.question for p in prompts}
+    assert texts_now == {r["question"] if kept else r["question"].strip() for r in rows}
+    assert {p.answer for p in prompts} == {str(i) for i in range(40)}
+    if kept:
+        assert all(p.text == p.question for p in prompts)
+
+
+def test_rows_that_differ_in_white_space_alone_are_prompts_of_their_own_under_as_is(tmp_path):
+    """But none is trained on or shown solved beside one that is tested or studied."""
+    rows = [{"question": f"{i}+1={end}", "answer": i} for i in range(20) for end in ("", " ", "\n")]
+    path = written(tmp_path / "my.jsonl", rows)
+    whole = configured(path, "dataset.study_size=60", "prompt=as_is", entry="mse")
+    made = make_task(whole.task_options)
+    assert len({q.id for q in made.questions("study")}) == 60 and not made.dropped
+    other = task(path, "prompt=one_line", "dataset.study_size=3", "dataset.test_size=2")
+    assert other.dropped == {"repeated train questions": 36}
+    split = task(path, "prompt=as_is", "dataset.study_size=10", "dataset.test_size=10")
+    families = [{t.strip() for t in texts(split, s)} for s in ("study", "test", "train")]
+    assert not any(a & b for a, b in itertools.combinations(families, 2))
+    assert split.dropped == {
+        "train questions that are also test questions": 2,
+        "train questions that are also study questions": 2,
+    }
+
+
+def test_a_worked_example_keeps_its_white_space_under_as_is(tmp_path):
+    rows = [{"question": f"Q{i}\nA:\n", "answer": f"work\n#### {i}\n\n"} for i in range(20)]
+    made = task(
+        written(tmp_path / "my.jsonl", rows), "prompt=as_is", "prompt.shots=1",
+        "prompt.reply='{solution}'",
+    )  # fmt: skip
+    (example,) = made.questions("examples")
+    assert example.solution.endswith("\n\n") and example.answer == example.text[1:-4]
+    prompt = made.prompts("train")[0]
+    assert prompt.text == example.text + example.solution + prompt.question
 
 
 @pytest.mark.parametrize("row, message", [

@@ -88,8 +88,10 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
     if sort == "embedding":
         assert isinstance(module, nn.Embedding)
         ids, scale = arguments[0], getattr(module, "embed_scale", None)
-        if module.padding_idx is not None:  # which gets no gradient in backpropagation either
-            grads = grads * (ids != module.padding_idx)[..., None]
+        if module.padding_idx is not None:
+            # which gets no gradient in backpropagation either, not even one that is not finite, as
+            # that of a root at a row of zeros (Gemma 3n)
+            grads = grads.masked_fill((ids == module.padding_idx)[..., None], 0)
         grads = grads if scale is None else grads * torch.as_tensor(scale).to(grads)
         yield "weight", Lookup(ids, grads)
         return
