@@ -416,8 +416,8 @@ def _unbounded_reason(low: float) -> str:
             "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
         )
     if low <= 1:
-        return "neither C1 nor C3 is significantly different from 0: G* may be any group size"
-    return "C1 is not significantly different from 0: the interval of G* has no upper end"
+        return "no group size is decided: G* may be any"
+    return "no group size is decided: the interval of G* has no upper end"
 
 
 def _assumption(

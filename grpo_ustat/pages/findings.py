@@ -431,10 +431,10 @@ def missing_size_sentence(best: Interval) -> str:
     the study says them (`decision_sentence`).
     """
     if best_size(*best) is None:
-        return "Not enough data for G*: C1 or C3 is not significantly different from 0."
+        return "Not enough data for G*: no group size is decided."
     if math.isfinite(best.high):
         return ""
-    return "The interval of G* has no upper end: C1 is not significantly different from 0."
+    return "The interval of G* has no upper end: no group size is decided."
 
 
 def _assumption_sentence(statistics: Mapping[str, Interval], scope: str) -> str:

@@ -383,19 +383,19 @@ def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it(
 @pytest.mark.parametrize(
     "gstar, sentence",
     [
-        ((4.0, 3.0, math.inf), "The interval of G* has no upper end: C1 is not"),
-        ((math.nan, 3.0, math.inf), "The interval of G* has no upper end: C1 is not"),
+        ((4.0, 3.0, math.inf), "The interval of G* has no upper end: no group"),
+        ((math.nan, 3.0, math.inf), "The interval of G* has no upper end: no group"),
         (
             (4.0, 1.0, math.inf),
-            "Not enough data for G*: C1 or C3 is not significantly different from 0.",
+            "Not enough data for G*: no group size is decided.",
         ),
         (
             (math.nan, math.inf, math.inf),
-            "Not enough data for G*: C1 or C3 is not significantly different from 0.",
+            "Not enough data for G*: no group size is decided.",
         ),
         (
             (math.nan, math.nan, math.nan),
-            "Not enough data for G*: C1 or C3 is not significantly different from 0.",
+            "Not enough data for G*: no group size is decided.",
         ),
     ],
 )
