@@ -180,14 +180,18 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 
 
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
-    r"""Gold and answer without the name of their values, where they have the same or one has none.
+    r"""Gold and answer without the name of their values, where they have the same or one has none;
+    a gold of several names is a tuple for an answer of none, whose order counts.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
-    >>> unnamed("x=5", "y=5"), unnamed("x=5", "x=6"), unnamed("5", "2x=5"), unnamed("3", "x=3y=3")
-    (('x=5', 'y=5'), ('5', '6'), ('5', '2x=5'), ('3', 'x=3y=3'))
+    >>> unnamed("x=5", "y=5"), unnamed("5", "2x=5"), unnamed("a=1,b=2", "2,1")
+    (('x=5', 'y=5'), ('5', '2x=5'), ('(1,2)', '(2,1)'))
     """
     names, values = zip(*map(named, (gold, answer)), strict=True)
+    if _shape(bare(gold)) == "named" and not _RELATED.search(answer):
+        values = ",".join(named(part)[1] for part in parts(gold))
+        return f"({values})", answer if answer.startswith("(") else f"({answer})"
     nameless = [_RELATED.search(_CLOSED.sub("", latex)) is None for latex in (gold, answer)]
     return values if names[0] == names[1] or any(nameless) else (gold, answer)
 

@@ -340,7 +340,7 @@ def test_pairs_that_the_own_steps_decide():
         for pair in PAIRS
         if (judged := without_sympy("Find it.", *pair[1:3])) is not None
     ]
-    assert len(PAIRS) == 670 and len(decided) > 200
+    assert len(PAIRS) == 679 and len(decided) > 200
     assert [pair for judged, pair in decided if judged != pair[3]] == []
 
 
