@@ -32,7 +32,14 @@ from grpo_ustat.mse.scoring import (
     score_sketches,
 )
 from grpo_ustat.policy.chat import in_chat_format
-from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
+from grpo_ustat.policy.loading import (
+    Policy,
+    configured_policy,
+    context_length,
+    crossed_switch,
+    encode,
+)
+from grpo_ustat.policy.prompt_sharing import check_rows
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
@@ -82,6 +89,7 @@ def import_pool(
     store = PoolStore(folder, draws_of(config) | file)
     store.open()
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
+    check_rows(policy)
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
     sketches, sampler = score_sketches(config.budget, policy), config.sampler_options
@@ -280,6 +288,15 @@ def _tokenise(
                 )
             other_length += rollout.length not in (None, len(ids))
             completion_ids.append(ids)
+    size, shortest = len(groups[0]), min(map(len, prompt_ids))
+    longest = max(len(prompt_ids[i // size]) + len(ids) for i, ids in enumerate(completion_ids))
+    if switch := crossed_switch(config.model, shortest, longest):
+        raise ConfigError(
+            f"{config.pool}: a prompt of {shortest} tokens and a row of {longest} are on either "
+            f"side of original_max_position_embeddings={switch}, where LongRoPE changes all rows, "
+            "so log-probabilities depend on the rows beside them: use rows of at most "
+            f"{switch} tokens, or prompts of more than {switch + 1}"
+        )
     if cut_at is not None:
         _print_on_main(
             f"{config.pool}: {(~ended).sum()} of {ended.size} completions have study.cut_at="

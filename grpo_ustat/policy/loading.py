@@ -425,14 +425,58 @@ def context_length(model: ModelConfig) -> int | None:
     Raises:
         ConfigError: its config.json cannot be loaded.
     """
+    return getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def rope_switch(config: PretrainedConfig) -> int | None:
+    """Tokens up to which LongRoPE has its short factors, those of the longest row of a pass; beyond
+    them all rows are read with the long ones, also the tokens before. None: the model has one set.
+
+    See `dynamic_rope_update` of transformers. Its other kind, `dynamic`, changes beyond
+    `max_position_embeddings`, which no row of ours exceeds.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # a model with layers of several kinds has parameters of each
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    switches = [
+        kind.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for kind in kinds
+        if "longrope" in (kind.get("rope_type"), kind.get("type"))
+    ]
+    return min((switch for switch in switches if switch is not None), default=None)
+
+
+def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
+    """The model's `rope_switch` where some passes are on either side of it, so that a token's
+    log-probability would depend on the rows beside it and on what is in the cache; else None.
+
+    Args:
+        model: the configured one.
+        shortest: tokens of the shortest prompt; the sampler may read all but the last of them.
+        longest: tokens of the longest row, its completion included.
+
+    Raises:
+        ConfigError: its config.json cannot be loaded.
+    """
+    switch = rope_switch(_text_config(model))
+    return switch if switch is not None and shortest <= switch + 1 and longest > switch else None
+
+
+def _text_config(model: ModelConfig) -> PretrainedConfig:
+    """The configured model's config.json, of several parts that of its text.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
     with _one_line(name):
-        model_config = AutoConfig.from_pretrained(
+        stored = AutoConfig.from_pretrained(
             resolve(name), revision=revision, trust_remote_code=model.trust_remote_code
         )
-    return getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return stored.get_text_config(decoder=True)
 
 
 def chat_format(
@@ -522,7 +566,7 @@ def check_lengths(
     prompts: list[Prompt],
 ) -> None:
     """Refuse prompts that do not fit, with a completion, into the positions of the model and of
-    vLLM.
+    vLLM, or on one side of the length at which LongRoPE changes.
 
     Raises:
         ConfigError: naming the longest prompt and the limit; on all ranks.
@@ -540,6 +584,8 @@ def check_lengths(
         (sampler.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
     ]
     longest, completion_length = max(lengths), sampler.max_completion_length
+    switch = crossed_switch(policy.model, min(lengths), longest + completion_length)
+    limits.append((switch, "original_max_position_embeddings, where LongRoPE changes all rows,"))
     for limit, name in limits:
         if limit is not None and longest + completion_length > limit:
             fixes = []
