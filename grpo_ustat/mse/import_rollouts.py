@@ -38,6 +38,7 @@ from grpo_ustat.policy.loading import (
     context_length,
     crossed_switch,
     encode,
+    warn_of_options,
 )
 from grpo_ustat.policy.prompt_sharing import check_rows
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
@@ -70,6 +71,11 @@ def import_pool(
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
         policy = replace(policy, special_tokens=False)  # the template has written them
+    elif config.prompt.template_options:
+        raise ConfigError(
+            f"prompt.template_options={config.prompt.template_options} are of a chat template, and "
+            f"the prompts of {config.pool} are texts: leave them out"
+        )
     groups: dict[str, list[Rollout]] = {}
     for rollout in logged:
         ids = rollout.prompt_ids
@@ -168,19 +174,13 @@ def logged_rollouts(config: MseConfig) -> list[Rollout]:
 
 def _check_template(policy: Policy, config: MseConfig) -> None:
     """Refuse conversations that the model's chat template cannot write as they were."""
-    template = policy.tokenizer.chat_template
-    if template is None:
+    if policy.tokenizer.chat_template is None:
         raise ConfigError(
             f"{config.pool}: prompts are conversations, but {config.model.name} has no chat "
             "template to write them: score them with the model that read them, or write the "
             "prompts as the texts that it read"
         )
-    if "strftime_now" in str(template):
-        raise ConfigError(
-            f"{config.pool}: prompts are conversations, and the chat template of "
-            f"{config.model.name} writes the day's date, not the log's: write the prompts as the "
-            "texts that the model read"
-        )
+    warn_of_options(config.prompt, policy.tokenizer)
 
 
 def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
@@ -192,7 +192,9 @@ def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
     place = f"{config.pool} {rollout.place}: prompt"
     template, fix = f"the chat template of {config.model.name}", "write it as the text it became"
     try:
-        text = in_chat_format(policy.tokenizer, rollout.prompt)
+        text = in_chat_format(
+            policy.tokenizer, rollout.prompt, config.prompt.template_options or {}, None
+        )
     except ValueError as error:
         reason = single_line(error, 200)
         raise ConfigError(f"{place} is refused by {template} ({reason}): {fix}") from error
