@@ -143,13 +143,13 @@ class PromptConfig:
             raise ConfigError(
                 f"prompt.system={self.system!r} is a turn of a chat: use prompt.chat=true, or null"
             )
-        options = self.template_options
+        options = cast(object, self.template_options)
         if options is not None and not isinstance(options, dict):
             raise ConfigError(
                 f"prompt.template_options={options} must be a mapping of names to values, such as "
                 "prompt.template_options='{enable_thinking: false}', or null"
             )
-        for name in map(str, options or {}):
+        for name in map(str, self.template_options or ()):
             if not name.isidentifier() or name in TEMPLATE_ARGUMENTS:
                 raise ConfigError(
                     f"prompt.template_options names {name}, which is no option of a chat template "

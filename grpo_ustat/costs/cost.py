@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from grpo_ustat.config.model import (
     ModelConfig,
@@ -272,7 +273,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         with safe_open(file, "numpy") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
             parameters += sum(map(math.prod, shapes))
-    stored = read_config_json(folder)
+    stored: Any = read_config_json(folder)
     sizes = {name: _largest(stored.get(key)) for name, key in SIZE_KEYS.items()}
     heads, hidden, width = sizes.pop("heads"), sizes["hidden"], sizes.pop("width")
     key_heads = sizes.pop("key_heads") or heads
@@ -290,9 +291,10 @@ def _largest(value: object) -> int | None:
     >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
     (48, 48, None, None, None)
     """
-    entries = value if isinstance(value, list) else [value]
-    plain = all(type(entry) is int and entry > 0 for entry in entries)
-    return max(entries) if entries and plain else None
+    entries = cast(list[object], value) if isinstance(value, list) else [value]
+    sizes = [entry for entry in entries if isinstance(entry, int) and entry > 0]
+    plain = len(sizes) == len(entries) and not any(isinstance(entry, bool) for entry in entries)
+    return max(sizes) if sizes and plain else None
 
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:

@@ -244,7 +244,7 @@ def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
 def computes_narrowly(policy: Policy) -> bool:
     """Whether products are of bfloat16, float16 or TF32."""
     on_cuda = policy.model.device.type == "cuda"
-    tf32 = on_cuda and torch.backends.cuda.matmul.allow_tf32
+    tf32 = on_cuda and bool(torch.backends.cuda.matmul.allow_tf32)
     return policy.bf16 or policy.model.dtype.itemsize == 2 or tf32
 
 
