@@ -28,6 +28,7 @@ from grpo_ustat.terminal.streams import single_line
 
 NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
     "num_generations": "group_size",
+    "chat_template_kwargs": "prompt.template_options",
     "lr": "learning_rate",
     "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
     "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",

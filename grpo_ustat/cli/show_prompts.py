@@ -10,6 +10,7 @@ from grpo_ustat.policy.loading import (
     context_length,
     encode,
     stop_tokens,
+    warn_of_options,
 )
 from grpo_ustat.tasks.base import warn_of_prompt
 from grpo_ustat.tasks.prompts import render
@@ -30,6 +31,7 @@ def show_prompts(config: Common, split: str) -> None:
     limit = config.most_questions
     questions, prompts = task.questions(split)[:limit], task.prompts(split)[:limit]
     warn_of_prompt(config.task_options, prompts)
+    warn_of_options(config.prompt, tokenizer)
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(config.prompt.chat, tokenizer)
     tokens = encode(tokenizer, texts, special_tokens=not in_turns)

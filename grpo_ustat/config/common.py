@@ -132,4 +132,11 @@ class Common(Shared):
                 f"prompt={prompt.name} does not ask: use prompt=qwen_math_cot, prompt=chat_boxed, "
                 "or a template that asks for it"
             )
+        # of rollouts made elsewhere, conversations are written by the template all the same
+        imports = getattr(self, "imports_pool", False)
+        if prompt.template_options and prompt.chat is False and not imports:
+            raise ConfigError(
+                f"prompt.template_options={prompt.template_options} are of a chat template, and "
+                f"prompt={prompt.name} uses none: use prompt.chat=true, or leave them out"
+            )
         self.model.check(cached=not self.dry_run)

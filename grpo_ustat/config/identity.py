@@ -80,7 +80,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """A configuration's keys without those that change no result.
 
     These are the model's size, from which costs are estimated; what a model or a data set has for
-    fields that are not set, since the fields count; where local data and a server are, of which
+    fields that are not set, since the fields count; options of a chat template where there are
+    none; where local data and a server are, of which
     the content counts; which part of a pool is filled; a number of minibatches beside their size,
     which counts then; settings of AdamW's metric, of a sampler's corrections and of verdicts where
     these are not used; weights of reward functions that are all 1; and `tf32` where no product is
@@ -97,6 +98,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     keys = dict(keys)
     if "model" in keys:
         keys["model"] = {k: v for k, v in keys["model"].items() if k not in NEUTRAL_MODEL_FIELDS}
+    if "prompt" in keys and not keys["prompt"].get("template_options"):
+        keys["prompt"] = {k: v for k, v in keys["prompt"].items() if k != "template_options"}
     if "dataset" in keys:
         dataset = keys["dataset"] = dict(keys["dataset"])
         dataset.pop("max_completion_length", None)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 from grpo_ustat.terminal.streams import single_line
@@ -112,6 +112,11 @@ class PromptConfig:
         "tokens",
         positive=True,
     )
+    template_options: Any = field(  # OmegaConf merges no mapping into null of a narrower type
+        "keyword arguments of the model's chat template, such as {enable_thinking: false}; null: "
+        "none",
+        factory=lambda: None,
+    )
 
     @property
     def verbatim(self) -> bool:
@@ -138,8 +143,27 @@ class PromptConfig:
             raise ConfigError(
                 f"prompt.system={self.system!r} is a turn of a chat: use prompt.chat=true, or null"
             )
+        options = cast(object, self.template_options)
+        if options is not None and not isinstance(options, dict):
+            raise ConfigError(
+                f"prompt.template_options={options} must be a mapping of names to values, such as "
+                "prompt.template_options='{enable_thinking: false}', or null"
+            )
+        for name in map(str, self.template_options or ()):
+            if not name.isidentifier() or name in TEMPLATE_ARGUMENTS:
+                raise ConfigError(
+                    f"prompt.template_options names {name}, which is no option of a chat template "
+                    "that can be set: use names that the template reads, such as enable_thinking"
+                )
         if self.stop == "":
             raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
+
+
+TEMPLATE_ARGUMENTS = (  # of `apply_chat_template` and of templates, that are set here
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize", "padding"),
+    *("continue_final_message", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception"),
+)
 
 
 def tf32_in_use(setting: bool | None, device: str, dtype: str) -> bool:

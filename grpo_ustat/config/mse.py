@@ -35,7 +35,7 @@ from grpo_ustat.config.study import SETTINGS, StudyBudget, StudyConfig, StudyLau
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
-POOL_FILE = re.compile(rf"\.?(pool\.json|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
+POOL_FILE = re.compile(rf"\.?(pool\.json|prompt_date\.txt|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
 CLOSED_FORMS = (
     "none",
     "leave_one_out",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from grpo_ustat.config.model import (
     ModelConfig,
@@ -291,9 +291,10 @@ def _largest(value: object) -> int | None:
     >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
     (48, 48, None, None, None)
     """
-    entries: list[object] = value if isinstance(value, list) else [value]
-    sizes = [entry for entry in entries if type(entry) is int and entry > 0]
-    return max(sizes) if sizes and len(sizes) == len(entries) else None
+    entries = cast(list[object], value) if isinstance(value, list) else [value]
+    sizes = [entry for entry in entries if isinstance(entry, int) and entry > 0]
+    plain = len(sizes) == len(entries) and not any(isinstance(entry, bool) for entry in entries)
+    return max(sizes) if sizes and plain else None
 
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:

@@ -33,7 +33,15 @@ from grpo_ustat.mse.scoring import (
     score_sketches,
 )
 from grpo_ustat.policy.chat import around_answers, in_chat_format
-from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
+from grpo_ustat.policy.loading import (
+    Policy,
+    configured_policy,
+    context_length,
+    crossed_switch,
+    encode,
+    warn_of_options,
+)
+from grpo_ustat.policy.prompt_sharing import check_rows
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
@@ -64,6 +72,11 @@ def import_pool(
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
         policy = replace(policy, special_tokens=False)  # the template has written them
+    elif config.prompt.template_options:
+        raise ConfigError(
+            f"prompt.template_options={config.prompt.template_options} are of a chat template, and "
+            f"the prompts of {config.pool} are texts: leave them out"
+        )
     groups: dict[str, list[Rollout]] = {}
     for rollout in logged:
         ids = rollout.prompt_ids
@@ -83,6 +96,7 @@ def import_pool(
     store = PoolStore(folder, draws_of(config) | file)
     store.open()
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
+    check_rows(policy)
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
     sketches, sampler = score_sketches(config.budget, policy), config.sampler_options
@@ -161,19 +175,13 @@ def logged_rollouts(config: MseConfig) -> list[Rollout]:
 
 def _check_template(policy: Policy, config: MseConfig) -> None:
     """Refuse conversations that the model's chat template cannot write as they were."""
-    template = policy.tokenizer.chat_template
-    if template is None:
+    if policy.tokenizer.chat_template is None:
         raise ConfigError(
             f"{config.pool}: prompts are conversations, but {config.model.name} has no chat "
             "template to write them: score them with the model that read them, or write the "
             "prompts as the texts that it read"
         )
-    if "strftime_now" in str(template):
-        raise ConfigError(
-            f"{config.pool}: prompts are conversations, and the chat template of "
-            f"{config.model.name} writes the day's date, not the log's: write the prompts as the "
-            "texts that the model read"
-        )
+    warn_of_options(config.prompt, policy.tokenizer)
 
 
 def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
@@ -185,7 +193,9 @@ def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
     place = f"{config.pool} {rollout.place}: prompt"
     template, fix = f"the chat template of {config.model.name}", "write it as the text it became"
     try:
-        text = in_chat_format(policy.tokenizer, rollout.prompt)
+        text = in_chat_format(
+            policy.tokenizer, rollout.prompt, config.prompt.template_options or {}, None
+        )
     except ValueError as error:
         reason = single_line(error, 200)
         raise ConfigError(f"{place} is refused by {template} ({reason}): {fix}") from error
@@ -282,6 +292,15 @@ def _tokenise(
                 )
             other_length += rollout.length not in (None, len(ids))
             completion_ids.append(ids)
+    size, shortest = len(groups[0]), min(map(len, prompt_ids))
+    longest = max(len(prompt_ids[i // size]) + len(ids) for i, ids in enumerate(completion_ids))
+    if switch := crossed_switch(config.model, shortest, longest):
+        raise ConfigError(
+            f"{config.pool}: a prompt of {shortest} tokens and a row of {longest} are on either "
+            f"side of original_max_position_embeddings={switch}, where LongRoPE changes all rows, "
+            "so log-probabilities depend on the rows beside them: use rows of at most "
+            f"{switch} tokens, or prompts of more than {switch + 1}"
+        )
     if cut_at is not None:
         _print_on_main(
             f"{config.pool}: {(~ended).sum()} of {ended.size} completions have study.cut_at="
@@ -404,7 +423,7 @@ class EndTokens:
         self.of_texts = only if eos is None else eos
         self.opening, self.of_turns = "", self.of_texts
         if tokenizer.chat_template is not None:
-            self.opening, after = around_answers(tokenizer)
+            self.opening, after = around_answers(tokenizer, config.prompt.template_options or {})
             (ids,) = encode(tokenizer, [after], special_tokens=False)
             written = [token for token in ids if str(tokenizer.decode([token])).strip()]
             if written:

@@ -18,13 +18,13 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -48,7 +48,7 @@ from grpo_ustat.mse.pool_parts import Completions, Part, WeightedPart
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.contents import parsed_json
-from grpo_ustat.runs.files import atomic_write, hidden_path
+from grpo_ustat.runs.files import PROMPT_DATE, atomic_write, create_whole, kept_moment
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 from grpo_ustat.tasks.base import extracted
@@ -86,6 +86,29 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
     }
 
 
+def prompt_date(
+    pool: Path, output_root: Path | None = None, draws: Mapping[str, Any] | None = None
+) -> datetime:
+    """The moment whose date a chat template writes into the prompts of a pool, kept there: when it
+    was begun, or a pool of the same draws below the output root, whose completions are then reused.
+    """
+    kept = [pool / PROMPT_DATE]
+    if output_root is not None:
+        same = json.loads(json.dumps(draws))
+        for note in _pools_below(output_root):
+            with suppress(OSError, ValueError):
+                if parsed_json(note.read_text()) == same:
+                    kept.append(note.parent / PROMPT_DATE)
+    first = next((file for file in kept if file.is_file()), None)
+    pool.mkdir(parents=True, exist_ok=True)
+    return kept_moment(kept[0], kept_moment(first) if first else None)
+
+
+def _pools_below(root: Path) -> list[Path]:
+    """The notes of the pools that studies of this output root have in their run folders."""
+    return sorted((root.resolve() / "mse").glob("*/*/pool/pool.json"))
+
+
 class PoolStore:
     """The files of one pool folder.
 
@@ -112,7 +135,7 @@ class PoolStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not note.is_file():
-                _create(note, json.dumps(self.draws, indent=1))
+                create_whole(note, json.dumps(self.draws, indent=1))
             text = note.read_text(errors="replace")
         except OSError as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
@@ -346,7 +369,7 @@ def reuse_pool(
     own = PoolStore(folder, draws)
     draws = json.loads(json.dumps(draws))
     best, most = folder, sum(count for _, count in own.usable_parts(prompts, size))
-    for note in sorted((root / "mse").glob("*/*/pool/pool.json")):
+    for note in _pools_below(root):
         with suppress(OSError, ValueError):
             if note.parent.resolve() != folder.resolve() and parsed_json(note.read_text()) == draws:
                 parts = PoolStore(note.parent, draws).usable_parts(prompts, size)
@@ -400,24 +423,6 @@ def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _stem(prompt: Prompt) -> str:
     text = f"{prompt.id}\x1f{prompt.text}\x1f{prompt.answer}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _create(path: Path, text: str) -> None:
-    """Write a whole file unless it exists; of several processes that begin a pool at once, one
-    writes it.
-
-    Raises:
-        OSError: the file system refuses it.
-    """
-    staged = hidden_path(path, f".{uuid4().hex}")
-    staged.write_text(text)
-    try:
-        os.link(staged, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        os.replace(staged, path)
-    staged.unlink(missing_ok=True)
 
 
 def leave_sample(

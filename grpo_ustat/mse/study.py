@@ -38,7 +38,7 @@ from grpo_ustat.mse.pool import (
     greedy_rewards,
     model_facts,
 )
-from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, reuse_pool
+from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
 from grpo_ustat.mse.recipes import recipe_worths
 from grpo_ustat.mse.replay import (
     TARGET_WORDS,
@@ -63,12 +63,15 @@ from grpo_ustat.pages.reward_functions import reward_tables
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.pages.verdicts import verdicts_table
+from grpo_ustat.policy.chat import reads_clock
 from grpo_ustat.policy.loading import (
     check_device,
     check_lengths,
     check_parameters,
     configured_task,
     configured_tokenizer,
+    tell_date,
+    warn_of_options,
 )
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
@@ -161,8 +164,10 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 def fill_part(config: MseConfig) -> str:
     """Fill part `study.part` of the pool; returns a text on what the pool has and lacks."""
     assert config.pool is not None  # `config.fills_part`
-    prompts, _ = _prompts(config)
-    complete, size = build_part(config, prompts, Path(config.pool)), config.budget.pool_completions
+    pool = Path(config.pool)
+    main_only(PoolStore(pool, draws_of(config)).open)
+    prompts, _ = _prompts(config, pool)
+    complete, size = build_part(config, prompts, pool), config.budget.pool_completions
     text = (
         f"part {config.study.part} of {config.pool} is done: {complete} of {len(prompts)} "
         f"questions have {size} completions"
@@ -189,7 +194,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             statistics = closed_form(pool, request, config.study.interval)
         else:
             with waiting(f"loading {config.dataset.name}", visible=is_main()):
-                prompts, left_out = _prompts(config)
+                prompts, left_out = _prompts(config, pool_folder)
             facts = _facts(config, prompts)
             if not config.pool:
                 size = config.budget.pool_completions
@@ -270,15 +275,20 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
         )
 
 
-def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
+def _prompts(config: MseConfig, pool: Path) -> tuple[list[Prompt], dict[str, int]]:
     """The study's prompts, and how many questions were left out by reason; refuses too few or too
-    long prompts.
+    long prompts. A date that the chat template writes is that of the pool's first day.
     """
-    tokenizer = configured_tokenizer(config.model)
-    task = configured_task(config.task_options, config.model, tokenizer)
+    tokenizer, moment = configured_tokenizer(config.model), None
+    if reads_clock(tokenizer):
+        root = None if config.pool else Path(config.output_root)
+        moment = main_only(prompt_date, pool, root, draws_of(config))
+    task = configured_task(config.task_options, config.model, tokenizer, moment)
     prompts = task.prompts("study")[: config.study.questions]
     tell_dropped(task)
     warn_of_prompt(config.task_options, prompts)
+    warn_of_options(config.prompt, tokenizer)
+    tell_date(moment)
     config.check_questions(len(prompts))
     check_lengths(config.policy_options, config.sampler_options, tokenizer, prompts)
     return prompts, task.dropped

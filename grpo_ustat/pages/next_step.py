@@ -249,7 +249,9 @@ def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "
     """Overrides of the fields of a node that are not as in its file."""
     for key, value in node.items():
         default = values.get(key)
-        if value == default or isinstance(value, dict) or str(default).startswith("${"):
+        if value == default or str(default).startswith("${"):
+            continue
+        if isinstance(value, dict) and (key != "template_options" or not value):
             continue
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
         if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):

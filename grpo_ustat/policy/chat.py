@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.prompts import Turn
@@ -24,7 +27,12 @@ _QUESTION, _ANSWER = "Question 7", "Answer 7"  # words that no template writes b
 
 
 def in_chat_format(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any], *, answers: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Any],
+    options: Mapping[str, Any],
+    moment: datetime | None,
+    *,
+    answers: bool = True,
 ) -> str:
     """The text that the model reads, special tokens included, up to where its answer begins; with
     `answers` false, up to the end of the last turn.
@@ -32,14 +40,20 @@ def in_chat_format(
     A chat template is a program that came with a model. transformers runs it without access to
     Python's objects; here it has a limit of time and memory, too, in the main thread.
 
+    Args:
+        tokenizer: the model's.
+        turns: of the conversation.
+        options: keyword arguments of the template.
+        moment: what its `strftime_now` tells; None: it must not ask.
+
     Raises:
-        ValueError: the template refuses the turns, fails, or does not end within `MOST_SECONDS` and
-            `MOST_BYTES`; a line that says which.
+        ValueError: the template refuses the turns, fails, asks for the date where it must not, or
+            does not end within `MOST_SECONDS` and `MOST_BYTES`; a line that says which.
     """
     try:
-        with _limits():
+        with _limits(), _clock(moment):
             text = tokenizer.apply_chat_template(
-                cast(Any, turns), tokenize=False, add_generation_prompt=answers
+                cast(Any, turns), tokenize=False, add_generation_prompt=answers, **options
             )
     except _TooLong as error:
         raise ValueError(f"it does not end within {MOST_SECONDS:g} s") from error
@@ -52,17 +66,51 @@ def in_chat_format(
     return text
 
 
-def around_answers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the chat template writes between a question and its answer, and what after the answer,
+def around_answers(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Texts of the chat template between a question and its answer, and after the answer,
     whitespace at their ends left out; "" where it writes nothing or refuses the two turns.
+
+    Args:
+        tokenizer: the model's.
+        options: keyword arguments of the template.
     """
+    # A template that writes the date does so before the question: any day will do.
+    day = datetime(2000, 1, 1)
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
-        before = in_chat_format(tokenizer, turns[:1]).rpartition(_QUESTION)[2]
-        after = in_chat_format(tokenizer, turns, answers=False).rpartition(_ANSWER)[2]
+        before = in_chat_format(tokenizer, turns[:1], options, day).rpartition(_QUESTION)[2]
+        after = in_chat_format(tokenizer, turns, options, day, answers=False)
     except ValueError:
         return "", ""
-    return before.strip(), after.strip()
+    return before.strip(), after.rpartition(_ANSWER)[2].strip()
+
+
+@contextmanager
+def _clock(moment: datetime | None) -> Iterator[None]:
+    """Within, it is this moment for chat templates; without one, none may ask.
+
+    transformers gives templates functions of its own alone, of which `strftime_now` reads the clock
+    of its module.
+    """
+
+    class Clock:
+        """Stands for `datetime.datetime`."""
+
+        @staticmethod
+        def now() -> datetime:
+            """The moment."""
+            if moment is None:
+                raise ValueError("it writes the day's date, not the log's")
+            return moment
+
+    module = cast(Any, chat_template_utils)
+    before, module.datetime = module.datetime, Clock
+    try:
+        yield
+    finally:
+        module.datetime = before
 
 
 class _TooLong(BaseException):
@@ -102,24 +150,44 @@ def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.chat_template is not None if chat is None else chat
 
 
+def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the model's chat template may write the date."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def unread_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
+    """Which of the options the model's chat template never names."""
+    words = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+    return [name for name in options if name not in words]
+
+
 class ChatFormat:
     """Writes turns in a model's chat format, up to where its answer begins.
 
     Args:
         tokenizer: the model's.
         name: the model's, for messages.
+        options: keyword arguments of its chat template.
+        moment: whose date the template writes, if it writes one; None: the present.
 
     Raises:
         ConfigError: the tokenizer has no chat format.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        moment: datetime | None = None,
+    ):
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"prompt.chat=true, but {name} has no chat format, as base models have none: "
                 "use prompt.chat=false (prompt=plain), or the instruct model"
             )
         self._tokenizer, self._name = tokenizer, name
+        self._options, self._moment = options or {}, moment or datetime.now()
 
     def __call__(self, turns: list[Turn]) -> str:
         """The text that the model reads, special tokens included.
@@ -128,7 +196,7 @@ class ChatFormat:
             ConfigError: the format has no place for one of the turns.
         """
         try:
-            text = in_chat_format(self._tokenizer, turns)
+            text = in_chat_format(self._tokenizer, turns, self._options, self._moment)
         except ValueError as error:
             reason = single_line(error, 200)
             raise self._refused(turns[0], f"refuses these turns ({reason})") from error

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,14 +44,15 @@ from grpo_ustat.config.model import (
 )
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
 from grpo_ustat.config.schema import ConfigError, did_you_mean
-from grpo_ustat.distributed.ranks import RefusedByRank, own_device
+from grpo_ustat.distributed.ranks import RefusedByRank, is_main, own_device
 from grpo_ustat.policy.adapters import with_stored_adapters
-from grpo_ustat.policy.chat import ChatFormat, writes_turns
+from grpo_ustat.policy.chat import ChatFormat, unread_options, writes_turns
 from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.terminal.console import tell, warn
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
@@ -425,41 +428,116 @@ def context_length(model: ModelConfig) -> int | None:
     Raises:
         ConfigError: its config.json cannot be loaded.
     """
+    return getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def rope_switch(config: PretrainedConfig) -> int | None:
+    """Tokens up to which LongRoPE has its short factors, those of the longest row of a pass; beyond
+    them all rows are read with the long ones, also the tokens before. None: the model has one set.
+
+    See `dynamic_rope_update` of transformers. Its other kind, `dynamic`, changes beyond
+    `max_position_embeddings`, which no row of ours exceeds.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # a model with layers of several kinds has parameters of each
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    switches = [
+        kind.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for kind in kinds
+        if "longrope" in (kind.get("rope_type"), kind.get("type"))
+    ]
+    return min((switch for switch in switches if switch is not None), default=None)
+
+
+def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
+    """The model's `rope_switch` where some passes are on either side of it, so that a token's
+    log-probability would depend on the rows beside it and on what is in the cache; else None.
+
+    Args:
+        model: the configured one.
+        shortest: tokens of the shortest prompt; the sampler may read all but the last of them.
+        longest: tokens of the longest row, its completion included.
+
+    Raises:
+        ConfigError: its config.json cannot be loaded.
+    """
+    switch = rope_switch(_text_config(model))
+    return switch if switch is not None and shortest <= switch + 1 and longest > switch else None
+
+
+def _text_config(model: ModelConfig) -> PretrainedConfig:
+    """The configured model's config.json, of several parts that of its text.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
     with _one_line(name):
-        model_config = AutoConfig.from_pretrained(
+        stored = AutoConfig.from_pretrained(
             resolve(name), revision=revision, trust_remote_code=model.trust_remote_code
         )
-    return getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return stored.get_text_config(decoder=True)
 
 
 def chat_format(
-    model: ModelConfig, prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    model: ModelConfig,
+    prompt: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    moment: datetime | None = None,
 ) -> ChatFormat | None:
     """The function that writes turns in the configured model's chat format, up to the beginning of
     the answer; None where `prompt.chat` is false, or null and the model has no such format. The
-    tokenizer is loaded unless it is an argument.
+    tokenizer is loaded unless it is an argument. `moment`: see `ChatFormat`.
 
     Raises:
-        ConfigError: `prompt.chat` is true and the model has no chat format, as base models have
-            none.
+        ConfigError: the model has no chat format, as base models have none, and `prompt.chat` is
+            true or there are `prompt.template_options`.
     """
     if prompt.chat is False:
         return None
-    tokenizer = tokenizer or configured_tokenizer(model)
+    tokenizer, name = tokenizer or configured_tokenizer(model), model.model_name_or_path
     if not writes_turns(prompt.chat, tokenizer):
+        if prompt.template_options:
+            raise ConfigError(
+                f"prompt.template_options={prompt.template_options} are of a chat template, and "
+                f"{name} has none: leave them out, or use the instruct model"
+            )
         return None
-    return ChatFormat(tokenizer, model.model_name_or_path)
+    return ChatFormat(tokenizer, name, prompt.template_options, moment)
+
+
+def tell_date(moment: datetime | None) -> None:
+    """Say on rank 0 where prompts keep the date of an earlier day."""
+    if moment is not None and moment.date() != datetime.now().date() and is_main():
+        tell(
+            f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
+            "when this run or its pool was begun",
+            file=sys.stderr,
+        )
+
+
+def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn on rank 0 of options that the model's chat template never reads."""
+    for name in unread_options(tokenizer, prompt.template_options or {}) if is_main() else ():
+        names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+        warn(
+            f"prompt.template_options has {name}, which the model's chat template never reads: "
+            f"{did_you_mean(name, names)}it changes nothing"
+        )
 
 
 def configured_task(
-    options: TaskOptions, model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    options: TaskOptions,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    moment: datetime | None = None,
 ) -> Task:
     """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it,
     without those longer than `prompt.max_length`. The tokenizer is loaded where it is needed and
-    not given.
+    not given. `moment`: see `ChatFormat`.
 
     Raises:
         ConfigError: see `make_task` and `chat_format`.
@@ -470,7 +548,7 @@ def configured_task(
         in_turns = writes_turns(options.prompt.chat, reader)
         return list(map(len, encode(reader, texts, special_tokens=not in_turns)))
 
-    return make_task(options, chat_format(model, options.prompt, tokenizer), lengths)
+    return make_task(options, chat_format(model, options.prompt, tokenizer, moment), lengths)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
@@ -522,7 +600,7 @@ def check_lengths(
     prompts: list[Prompt],
 ) -> None:
     """Refuse prompts that do not fit, with a completion, into the positions of the model and of
-    vLLM.
+    vLLM, or on one side of the length at which LongRoPE changes.
 
     Raises:
         ConfigError: naming the longest prompt and the limit; on all ranks.
@@ -540,6 +618,8 @@ def check_lengths(
         (sampler.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
     ]
     longest, completion_length = max(lengths), sampler.max_completion_length
+    switch = crossed_switch(policy.model, min(lengths), longest + completion_length)
+    limits.append((switch, "original_max_position_embeddings, where LongRoPE changes all rows,"))
     for limit, name in limits:
         if limit is not None and longest + completion_length > limit:
             fixes = []

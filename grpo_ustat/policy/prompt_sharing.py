@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from itertools import islice
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -19,8 +20,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_ustat.policy.loading import Policy, out_of_memory
-from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.loading import Policy, out_of_memory, rope_switch
+from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions, widen
 from grpo_ustat.policy.output_layer import Head, Window, body, cache_name, causal
 from grpo_ustat.policy.quantized import unpacked
 from grpo_ustat.records import Rollouts
@@ -142,6 +144,11 @@ class FullReader:
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+# nats on average that narrow types may make of a drawn token; SmolLM2-135M in bfloat16: 0.07
+MOST_NARROW_GAP = 0.3
+# what a model raises that is not read as usual
+OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
+TRIAL_TOKENS = 20  # of a prompt and its completion
 UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # prompts of trials
 
 
@@ -173,6 +180,108 @@ def can_read_contiguous(policy: Policy) -> bool:
     return _contiguous[policy.model]
 
 
+def check_reading(
+    policy: Policy, prompts: list[list[int]], completions: list[list[int]]
+) -> torch.Tensor:
+    """Refuse a model that reads rows padded to one length otherwise than each of them alone, as one
+    whose positions begin elsewhere does: scores would be of other probabilities.
+
+    Args:
+        policy: whose model.
+        prompts: tokens of P prompts of unequal lengths.
+        completions: T tokens of a completion of each, drawn by the model where it computes in a
+            narrow type: of unlikely ones rounding may change log-probabilities by nats.
+
+    Returns:
+        Log-probabilities of the rows read alone, [P, T].
+
+    Raises:
+        ConfigError: naming the architecture, and the largest difference in nats.
+    """
+    width = len(completions[0])
+    rows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True)]
+    alone_PT = torch.stack([row_logprobs(policy, row, width) for row in rows])
+    padded_PT = _trial(policy, FullReader, prompts, len(prompts), completions)
+    if gap := gap_beyond_rounding(policy, padded_PT, alone_PT):
+        raise ConfigError(
+            f"{policy.model.config.model_type} reads rows of a batch otherwise than alone: their "
+            f"log-probabilities are up to {gap:.2g} nats apart, so neither would be those of the "
+            "policy: use another model"
+        )
+    return alone_PT
+
+
+def check_rows(policy: Policy) -> None:
+    """Refuse a model as `check_reading` does, where others draw its tokens; one that computes
+    narrowly is not tried, since tokens that it has not drawn tell nothing.
+
+    Raises:
+        ConfigError: see `check_reading`.
+    """
+    if computes_narrowly(policy):
+        return
+    prompts, width = trial(policy)
+    try:
+        check_reading(policy, prompts, [trial_tokens(policy, width)] * len(prompts))
+    except ConfigError:
+        raise
+    except OTHER_WAYS_OF_READING:
+        return  # or no memory: scoring says it
+
+
+@torch.inference_mode()
+def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
+    """Log-probabilities of the last tokens of one row, [T], read alone: without mask, positions or
+    cache, as transformers reads it by itself.
+    """
+    ids_1L = torch.tensor([tokens], device=policy.model.device)
+    with policy.computing():
+        logits_TV = policy.model(input_ids=ids_1L, use_cache=False).logits[0, -last - 1 : -1]
+    logprobs_TV = widen(logits_TV).log_softmax(dim=-1)
+    return logprobs_TV.gather(1, ids_1L[0, -last:, None])[:, 0].cpu()
+
+
+def computes_narrowly(policy: Policy) -> bool:
+    """Whether products are of bfloat16, float16 or TF32."""
+    on_cuda = policy.model.device.type == "cuda"
+    tf32 = on_cuda and bool(torch.backends.cuda.matmul.allow_tf32)
+    return policy.bf16 or policy.model.dtype.itemsize == 2 or tf32
+
+
+def gap_beyond_rounding(policy: Policy, one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest difference of log-probabilities, in nats; 0 where it is rounding, or where they
+    are not finite, which sampling and scoring say.
+    """
+    gaps = (one.double().cpu() - two.double().cpu()).abs()
+    if computes_narrowly(policy):
+        differ = float(gaps.mean()) > MOST_NARROW_GAP
+    else:
+        # in float64, too: some layers compute in float32 whatever the type of their weights
+        largest = max(1.0, float(two.abs().max()))
+        differ = float(gaps.max()) > 1000 * torch.finfo(torch.float32).eps * largest
+    return float(gaps.max()) if differ else 0.0
+
+
+def trial(policy: Policy) -> tuple[list[list[int]], int]:
+    """Three short prompts of unequal lengths, and tokens of a completion; no row is longer than the
+    model's positions, or than what LongRoPE reads with one set of factors.
+    """
+    config = policy.model.config.get_text_config(decoder=True)
+    limits = (getattr(config, "max_position_embeddings", None), rope_switch(config))
+    room = min(TRIAL_TOKENS, *(limit or TRIAL_TOKENS for limit in limits))
+    longest = max(1, 3 * room // 5)
+    lengths = (longest, max(1, longest // 3), max(1, 2 * longest // 3))
+    return [trial_tokens(policy, length) for length in lengths], max(1, room - longest)
+
+
+def trial_tokens(policy: Policy, count: int) -> list[int]:
+    """A row of so many token ids that a model of any vocabulary has, none of them special."""
+    vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
+    plain = (t for t in range(2, vocabulary) if t not in {policy.pad_token, *policy.end_tokens})
+    tokens = list(islice(plain, 8)) or [0]
+    return [tokens[(3 * place + count) % len(tokens)] for place in range(count)]
+
+
 def _agrees(
     policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
 ) -> bool | None:
@@ -181,9 +290,9 @@ def _agrees(
     """
     try:
         one, two = _trial(policy, way, prompts, 2), _trial(policy, FullReader, prompts, at_once)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except OTHER_WAYS_OF_READING as error:
         no_memory = isinstance(error, RuntimeError) and out_of_memory(error)
-        return None if no_memory else False  # a model that is read in another way
+        return None if no_memory else False
     if policy.bf16 or policy.model.dtype.itemsize == 2:
         return torch.allclose(one, two, rtol=0.0, atol=0.2)  # what bfloat16 does to a token
     largest = max(1.0, float(two.abs().max()))
@@ -191,22 +300,28 @@ def _agrees(
 
 
 def _trial(
-    policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
+    policy: Policy,
+    way: Callable[..., Reader],
+    prompts: list[list[int]],
+    at_once: int,
+    completions: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities of two completions of two prompts, [2, 3], so many rows at once."""
+    """Log-probabilities of a completion of each prompt, [P, T], so many rows at once; by default of
+    three tokens.
+    """
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
-    tokens = np.arange(2, 8, dtype=np.int64).reshape(2, 1, 3) % vocabulary
+    tokens = np.array(completions or [[2, 3, 4], [5, 6, 7]], dtype=np.int64)[:, None] % vocabulary
     rollouts = Rollouts(
         prompts=[],
         prompt_tokens=prompts,
         tokens_PGT=tokens,
         mask_PGT=np.ones_like(tokens, dtype=bool),
-        ended_PG=np.ones((2, 1), dtype=bool),
-        texts_PG=[[""], [""]],
+        ended_PG=np.ones((len(prompts), 1), dtype=bool),
+        texts_PG=[[""]] * len(prompts),
     )
     logprobs = []
     with torch.no_grad(), unpacked(policy.model):
-        for start in range(0, 2, at_once):
+        for start in range(0, len(prompts), at_once):
             index = np.arange(start, start + at_once)
             reader = way(policy, rollouts, index)
             window = reader.window(index)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -13,14 +16,27 @@ from grpo_ustat.config.model import ModelConfig
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import Policy, context_length
+from grpo_ustat.policy.loading import Policy, context_length, out_of_memory
 from grpo_ustat.policy.output_layer import cache_name, causal
+from grpo_ustat.policy.prompt_sharing import (
+    check_reading,
+    check_rows,
+    gap_beyond_rounding,
+    trial,
+)
 from grpo_ustat.records import Prompt, Rollouts
-from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.rollout.batch import Work
+from grpo_ustat.rollout.local import Sampling, sample, write
 from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.rollout.vllm_server import VllmServerEngine
+from grpo_ustat.terminal.progress import Progress
+from grpo_ustat.terminal.streams import single_line
 
-MODELS_WITH_OWN_CACHE = ("recurrent_gemma",)  # which is no transformers.Cache
+WRONG_CALLS = (  # what models raise that are called as they do not expect
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+OTHER_WAYS = "use rollout=vllm, or study rollouts that were made elsewhere (pool=FILE.parquet)"
 
 
 class Engine(Protocol):
@@ -47,11 +63,13 @@ class LocalEngine:
     """The policy's own model: exactly the distribution that is scored, always up to date.
 
     Raises:
-        ConfigError: the model cannot go on with a text that it has begun, see `check_cache`.
+        ConfigError: the model cannot go on with a text that it has begun, or draws tokens otherwise
+            than it scores them, see `check_cache` and `check_sampling`.
     """
 
     def __init__(self, policy: Policy):
         check_cache(policy.model)
+        check_sampling(policy)
         self.sample = partial(sample, policy)
 
     def refresh(self) -> None:
@@ -69,23 +87,66 @@ def check_cache(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     layers = DynamicCache(config=model.config).layers
     recurrent = layers and not any(isinstance(layer, DynamicLayer) for layer in layers)
-    if cache_name(causal(model)) and not recurrent and kind not in MODELS_WITH_OWN_CACHE:
-        return
-    raise ConfigError(
-        f"rollout=local cannot sample from {kind}, which continues no text from a cache: "
-        "use rollout=vllm, or study rollouts that were made elsewhere (pool=FILE.parquet)"
-    )
+    if not cache_name(causal(model)) or recurrent:
+        raise ConfigError(
+            f"rollout=local cannot sample from {kind}, which continues no text from a cache: "
+            f"{OTHER_WAYS}"
+        )
+
+
+def check_sampling(policy: Policy) -> None:
+    """Refuse a model that cannot be sampled with a cache of transformers, or whose tokens, drawn
+    for prompts of unequal lengths side by side, have other probabilities than in rows read alone;
+    and one that reads rows of a batch otherwise, see `check_reading`.
+
+    A few short rows of fixed draws are written and read; no draw of the run changes.
+
+    Raises:
+        ConfigError: naming the architecture, and the largest difference in nats.
+    """
+    kind = policy.model.config.model_type
+    prompts, width = trial(policy)
+    draws_RT = np.random.default_rng(0).random((len(prompts), width))
+    work = Work(prompts, 1, lambda rows: draws_RT[rows])
+    sampling = Sampling(seed=0, stream="trial", max_completion_length=width)
+    endless = replace(policy, end_tokens=frozenset())
+    with _one_line(kind):
+        written = write(endless, work, sampling, Progress("trying the sampler"))
+    alone_RT = check_reading(policy, prompts, written.tokens_RT.tolist())
+    if gap := gap_beyond_rounding(policy, written.logprobs_RT, alone_RT):
+        raise ConfigError(
+            f"rollout=local cannot sample from {kind}, which draws tokens otherwise than it scores "
+            f"them: side by side their log-probabilities are up to {gap:.2g} nats from those of "
+            f"the same rows read alone: {OTHER_WAYS}, or use another model"
+        )
+
+
+@contextmanager
+def _one_line(kind: str) -> Iterator[None]:
+    """Within, whatever a model raises that takes no cache of ours is one line."""
+    try:
+        yield
+    except WRONG_CALLS as error:
+        if isinstance(error, RuntimeError) and out_of_memory(error):
+            raise
+        reason = single_line(f"{type(error).__name__}: {error}", 200)
+        raise ConfigError(
+            f"rollout=local cannot sample from {kind}, which takes no cache that transformers has "
+            f"for all models ({reason}): {OTHER_WAYS}"
+        ) from error
 
 
 def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> Engine:
     """The configured engine, which samples from `policy`, loaded from `model`.
 
     Raises:
-        ConfigError: vLLM is missing or cannot run this model, or its server is not as it must be.
+        ConfigError: vLLM is missing or cannot run this model, or its server is not as it must be;
+            the model cannot be sampled from, or read in batches, see `LocalEngine`.
     """
     options, longest = sampler.rollout, sampler.max_prompt_length
     if options.name == "local":
         return LocalEngine(policy)
+    check_rows(policy)
     if isinstance(options, TrainRollout) and options.name == "vllm_server":
         return VllmServerEngine(policy, options, rows=sampler.rows)
     if options.max_model_len is None and longest is not None:

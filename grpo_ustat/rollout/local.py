@@ -68,10 +68,22 @@ def sample(
         return np.concatenate(parts)
 
     work = Work(encoded, group_size, draws)
-    order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
-    written = Completions(len(order), sampling.max_completion_length, policy.model.dtype)
-    at_once, progress = min(sampling.rows, len(order)), Progress("writing", len(order))
-    model = policy.model
+    written = write(policy, work, sampling, Progress("writing", len(prompts) * group_size))
+    if not written.logprobs_RT.isfinite().all():  # looked at here alone: on a GPU, a wait a token
+        raise FloatingPointError(
+            "the model's logits are not finite: lower learning_rate if this run has trained it, "
+            "else look at its weights and at model.dtype"
+        )
+    columns = (column.numpy() for column in written.columns())
+    return assemble(policy, prompts, encoded, *columns)
+
+
+def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) -> Completions:
+    """Draw all completions, at most `sampling.rows` side by side, or as many as memory allows."""
+    count = len(work.encoded) * work.group_size
+    order = sorted(range(count), key=lambda r: len(work.prompt(r)))
+    written = Completions(count, sampling.max_completion_length, policy.model.dtype)
+    at_once, model = min(sampling.rows, count), policy.model
     with (
         policy.computing(),
         packed_linears(model, at_once),
@@ -95,15 +107,9 @@ def sample(
                 warnings.warn(
                     f"no memory to write {rows} completions side by side, trying {at_once}: "
                     f"rollout_batch_size={at_once} spares the failed attempt",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-    if not written.logprobs_RT.isfinite().all():  # looked at here alone: on a GPU, a wait a token
-        raise FloatingPointError(
-            "the model's logits are not finite: lower learning_rate if this run has trained it, "
-            "else look at its weights and at model.dtype"
-        )
-    columns = (column.numpy() for column in written.columns())
-    return assemble(policy, prompts, encoded, *columns)
+    return written
 
 
 @torch.inference_mode()

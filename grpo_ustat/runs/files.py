@@ -10,12 +10,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from grpo_ustat.config.schema import ConfigError
 
+PROMPT_DATE = "prompt_date.txt"  # the moment whose date a chat template writes into prompts
 FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet runs, and what is quoted against it
 
 
@@ -135,3 +137,38 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not isinstance(row, dict):
                 raise ConfigError(f"{path} line {number} (from 0) is no JSON object")
             yield number, row
+
+
+def create_whole(path: Path, text: str) -> None:
+    """Write a whole file unless it exists; of several processes that begin at once, one writes
+    it.
+
+    Raises:
+        OSError: the file system refuses it.
+    """
+    staged = hidden_path(path, f".{uuid4().hex}")
+    staged.write_text(text)
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        os.replace(staged, path)
+    staged.unlink(missing_ok=True)
+
+
+def kept_moment(file: Path, begun: datetime | None = None) -> datetime:
+    """The moment that a file keeps; without it, that of `begun`, or the present one, is kept there.
+
+    Raises:
+        ConfigError: the file is damaged.
+        OSError: the file system refuses it.
+    """
+    if not file.is_file():
+        create_whole(file, f"{(begun or datetime.now()).isoformat(timespec='seconds')}\n")
+    try:
+        return datetime.fromisoformat(file.read_text().strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is damaged: write into it the day whose date prompts have, as 2026-03-01"
+        ) from error

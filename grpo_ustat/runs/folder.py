@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import contents, history
-from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.console import tell
 
@@ -38,6 +39,7 @@ ARTEFACTS = (
     ".hydra",
     "code.json",
     "launches.jsonl",
+    PROMPT_DATE,
     "result.json",
     "metrics.jsonl",
     "eval.csv",
@@ -87,6 +89,7 @@ class RunFolder:
         self._earlier: list[dict[str, str]] = []
         self._lock: lock.Lock | None = None
         self._tracking: Any = None
+        self._prompt_date: datetime | None = None
 
     @property
     def mode(self) -> str:
@@ -205,10 +208,22 @@ class RunFolder:
         self.write("code.json", json.dumps(code, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
+        if self._prompt_date is not None:
+            kept_moment(self.path / PROMPT_DATE, self._prompt_date)
         self.note(**history.start_row())
         self._open = True
         if self.start_tracking and self.config.logger.name != "none":
             self._tracking = self.start_tracking(self.path, self.config.logger)
+
+    def prompt_date(self) -> datetime:
+        """The moment whose date a chat template writes into this run's prompts: of its first start,
+        which `open` keeps, so that a run resumed on another day has the same prompts.
+        """
+        file = self.path / PROMPT_DATE
+        if file.is_file() and self.mode != "overwrite":
+            return kept_moment(file)
+        self._prompt_date = datetime.now()
+        return self._prompt_date
 
     def track(self, row: dict[str, Any]) -> None:
         """Have a row of metrics.jsonl sent to the tracker, if there is one."""

@@ -12,8 +12,9 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from transformers import get_scheduler
 
 from grpo_ustat.config.train import ENDING_SCHEDULES, TrainConfig
-from grpo_ustat.distributed.ranks import RefusedByRank, is_main
+from grpo_ustat.distributed.ranks import RefusedByRank, is_main, main_only
 from grpo_ustat.policy.adapters import checkpoint_layers, with_adapters
+from grpo_ustat.policy.chat import reads_clock
 from grpo_ustat.policy.loading import (
     Policy,
     check_device,
@@ -21,6 +22,8 @@ from grpo_ustat.policy.loading import (
     configured_policy,
     configured_task,
     configured_tokenizer,
+    tell_date,
+    warn_of_options,
 )
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous, can_share
@@ -45,10 +48,13 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
-    task = configured_task(config.task_options, config.model, tokenizer)
+    moment = main_only(folder.prompt_date) if reads_clock(tokenizer) else None
+    task = configured_task(config.task_options, config.model, tokenizer, moment)
     train_prompts, test_prompts = task.prompts("train"), task.prompts("test")
     tell_dropped(task)
     warn_of_prompt(config.task_options, train_prompts)
+    warn_of_options(config.prompt, tokenizer)
+    tell_date(moment)
     check_sizes(config, len(train_prompts), len(test_prompts), accelerator.num_processes)
     check_lengths(
         config.policy_options, config.sampler_options, tokenizer, train_prompts + test_prompts

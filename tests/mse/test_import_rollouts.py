@@ -374,6 +374,29 @@ def test_a_conversation_is_scored_as_the_text_that_it_became(tmp_path, chat_mode
 
 
 @pytest.mark.slow
+def test_options_of_the_template_write_conversations(tmp_path, chat_model):
+    """Also with the usual prompt, which no conversation is written by; a date that they give is not
+    asked for. Texts take none.
+    """
+    (chat_model / "chat_template.jinja").write_text(
+        "{{ day if day is defined else strftime_now('%d') }}{{ messages[-1]['content'] }}="
+    )
+    table, day = rows(), "prompt.template_options={day: 7}"
+    talks = [talk(("user", prompt)) for prompt in table["prompt"]]
+    path = saved(tmp_path / "talks.parquet", table | {"prompt": talks})
+    words = ("debug=mse", "model=hub", f"model.model_name_or_path={chat_model}",
+             "study.questions=null")  # fmt: skip
+    config = compose("mse", *words, f"pool={path}", day)
+    _, _, prompts, _ = import_pool(config, tmp_path / "pool")
+    assert [x.text for x in prompts] == list(dict.fromkeys(f"7{x}=" for x in table["prompt"]))
+    with pytest.raises(ConfigError, match="writes the day's date, not the log's"):
+        import_pool(compose("mse", *words, f"pool={path}"), tmp_path / "other")
+    texts = saved(tmp_path / "texts.parquet", table)
+    with pytest.raises(ConfigError, match="day.* are of a chat template, and .* are texts"):
+        import_pool(compose("mse", *words, f"pool={texts}", day), tmp_path / "texts")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template, message",
     [

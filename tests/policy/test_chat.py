@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import resource
 import signal
+from dataclasses import asdict
+from datetime import datetime
 
 import pytest
 import toys
 from commands import compose
 from slow_cases import slow_after
 
+from grpo_ustat.config.identity import folder_name, identity
 from grpo_ustat.config.model import cache_folder
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse import pool_store
+from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.pool_store import draws_of, prompt_date
+from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.policy import chat
-from grpo_ustat.policy.chat import ChatFormat
+from grpo_ustat.policy.chat import ChatFormat, in_chat_format
 from grpo_ustat.policy.loading import (
     chat_format,
     configured_policy,
@@ -21,7 +28,11 @@ from grpo_ustat.policy.loading import (
     configured_tokenizer,
     encode,
 )
+from grpo_ustat.runs import files
+from grpo_ustat.runs import folder as run_folder
+from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.prompts import Prompting
+from grpo_ustat.train import setup
 
 ASK = "What is {question}?"
 
@@ -162,3 +173,163 @@ def test_a_template_beyond_its_limits_is_one_line(name, monkeypatch):
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
     assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM))
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+DATED = "<s>{{ strftime_now('%d %b %Y, %H:%M') }}\n" + toys.CHATML.removeprefix("{{ bos_token }}")
+GIVEN = "{% if date_string is not defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
+NO_THOUGHT = "prompt.template_options={enable_thinking: false}"
+
+
+def of_model(entry, path, *overrides):
+    return compose(entry, "model=hub", f"model.model_name_or_path={path}", *overrides)
+
+
+def first_prompt(config, split="study"):
+    return configured_task(config.task_options, config.model).prompts(split)[0].text
+
+
+@pytest.mark.parametrize("entry, split", [("mse", "study"), ("train", "train"), ("train", "test")])
+def test_options_reach_the_template_of_every_prompt(entry, split, tmp_path, capsys):
+    path = toys.folder(tmp_path / "m", THINKS)
+    plain = of_model(entry, path, "prompt=as_is")
+    assert "think" not in first_prompt(plain, split)
+    for option, word in ((NO_THOUGHT, "<think></think>"),
+                         ("prompt.template_options={reasoning_effort: low}", "[low]")):  # fmt: skip
+        config = of_model(entry, path, "prompt=as_is", option)
+        assert word in first_prompt(config, split)
+        assert identity(config) != identity(plain)
+        assert folder_name(config) != folder_name(plain)
+        if entry == "mse":
+            assert draws_of(config) != draws_of(plain)
+        again = compose(entry, *policy_overrides(asdict(config)))
+        assert again.prompt == config.prompt
+
+
+def test_a_run_without_options_is_the_run_it_was():
+    keys = identity(compose("mse"))
+    assert "template_options" not in keys["prompt"]
+    assert "template_options" not in draws_of(compose("mse"))["prompt"]
+
+
+@pytest.mark.parametrize("overrides, message", [
+    (("prompt=bare", NO_THOUGHT), "are of a chat template, and prompt=bare uses none"),
+    (("prompt=chat", "prompt.template_options={tokenize: false}"), "names tokenize, which is no"),
+    (("prompt=chat", "prompt.template_options={a-b: 1}"), "names a-b, which is no"),
+])  # fmt: skip
+def test_options_that_no_template_takes_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        compose("mse", *overrides)
+
+
+def test_options_of_a_model_without_a_template_are_refused():
+    config = compose("mse", "prompt=as_is", NO_THOUGHT)
+    with pytest.raises(ConfigError, match="enable_thinking.*embedded:tiny_base has none"):
+        configured_task(config.task_options, config.model)
+
+
+def test_an_option_that_the_template_never_reads_is_named(tmp_path, capsys):
+    path = toys.folder(tmp_path / "m", THINKS, positions=256)
+    wrong = "prompt.template_options={enable_thinkin: false, reasoning_effort: low}"
+    config = of_model("mse", path, "prompt=as_is", wrong)
+    study_run._prompts(config, tmp_path / "pool")
+    said = capsys.readouterr().err
+    assert "enable_thinkin, " in said and "did you mean enable_thinking?" in said
+    assert "reasoning_effort" not in said
+
+
+class Day(datetime):
+    """A clock that stands still."""
+
+    stamp = "2026-03-01T23:59:00"
+
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.fromisoformat(cls.stamp)
+
+
+@pytest.fixture
+def days(monkeypatch):
+    """A function that sets the day on which runs start."""
+    for module in (files, run_folder, chat):
+        monkeypatch.setattr(module, "datetime", Day)
+
+    def on(stamp):
+        monkeypatch.setattr(Day, "stamp", stamp)
+
+    return on
+
+
+def test_a_template_tells_the_date_that_it_is_given_and_leaves_the_clock_alone():
+    tokenizer, turns = toys.tokenizer(DATED), [{"role": "user", "content": "x"}]
+    moment = datetime(2026, 3, 1, 10, 30)
+    assert in_chat_format(tokenizer, turns, {}, moment).startswith("<s>01 Mar 2026, 10:30\n")
+    with pytest.raises(ValueError, match="writes the day's date"):
+        in_chat_format(tokenizer, turns, {}, None)
+    today = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert datetime.now().strftime("%Y") in today
+    given = toys.tokenizer(GIVEN + "{{ date_string }}" + toys.CHATML)
+    assert in_chat_format(given, turns, {"date_string": "5 May"}, None).startswith("5 May")
+
+
+def test_a_training_run_resumed_on_another_day_has_the_same_prompts(tmp_path, days):
+    path = toys.folder(tmp_path / "m", DATED, positions=128)
+    words = ("prompt=as_is", "budget.rollouts=8", "group_size=4", "max_completion_length=8")
+    config = of_model("train", path, *words)
+
+    def prompts(config, name="run"):
+        folder = RunFolder(tmp_path / name, config)
+        run = setup.set_up(config, folder)
+        folder.open()
+        return [p.text for p in (*run.train_prompts, *run.test_prompts)]
+
+    days("2026-03-01T23:59:00")
+    first = prompts(config)
+    days("2026-03-02T00:01:00")
+    assert prompts(config) == first and "01 Mar 2026, 23:59" in first[0]
+    assert "02 Mar 2026" in prompts(config, "other")[0]
+    anew = of_model("train", path, *words, "on_existing=overwrite")
+    assert "02 Mar 2026" in prompts(anew)[0]
+    assert prompts(config)[0] == prompts(anew)[0]
+
+
+def test_the_parts_of_a_pool_on_both_sides_of_midnight_have_the_same_prompts(tmp_path, days):
+    path, pool = toys.folder(tmp_path / "m", DATED, positions=128), tmp_path / "pool"
+    words = ("prompt=as_is", "max_completion_length=8", f"pool={pool}")
+    texts = []
+    for stamp, part in (("2026-03-01T23:59:00", "1/2"), ("2026-03-02T00:01:00", "2/2")):
+        days(stamp)
+        config = of_model("mse", path, *words, f"study.part={part}")
+        prompts, _ = study_run._prompts(config, pool)
+        texts.append([prompt.text for prompt in prompts])
+        pool_store.PoolStore(pool, draws_of(config)).open()
+    assert texts[0] == texts[1] and "01 Mar" in texts[0][0]
+    of_model("mse", path, *words)  # the folder is a pool's
+
+
+def test_a_study_whose_pool_can_be_reused_keeps_its_day(tmp_path, days):
+    config = of_model("mse", toys.folder(tmp_path / "m", DATED), "prompt=as_is")
+    draws, root = draws_of(config), tmp_path / "outputs"
+    first = root / "mse" / "a" / "seed-0" / "pool"
+    days("2026-03-01T10:00:00")
+    begun = prompt_date(first, root, draws)
+    pool_store.PoolStore(first, draws).open()
+    days("2026-03-02T10:00:00")
+    assert prompt_date(root / "mse" / "b" / "seed-0" / "pool", root, draws) == begun
+    others = draws | {"seed": 7}
+    assert prompt_date(root / "mse" / "c" / "seed-0" / "pool", root, others).day == 2
+    (first / files.PROMPT_DATE).write_text("x")
+    with pytest.raises(ConfigError, match="prompt_date.txt is damaged"):
+        prompt_date(first, root, draws)
+
+
+def test_a_template_without_a_date_leaves_no_file(tmp_path):
+    path = toys.folder(tmp_path / "m", toys.CHATML, positions=256)
+    study_run._prompts(of_model("mse", path, "prompt=as_is"), tmp_path / "pool")
+    assert not (tmp_path / "pool").exists()

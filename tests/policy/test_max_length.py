@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 import toys
 from commands import compose
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy import loading
-from grpo_ustat.policy.loading import configured_task, configured_tokenizer, encode
+from grpo_ustat.policy.loading import (
+    configured_task,
+    configured_tokenizer,
+    crossed_switch,
+    encode,
+    load_policy,
+    rope_switch,
+)
+from grpo_ustat.records import Prompt
+from grpo_ustat.rollout.local import sample
+from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import setup
 
@@ -174,3 +189,105 @@ def test_a_run_s_tokenizer_is_loaded_once(tmp_path, monkeypatch):
     run = start("train", config, tmp_path)
     assert len(loaded) == 1 and run.reference is not None
     assert run.task.dropped == {}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.0],
+    "long_factor": [3.0, 4.0],
+}
+
+
+def with_rope(config, tmp_path, **rope):
+    """The configuration's model as a Phi-3 with these parameters of its positions."""
+    folder = tmp_path / "m"
+    stored = json.loads((folder / "config.json").read_text())
+    original = rope.get("original_max_position_embeddings", 4096)
+    phi = Phi3Config(
+        vocab_size=stored["vocab_size"], hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=stored["max_position_embeddings"], rope_parameters=rope,
+        original_max_position_embeddings=original,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(phi)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return config
+
+
+@pytest.mark.parametrize("entry", ["train", "mse"])
+@pytest.mark.parametrize("switch, fixes", [
+    (58, r"max_completion_length=7 or less, or prompt\.max_length=50 "),
+    (40, r"prompt\.max_length=32 "),
+    (20, r"prompt\.max_length=12 "),
+])  # fmt: skip
+def test_rows_on_either_side_of_longropes_switch_are_refused(
+    entry, switch, fixes, tmp_path, monkeypatch
+):
+    """Prompts have 11 or 51 tokens, completions 8: the keys of short rows in the cache, and short
+    rows beside long ones, would be of other positions. Either fix lets the run begin."""
+
+    def refused(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    of_train = SMALL if entry == "train" else ()
+    config = with_rope(
+        configured(entry, tmp_path, *of_train), tmp_path,
+        original_max_position_embeddings=switch, **LONGROPE,
+    )  # fmt: skip
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refused)
+    with pytest.raises(ConfigError, match=f"LongRoPE .* {switch} tokens: use {fixes}"):
+        start(entry, config, tmp_path)
+    most = switch - config.max_completion_length
+    config.prompt.max_length = most
+    with pytest.raises(ConfigError, match="AssertionError: weights were loaded"):
+        start(entry, config, tmp_path)
+
+
+@pytest.mark.parametrize("shortest, longest, crosses", [
+    (3, 16, False), (3, 17, True), (16, 17, True), (17, 40, True), (18, 40, False),
+])  # fmt: skip
+def test_rows_wholly_on_one_side_of_the_switch_are_read_alike(shortest, longest, crosses, tmp_path):
+    """The sampler may read all but the last token of a prompt, so 17 are not beyond 16."""
+    config = with_rope(
+        configured("mse", tmp_path), tmp_path, original_max_position_embeddings=16, **LONGROPE
+    )
+    assert bool(crossed_switch(config.model, shortest, longest)) == crosses
+    policy = load_policy(config.model.model_name_or_path)
+    sampling = Sampling(seed=0, stream="x", max_completion_length=longest - shortest)
+    lengths = sorted({shortest, min(longest - 1, shortest + 5)})
+    prompts = [Prompt(str(n), "y" * (n - 1), "", "", "") for n in lengths]
+    sampling = replace(sampling, max_completion_length=longest - lengths[-1])
+    if shortest == 3 and crosses:  # one long row moves the short one beside it
+        sampling = replace(sampling, max_completion_length=14)
+    rollouts = sample(policy, prompts, 4, sampling)
+    gap = sampler_gap(policy, rollouts, np.arange(rollouts.ended_PG.size), 1.0)
+    assert crosses or gap < 1e-5
+
+
+@pytest.mark.parametrize("rope, switch", [
+    ({"rope_type": "default"}, None),
+    ({"rope_type": "dynamic", "factor": 2.0}, None),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 16}, None),
+    (LONGROPE | {"original_max_position_embeddings": 16}, 16),
+    ({"type": "longrope", "original_max_position_embeddings": 16}, 16),
+    ({"a": LONGROPE | {"original_max_position_embeddings": 9}, "b": {"rope_type": "x"}}, 9),
+    (None, None),
+])  # fmt: skip
+def test_the_switch_is_longropes_alone(rope, switch):
+    """Dynamic positions change beyond max_position_embeddings, which no row may exceed."""
+    config = SimpleNamespace(rope_parameters=rope)
+    assert rope_switch(config) == switch
+
+
+def test_dynamic_positions_are_refused_beyond_the_models_length(tmp_path):
+    config = configured("mse", tmp_path, positions=58)
+    stored = json.loads((tmp_path / "m" / "config.json").read_text())
+    stored["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="exceed the model's 58 tokens"):
+        start("mse", config, tmp_path)

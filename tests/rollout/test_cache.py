@@ -17,6 +17,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.draws import uniforms
 from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.prompt_sharing import check_rows, trial
 from grpo_ustat.rollout import cache, linears, local
 from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.engine import LocalEngine
@@ -216,3 +217,73 @@ def test_a_cache_is_handed_over_by_the_models_name_for_it(name, monkeypatch):
 def test_a_model_that_ignores_what_it_has_read_is_refused(kind):
     with pytest.raises(ConfigError, match="continues no text from a cache: use rollout"):
         LocalEngine(Policy(build(kind, tied=False), Letters(), frozenset({1}), 0))
+
+
+_DECODER = dict(
+    d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24,
+)  # fmt: skip
+_ROWS = dict(intermediate_size=24, is_decoder=True)
+_LINEAR = ["linear_attention", "full_attention"]
+REFUSED = {  # models, and what is said of them
+    "roberta": ("roberta", _ROWS, "reads rows of a batch otherwise than alone"),
+    "xlm-roberta": ("xlm-roberta", _ROWS, "reads rows of a batch otherwise than alone"),
+    "bart": ("bart", _DECODER, "reads rows of a batch otherwise than alone"),
+    "mbart": ("mbart", _DECODER, "reads rows of a batch otherwise than alone"),
+    "doge": (
+        "doge",
+        dict(intermediate_size=24, num_key_value_heads=2, keep_window_size=6),
+        "otherwise than",
+    ),
+    "minimax": (
+        "minimax",
+        dict(intermediate_size=24, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+             num_experts_per_tok=1, layer_types=_LINEAR, block_size=8),
+        "cannot sample from minimax, which takes no cache .*rollout=vllm.*pool=FILE.parquet",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_reads_or_draws_otherwise_than_alone_is_refused_at_the_start(
+    kind, monkeypatch
+):
+    """By a trial of a few short rows, in float32 as by default, before anything is sampled."""
+    name, options, message = REFUSED[kind]
+    monkeypatch.setitem(ARCHITECTURES, kind, (name, options))
+    policy = Policy(build(kind, False, torch.float32), Letters(), frozenset({1}), 0)
+    with pytest.raises(ConfigError, match=message) as refused:
+        LocalEngine(policy)
+    assert "\n" not in str(refused.value) and name in str(refused.value)
+
+
+def test_a_model_that_others_sample_is_read_in_batches_too(monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "roberta", REFUSED["roberta"][:2])
+    policy = Policy(build("roberta", False, torch.float32), Letters(), frozenset({1}), 0)
+    with pytest.raises(ConfigError, match="reads rows of a batch otherwise than alone"):
+        check_rows(policy)
+    check_rows(random_policy())
+
+
+@pytest.mark.parametrize("dtype, bf16", [(torch.float32, False), (torch.float32, True),
+                                         (torch.bfloat16, False)])  # fmt: skip
+def test_the_trial_changes_no_draw_and_passes_narrow_types(dtype, bf16):
+    model = random_policy(dtype=dtype).model
+    policy = Policy(model, LetterTokenizer(), frozenset({1}), 0, bf16=bf16)
+    before = sample(policy, PROMPTS, 4, SAMPLING)
+    after = LocalEngine(policy).sample(PROMPTS, 4, SAMPLING)
+    np.testing.assert_array_equal(before.tokens_PGT, after.tokens_PGT)
+    np.testing.assert_array_equal(before.logprobs_PGT, after.logprobs_PGT)
+
+
+@pytest.mark.parametrize("room", [2, 5, 9, 64])
+def test_a_trial_stays_within_the_models_positions_and_below_longropes_switch(room):
+    model = random_policy().model
+    model.config.max_position_embeddings = room
+    prompts, width = trial(Policy(model, LetterTokenizer(), frozenset({1}), 0))
+    assert 1 <= max(map(len, prompts)) + width <= max(room, 2) and width
+    model.config.max_position_embeddings = 64
+    model.config.rope_parameters = {
+        "rope_type": "longrope", "original_max_position_embeddings": room,
+    }  # fmt: skip
+    assert trial(Policy(model, LetterTokenizer(), frozenset({1}), 0))[1] == width
