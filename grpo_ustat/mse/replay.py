@@ -422,7 +422,7 @@ def target_scale(target: str, moments: Moments, options: Mapping[str, float]) ->
     """
     if target not in LIMITS:
         return np.ones_like(moments.value)
-    spread, epsilon = np.sqrt(moments.var_z), options.get("epsilon", 0.0)
+    spread, epsilon = np.sqrt(np.maximum(moments.var_z, 0.0)), options.get("epsilon", 0.0)
     divisor = moments.value if target == "g_over_v" else spread
     kappa = 1 / (np.maximum(divisor, NO_SPREAD) + epsilon)
     if target == "kept_part":

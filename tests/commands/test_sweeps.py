@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import cost_of, plan_of, run  # noqa: E402
@@ -44,10 +45,11 @@ OVERLAYS = {  # words, points, rollouts
 
 @pytest.fixture(autouse=True, scope="module")
 def a_cached_smollm2(tmp_path_factory):
-    """Its configuration alone, which is all that is read before a run."""
+    """Its configuration and a file of weights, of which the head alone is read before a run."""
     home = tmp_path_factory.mktemp("cache")
     (home / "smollm2-135m").mkdir()
     (home / "smollm2-135m" / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(1)}, home / "smollm2-135m" / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_USTAT_CACHE", str(home))
         yield

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from grpo_ustat.config.objective import OBJECTIVES
 from grpo_ustat.estimators.row_weights import row_weights
@@ -283,6 +284,7 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
         steps=1, learning_rate=1e-6, clock="wall", bf16=False,
     )  # fmt: skip
     (tmp_path / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(1)}, tmp_path / "model.safetensors")
     texts = [f"question {i}" for i in range(9)]
     programs = [bench.Program(side, 8, False, True) for side in ("ours", "TRL")]
     ours, theirs = [bench.job_of(p, asked, str(tmp_path), texts, 3) for p in programs]
