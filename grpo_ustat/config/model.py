@@ -120,7 +120,7 @@ class PromptConfig:
 
     @property
     def verbatim(self) -> bool:
-        """Whether prompts are questions as they stand, white space at their ends included."""
+        """Return whether prompts are questions as they stand, with white space at their ends."""
         return self.template == "{question}"
 
     def check(self) -> None:

@@ -275,12 +275,13 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
         )
 
 
-def _prompts(config: MseConfig, pool: Path) -> tuple[list[Prompt], dict[str, int]]:
+def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
     """The study's prompts, and how many questions were left out by reason; refuses too few or too
-    long prompts. A date that the chat template writes is that of the pool's first day.
+    long prompts. A date that the chat template writes is that of the pool's first day; without a
+    pool, today's.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
-    if reads_clock(tokenizer):
+    if pool is not None and reads_clock(tokenizer):
         root = None if config.pool else Path(config.output_root)
         moment = main_only(prompt_date, pool, root, draws_of(config))
     task = configured_task(config.task_options, config.model, tokenizer, moment)

@@ -89,7 +89,7 @@ def around_answers(
 
 @contextmanager
 def _clock(moment: datetime | None) -> Iterator[None]:
-    """Within, it is this moment for chat templates; without one, none may ask.
+    """Set the clock of chat templates to this moment; where it is None, none may ask.
 
     transformers gives templates functions of its own alone, of which `strftime_now` reads the clock
     of its module.
@@ -151,12 +151,12 @@ def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the model's chat template may write the date."""
+    """Return whether the model's chat template may write the date."""
     return "strftime_now" in str(tokenizer.chat_template)
 
 
 def unread_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
-    """Which of the options the model's chat template never names."""
+    """Return the options that the model's chat template never names."""
     words = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     return [name for name in options if name not in words]
 

@@ -123,7 +123,7 @@ def check_sampling(policy: Policy) -> None:
 
 @contextmanager
 def _one_line(kind: str) -> Iterator[None]:
-    """Within, whatever a model raises that takes no cache of ours is one line."""
+    """Turn whatever a model raises that takes no cache of ours into one line."""
     try:
         yield
     except WRONG_CALLS as error:
