@@ -10,7 +10,7 @@ mostly where C1 came out wrong, so k has a posterior instead. Its likelihood is 
 (1954) statistic C1 - C3/k, Student's t. Its prior is weak and stated, and a statement is made only
 where it holds under every prior of a class (Berger 1985, section 4.7): for pi = 2 C1/C3, which lies
 in (0, 1] for any policy, the densities `a pi^(a-1)` with a = 1/4 and a = 3/4. The medians of G* are
-6.7 and 3.2, and 19 and 1.1 % of the prior lie above G* = 48.
+6.7 and 3.2, and 17 and 0.5 % of the prior lie above G* = 48.
 
 Prompts that were not drawn do not show. Where few of them carry the signal, C1 and its standard
 error are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
