@@ -165,7 +165,7 @@ class ScalingEstimate(NamedTuple):
 
         c1, c2, c3 = map(float, self.constants_3)
         plain = float(best_group_size(c1, c2, c3, prompt_cost, completion_cost))
-        if not np.isfinite(self.covariance_33).all() or not self.covariance_33.any():
+        if not self._complete or not self.covariance_33.any():
             return Interval(plain, math.nan, math.nan)
         if not c3 > 0:
             return Interval(plain, 1.0, math.inf)
@@ -192,7 +192,7 @@ class ScalingEstimate(NamedTuple):
         extra = error / other - 1
         if group_size == reference:
             return Interval(0.0, 0.0, 0.0)
-        if not (np.isfinite(self.covariance_33).all() and self._enough_prompts):
+        if not (self._complete and self._enough_prompts):
             return Interval(extra, math.nan, math.nan)
         low, _, high = self._ratio_quantiles(level)
         rest = max(float(self.constants_3[1]), 0.0) / float(self.constants_3[2])
@@ -205,7 +205,7 @@ class ScalingEstimate(NamedTuple):
 
     def best_of(self, sizes: Sequence[int]) -> int:
         """The group size to take, decided or not: see `decide`."""
-        if not np.isfinite(self.covariance_33).all() or not self.constants_3[2] > 0:
+        if not self._complete or not self.constants_3[2] > 0:
             return min(sizes, key=self.n_mse)
         return self.decide(sizes).group_size
 
@@ -218,7 +218,7 @@ class ScalingEstimate(NamedTuple):
         Returns:
             Infinite where no number up to 10^6 does, or where nothing is known yet.
         """
-        if not np.isfinite(self.covariance_33).all() or not self.constants_3[2] > 0:
+        if not self._complete or not self.constants_3[2] > 0:
             return math.inf, math.inf
         weights_AK = _posterior(
             self.constants_3[None], self.covariance_33[None], self.dof, self.prompts
@@ -243,6 +243,11 @@ class ScalingEstimate(NamedTuple):
         half = next((count for count in counts if decided(count) >= 0.5), math.inf)
         later = counts[counts >= half]
         return half, next((count for count in later if decided(count) >= 0.9), math.inf)
+
+    @property
+    def _complete(self) -> bool:
+        """All three constants with their covariance; a stored result may lack some."""
+        return bool(np.isfinite(self.constants_3).all() and np.isfinite(self.covariance_33).all())
 
     @property
     def _enough_prompts(self) -> bool:
@@ -342,7 +347,8 @@ def _decide(
     """The place of the size to take and its tolerance, NaN where not decided, of each study."""
     sizes_G = np.array(sizes, float)
     c3_S = constants_S3[:, 2]
-    usable_S = (c3_S > 0) & np.isfinite(covariance_S33).all(axis=(1, 2))
+    complete_S = np.isfinite(constants_S3).all(axis=1) & np.isfinite(covariance_S33).all(axis=(1, 2))
+    usable_S = complete_S & (c3_S > 0)
     safe_S3 = np.where(usable_S[:, None], constants_S3, 1.0)
     safe_S33 = np.where(usable_S[:, None, None], covariance_S33, np.eye(3))
     weights_ASK = _posterior(safe_S3, safe_S33, dof, prompts)

@@ -227,7 +227,7 @@ def test_intervals_over_questions_cover():
     everyone = tabular(40_000)
     exact = truth(everyone, [4])
     names = ("c1", "c3", "grad_sq", "noise/8", "noise/best", "prompt_share/8")
-    hits = dict.fromkeys((*names, "mse"), 0)
+    hits, given = dict.fromkeys((*names, "mse"), 0), dict.fromkeys((*names, "mse"), 0)
     studies, size = 300, 40
     for _ in range(studies):
         chosen = rng.choice(40_000, size, replace=False)
@@ -235,14 +235,19 @@ def test_intervals_over_questions_cover():
             everyone.features_PYD[chosen], everyone.theta_D, everyone.rewards_PY[chosen]
         )
         found = statistics(pool_of(part, 16, rng), ["oracle"], [4], "questions")
-        for name in names:
-            hits[name] += found[name].low <= exact[name] <= found[name].high
-        mse = exact["mse/oracle/4"] * 40_000 / size
-        hits["mse"] += found["mse/oracle/4"].low <= mse <= found["mse/oracle/4"].high
-    coverage = {name: count / studies for name, count in hits.items()}
-    print(coverage)
-    for name, share in coverage.items():  # Fieller's sets may cover more than they say
-        assert 0.90 <= share <= (1 if "noise" in name else 0.99), coverage
+        values = {name: (found[name], exact[name]) for name in names}
+        values["mse"] = (found["mse/oracle/4"], exact["mse/oracle/4"] * 40_000 / size)
+        for name, (interval, value) in values.items():
+            given[name] += not math.isnan(interval.low)
+            hits[name] += interval.low <= value <= interval.high
+    coverage = {name: hits[name] / given[name] for name in hits}
+    # Few of these studies decide G*, at which noise/best is taken.
+    assert {name for name, count in given.items() if count < studies} == {"noise/best"}
+    assert given["noise/best"] >= 10
+    # Fieller's sets cover more than they say where ||grad J||^2 may be 0.
+    for name, share in coverage.items():
+        upper = 1 if name.startswith(("noise", "prompt_share")) else 0.99
+        assert 0.90 <= share <= upper, coverage
 
 
 def test_identical_questions_vary_not_at_all():
@@ -260,7 +265,7 @@ def test_identical_questions_vary_not_at_all():
 
 @pytest.mark.slow
 def test_without_spread_between_questions_the_best_group_size_has_no_upper_end():
-    """With the same gradient at every question C1 is 0 and G* infinite: [low, infinity)."""
+    """With the same gradient at every question C1 is 0 and G* infinite: nothing is decided."""
     rng, bounded = np.random.default_rng(6), 0
     one = tabular(1)
     same = TabularPolicy(
@@ -269,7 +274,7 @@ def test_without_spread_between_questions_the_best_group_size_has_no_upper_end()
     for _ in range(40):
         found = statistics(pool_of(same, 16, rng), ["oracle"], [4], "questions")
         bounded += math.isfinite(found["gstar"].high)
-        assert found["gstar"].low > 1
+        assert found["gstar"].low >= 1
     assert bounded <= 5
 
 

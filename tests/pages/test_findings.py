@@ -313,7 +313,7 @@ def test_without_a_noise_scale_nothing_is_said():
 @pytest.mark.slow
 def test_no_sentence_has_an_empty_or_reversed_interval(rng):
     """Of random estimates with random errors: every pair in brackets is ordered and has two ends,
-    no number is missing, and the answer is at most 250 characters long.
+    no number is missing, and the answer is at most 260 characters long.
     """
     seen = set()
     for _ in range(2000):
@@ -346,7 +346,7 @@ def test_no_sentence_has_an_empty_or_reversed_interval(rng):
         for low, high in re.findall(r"\[(.*?), (.*?)\]", text):
             ends = [math.inf if x == "no upper end" else float(x.strip("% +")) for x in (low, high)]
             assert ends[0] <= ends[1], text
-        assert len(text) <= 250, text
+        assert len(text) <= 260, text
     assert seen >= {"nearly all", "at least", "doubling", "halving", "use G", "nine in ten"}
 
 
