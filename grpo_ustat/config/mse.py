@@ -76,11 +76,6 @@ class MseConfig(Common):
         plugins=own_rules,
     )
     group_sizes: list[int] = field("in a group, every G of the curves", "completions")
-    target_halfwidth: float | None = field(
-        "such as 0.05: add completions until every curve's 95 % interval is +-5 %; null: do not",
-        positive=True,
-        below=1,
-    )
     tf32: bool | None = field(
         "whether a GPU rounds the factors of float32 products to 10 bits, several times as fast; "
         "null: yes on cuda with model.dtype=float32"
@@ -265,11 +260,6 @@ class MseConfig(Common):
                 f"study.metric=adam with pool={self.pool}: the second pass over the completions "
                 "needs the prompts of a data set; use study.metric=euclidean"
             )
-        if metric == "adam" and self.target_halfwidth is not None:
-            raise ConfigError(
-                f"target_halfwidth={self.target_halfwidth} with study.metric=adam, whose widths "
-                "are known when the pool is whole: use budget.pool_completions"
-            )
         if metric == "adam":
             self._check_second_moments()
 
@@ -367,7 +357,6 @@ class MseConfig(Common):
         needs = {need for name in self.baselines for need in BASELINES[name].needs}
         for key, samples in (
             ("study.methods=[monte_carlo]", "monte_carlo" in self.study.methods),
-            (f"target_halfwidth={self.target_halfwidth}", self.target_halfwidth is not None),
             ("baselines=[remax]", "greedy_P" in needs),
         ):
             if samples:
@@ -377,7 +366,7 @@ class MseConfig(Common):
         """Refuse a part of a pool that is no part, or that does not meet the others."""
         if self.study.part is None:
             return
-        part, halfwidth = f"study.part={self.study.part}", self.target_halfwidth
+        part = f"study.part={self.study.part}"
         k, n = self.study.share
         if not 1 <= k <= n:
             raise ConfigError(f"{part}: use k/n with k from 1 to n, such as 3/8")
@@ -391,11 +380,6 @@ class MseConfig(Common):
                 f"{part} with pool={self.pool}: an imported pool is scored as a whole, use "
                 "study.part=null"
             )
-        if halfwidth is not None:
-            raise ConfigError(
-                f"{part} with target_halfwidth={halfwidth}: only the whole pool says how many "
-                "completions it takes, use target_halfwidth=null and budget.pool_completions"
-            )
 
     def _check_counts(self) -> None:
         """Refuse fewer questions or completions than the methods and baselines need."""
@@ -406,12 +390,7 @@ class MseConfig(Common):
                 f"dataset.study_size={questions} where there are as many"
             )
         self.check_questions(size if questions is None else questions)
-        pool, largest = self.budget.pool_completions, self.budget.max_pool_completions
-        if self.target_halfwidth is not None and largest < pool:
-            raise ConfigError(
-                f"budget.max_pool_completions={largest} is below budget.pool_completions={pool}: "
-                "raise it"
-            )
+        pool = self.budget.pool_completions
         enough = max(self.group_sizes) + 3
         if "replay" in self.study.methods and pool < enough:
             raise ConfigError(

@@ -22,9 +22,6 @@ class StudyBudget:
     pool_completions: int = field(
         "of each question, N, scored: behind closed_form and replay", "completions"
     )
-    max_pool_completions: int = field(
-        "of each question, where target_halfwidth stops asking for more", "completions"
-    )
     replay_draws: int = field(
         "that replay draws from each question's pool", "groups", positive=True
     )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
-
-import pyarrow
-from pyarrow import parquet
+from typing import Any
 
 from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.minibatch import scale_free
@@ -18,18 +14,6 @@ from grpo_ustat.mse.closed_form import (
 )
 from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
 from grpo_ustat.runs import study_parts as parts
-from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.log import arrow_table
-
-FILE_NAME = "curves.parquet"
-ARROW_TYPES = {
-    str: pyarrow.string(), int: pyarrow.int64(), bool: pyarrow.bool_(), float: pyarrow.float64()
-}  # fmt: skip
-COLUMNS = {
-    name: ARROW_TYPES[(get_args(kind) or (kind,))[0]]
-    for name, kind in get_type_hints(parts.CurveRow).items()
-}
 
 
 def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.CurveRow]:
@@ -119,16 +103,3 @@ def _comparable(
         return {"relative_mse": None, "best_scalar_mse": None, "cosine": None}
     relative = None if target_sq is None else mse.estimate / target_sq.estimate
     return {"relative_mse": relative, "best_scalar_mse": best, "cosine": cosine}
-
-
-def write_curves(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, columns in the order of `curves.csv`; what is not known is null.
-
-    Raises:
-        ValueError: a value is of another type.
-    """
-    if not is_main():
-        return
-    folder.check_lock()
-    with atomic_write(folder.path / FILE_NAME) as staged:
-        parquet.write_table(arrow_table(rows, pyarrow.schema(COLUMNS)), staged)

@@ -64,7 +64,7 @@ def shared_by(config: MseConfig) -> int:
 
 
 def study_cost(config: MseConfig) -> Cost:
-    """N completions of each question, up to max_pool_completions with target_halfwidth.
+    """N completions of each question.
 
     monte_carlo adds, a question: `replicates` groups of the largest size and
     reference_completions, and value_completions where a baseline needs them.
@@ -76,8 +76,7 @@ def study_cost(config: MseConfig) -> Cost:
     if config.measured.is_off_policy:  # with inner products of all kinds of vectors
         kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}
         pools += sum(count**2 for tokens, count in kinds.items() if tokens is not None)
-    fixed = config.target_halfwidth is None
-    count = budget.pool_completions if fixed else budget.max_pool_completions
+    count = budget.pool_completions
 
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     of_errors, of_baselines = count, int("greedy_P" in needs)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.costs.cost import score_memory
@@ -20,7 +17,7 @@ from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.logs.pairing import other_policy_sentence
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
-from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows, write_curves
+from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -147,7 +144,6 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     content = content_of(result)
     if result.curves:
         write_csv(folder, "curves.csv", content["curves"])
-        write_curves(folder, content["curves"])
     if is_main():
         if result.curves:
             mse_figure(folder.path, content)
@@ -362,33 +358,11 @@ def _replay(
 def _pool(
     config: MseConfig, prompts: list[Prompt], pool_folder: Path, facts: ModelFacts
 ) -> tuple[ScorePool, ClosedForm, WorkCost]:
-    """The pool and its closed forms; with target_halfwidth, extended until it is reached."""
-    size, largest = config.budget.pool_completions, config.budget.max_pool_completions
+    """The pool and its closed forms."""
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
         greedy_P = greedy_rewards(config.sampling, prompts)
-    while True:
-        pool, pool_cost = build_pool(config, prompts, pool_folder, size)
-        pool = replace(pool, greedy_P=greedy_P)
-        request = closed_form_request(config, pool, facts, pool_cost)
-        statistics = closed_form(pool, request, config.study.interval)
-        next_size = _next_pool_size(statistics, config.target_halfwidth, size)
-        if next_size <= size or size >= largest:
-            return pool, statistics, pool_cost
-        size = min(next_size, largest)
-
-
-def _next_pool_size(statistics: ClosedForm, target: float | None, size: int) -> int:
-    """Completions a question that should bring every curve's relative half-width to the target.
-
-    A half-width falls like 1/sqrt(N); a tenth more makes up for the pilot's own error.
-    """
-    if target is None:
-        return size
-    points = [x for name, x in statistics.statistics.items() if name.startswith("mse/")]
-    widths = [(x.high - x.low) / 2 / x.estimate if x.estimate > 0 else math.inf for x in points]
-    worst = max(widths, default=0.0)
-    if worst <= target:
-        return size
-    factor = min(4.0, 1.1 * (worst / target) ** 2) if math.isfinite(worst) else 4.0
-    return int(np.ceil(size * max(factor, 1.2)))
+    pool, pool_cost = build_pool(config, prompts, pool_folder, config.budget.pool_completions)
+    pool = replace(pool, greedy_P=greedy_P)
+    request = closed_form_request(config, pool, facts, pool_cost)
+    return pool, closed_form(pool, request, config.study.interval), pool_cost

@@ -45,7 +45,6 @@ ARTEFACTS = (
     "eval.csv",
     "completions.parquet",
     "curves.csv",
-    "curves.parquet",
     "figure.*",
     "scaling.*",
     "learning.*",
@@ -62,7 +61,7 @@ ARTEFACTS = (
     ".checkpoint-*.tmp",
 )
 RESULT = "result.json"
-TABLES = ("curves.csv", "curves.parquet", "metrics.jsonl", "eval.csv", "completions.parquet")
+TABLES = ("curves.csv", "metrics.jsonl", "eval.csv", "completions.parquet")
 PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "numpy", "scipy")
 
 

@@ -10,8 +10,6 @@ from grpo_ustat.runs.record import CONFIG, RunRecord
 if TYPE_CHECKING:
     import pandas
 
-CURVES = "curves.parquet"
-
 
 def load_run(folder: str | Path) -> RunRecord:
     """A run folder of `train`, `mse` or `gap`: `config`, `result` (None while it is unfinished),
@@ -36,15 +34,15 @@ def read_curves(folder: str | Path) -> pandas.DataFrame:
         folder: of a run of `mse`.
 
     Returns:
-        The columns of `curves.csv`, typed: `mse`, `low`, `high`, `bias2`, `variance` ... as floats,
-        NaN where unknown, in squared units of the gradient.
+        The columns of `curves.csv`: `mse`, `low`, `high`, `bias2`, `variance` ... in squared units
+        of the gradient, NaN where unknown.
 
     Raises:
         FileNotFoundError: the study is unfinished, or the folder is no study's.
     """
-    from pyarrow import parquet
+    import pandas
 
-    path = Path(folder) / CURVES
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {CURVES}: it is no finished study of mse")
-    return parquet.read_table(path).to_pandas()
+    result = RunRecord(Path(folder)).result
+    if result is None or "curves" not in result:
+        raise FileNotFoundError(f"{folder} is no finished study of mse: it has no curves")
+    return pandas.DataFrame(result["curves"])

@@ -7,7 +7,7 @@
 
 The curves of none, leave_one_out and oracle at every group size, of the same questions, by
 
-    closed_form  a pool of scored completions, extended as `target_halfwidth` does
+    closed_form  a pool of scored completions, extended until its widths are the target's
     replay       the same pool and groups drawn from it
     ordinary     fresh rollouts and a backward for every (baseline, group), see `brute_force`
     weighted     the same with all gradients of a replicate from one backward (monte_carlo)
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -39,9 +40,9 @@ from grpo_ustat.mse import pool, sampler
 from grpo_ustat.mse.closed_form import closed_form
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.result import closed_form_request
-from grpo_ustat.mse.study import _next_pool_size
 from grpo_ustat.policy.loading import configured_policy, configured_task
 
+MAX_POOL_COMPLETIONS = 8192
 BASELINES = ("none", "leave_one_out", "oracle")
 
 
@@ -68,10 +69,7 @@ class ClosedForms:
     def step(self, target):
         """The first pool, or the next larger one."""
         if self.ready:
-            self.size = min(
-                _next_pool_size(self.found, target, self.size),
-                self.config.budget.max_pool_completions,
-            )
+            self.size = min(next_pool_size(self.found, target, self.size), MAX_POOL_COMPLETIONS)
         with self.spent.on("pool"):
             scored = self._measure()
         self.spent.rollouts = scored.rewards_PN.size
@@ -86,7 +84,7 @@ class ClosedForms:
         """The pairs whose relative half-width is above the target."""
         if not self.ready:
             return self.keys
-        if self.size >= self.config.budget.max_pool_completions:
+        if self.size >= MAX_POOL_COMPLETIONS:
             return []
         return [key for key, x in self.curves().items() if halfwidth(x) > target]
 
@@ -94,6 +92,19 @@ class ClosedForms:
         """Mean squared errors by baseline and group size."""
         points = [x for name, x in self.found.statistics.items() if name.startswith("mse/")]
         return dict(zip(self.keys, points, strict=True))
+
+
+def next_pool_size(statistics, target, size):
+    """Completions a question that should bring every curve's relative half-width to the target.
+
+    A half-width falls like 1/sqrt(N); a tenth more makes up for the pilot's own error.
+    """
+    points = [x for name, x in statistics.statistics.items() if name.startswith("mse/")]
+    worst = max(map(halfwidth, points), default=0.0)
+    if worst <= target:
+        return size
+    factor = min(4.0, 1.1 * (worst / target) ** 2) if math.isfinite(worst) else 4.0
+    return int(np.ceil(size * max(factor, 1.2)))
 
 
 def configured(asked):
@@ -104,7 +115,7 @@ def configured(asked):
     overrides = [
         *model, f"study.questions={asked.questions}", f"baselines=[{','.join(BASELINES)}]",
         f"group_sizes={asked.group_sizes}", "launch.workers=1", "launch.num_threads=1",
-        "study.methods=[closed_form,monte_carlo]", "budget.max_pool_completions=8192",
+        "study.methods=[closed_form,monte_carlo]",
     ]  # fmt: skip
     return compose_config("mse", [*overrides, *asked.overrides])
 

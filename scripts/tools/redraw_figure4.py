@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the MSE of the gradient against the group size again, from a study's curves.parquet.
+"""Draw the MSE of the gradient against the group size again, from a study's curves.csv.
 
     python scripts/tools/redraw_figure4.py outputs/mse/NAME/seed-0     # writes figure4.png there
 
@@ -18,11 +18,11 @@ import pandas
 parser = argparse.ArgumentParser(description="Redraw a study's figure.")
 parser.add_argument("folder", type=Path, help="the run folder of a finished study")
 folder = parser.parse_args().folder
-if not (folder / "curves.parquet").is_file():
-    parser.error(f"{folder} has no curves.parquet: name the folder of a finished study")
+if not (folder / "curves.csv").is_file():
+    parser.error(f"{folder} has no curves.csv: name the folder of a finished study")
 
 # One row per method, baseline, target, setting and group size. Choose what to show.
-curves = pandas.read_parquet(folder / "curves.parquet")
+curves = pandas.read_csv(folder / "curves.csv")
 first = curves.iloc[0]
 shown = curves[
     (curves.method == first.method)

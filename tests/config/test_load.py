@@ -119,9 +119,6 @@ WRONG = {
     "null": ("mse", ["dataset.max_term=null"], "dataset.max_term=null: a whole number is"),
     "all": ("mse", ["dataset.train_size=null"], "train_size=null: dataset.kind=arithmetic needs"),
     "no tables": ("mse", ["dataset=plus_one", "dataset.tables=[]"], "tables=[] holds no question"),
-    "width of adam": (
-        "mse", ["study.metric=adam", "target_halfwidth=0.1"], "0.1 with study.metric=adam, whose"
-    ),
     "no expression": ("mse", ["study.parameters='('"], "is no regular expression (missing )"),
     "gradients of adam": (
         "mse", [CARLO, "study.metric=adam"], "study.methods=['monte_carlo']: the halves"

@@ -37,7 +37,6 @@ WAYS = {
         SafetensorError("Error while serializing: IoError(Os { code: 28, kind: StorageFull })"),
     ),
     "curves.csv": (mse_study, "write_csv", FULL),
-    "curves.parquet": (mse_study, "write_curves", FULL),
     "a figure": (error_figures, "save", FULL),
     "the page": (mse_study, "leave_page", FULL),
     "files of the folder": (folder_module, "write_whole", FULL),

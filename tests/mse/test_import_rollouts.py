@@ -553,7 +553,7 @@ def test_sampling_methods_and_missing_files_are_refused(tmp_path):
     path = tmp_path / "c.parquet"
     logged(path)
     with pytest.raises(ValueError, match="samples completions, which an imported pool cannot"):
-        compose("mse", *SMALL, f"pool={path}", "target_halfwidth=0.05")
+        compose("mse", *SMALL, f"pool={path}", "study.methods=[closed_form,monte_carlo]")
 
 
 def test_a_damaged_file_is_one_line(tmp_path):

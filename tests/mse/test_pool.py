@@ -225,17 +225,6 @@ def test_what_a_pool_is_of_leaves_out_what_does_not_matter(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_target_halfwidth_extends_the_pool_until_it_is_met(tmp_path):
-    path = tmp_path / "study"
-    study(path, "target_halfwidth=0.45", "baselines=[oracle]", "group_sizes=[4]",
-          "budget.max_pool_completions=64")  # fmt: skip
-    result = json.loads((path / "result.json").read_text())
-    row = result["curves"][0]
-    assert 8 < result["pool_completions"] <= 64
-    assert (row["high"] - row["low"]) / 2 <= 0.45 * row["mse"] or result["pool_completions"] == 64
-
-
-@pytest.mark.slow
 def test_cut_completions_are_named_once_and_at_once(tmp_path, capsys, monkeypatch):
     """After the first chunk of four, before it is judged, and not where a pool is extended."""
     heard = []

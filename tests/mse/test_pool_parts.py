@@ -161,7 +161,6 @@ def test_the_part_is_not_what_the_run_is(tmp_path):
         (("study.part=''", "pool=x"), "study.part=: use k/n with k from 1 to n"),
         (("study.part=1/2/3", "pool=x"), "study.part=1/2/3: use k/n with k from 1 to n"),
         (("study.part=1/2",), "study.part=1/2 with pool=null"),
-        (("study.part=1/2", "pool=x", "target_halfwidth=0.1"), "with target_halfwidth=0.1"),
     ],
 )
 def test_what_has_no_parts_is_refused(overrides, told):

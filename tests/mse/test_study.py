@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
 from scipy import stats
 
@@ -21,7 +20,6 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.curves import COLUMNS, write_curves
 from grpo_ustat.pages.findings import (
     further_findings,
     study_answer,
@@ -77,7 +75,7 @@ def test_the_folder_holds_what_it_promises(finished):
         for kind in ("pdf", "svg", "png")
     }
     always = {".hydra", "code.json", "launches.jsonl", "result.json"}
-    views = {"curves.csv", "curves.parquet", "completions.parquet", "report.html"}
+    views = {"curves.csv", "completions.parquet", "report.html"}
     assert names == {*always, *views, "pool", *pictures}
     assert all(set(row) == CURVE_KEYS for row in result["curves"])
     assert len(result["curves"]) == 2 * 4 * 2
@@ -112,35 +110,11 @@ def test_the_table_and_the_json_agree(finished):
     assert [float(row["mse"]) for row in rows] == [row["mse"] for row in result["curves"]]
 
 
-@pytest.mark.slow(minutes=0.02)
-def test_the_table_and_its_typed_twin_agree(finished):
-    """Every cell: numbers to the last bit, what is unknown null, booleans and counts as such."""
-    path, result = finished
-    assert parquet.read_table(path / "curves.parquet").to_pylist() == result["curves"]
-    text = csv.DictReader((path / "curves.csv").open())
-    assert text.fieldnames == parquet.read_schema(path / "curves.parquet").names
-    types = {f.name: str(f.type) for f in parquet.read_schema(path / "curves.parquet")}
-    assert types["replicates"] == types["group_size"] == "int64" and types["unbiased"] == "bool"
-
-
-def test_a_column_of_another_type_is_refused(tmp_path):
-    class Folder:
-        path = tmp_path
-
-        def check_lock(self):
-            pass
-
-    row = dict.fromkeys(COLUMNS)
-    with pytest.raises((ValueError, TypeError)):
-        write_curves(Folder(), [row | {"group_size": "four"}])
-    assert not (tmp_path / "curves.parquet").exists()
-
-
 @pytest.mark.slow
 def test_the_figure_can_be_redrawn(finished, tmp_path):
     path, result = finished
     script = Path(__file__).parents[2] / "scripts/tools/redraw_figure4.py"
-    shutil.copy(path / "curves.parquet", tmp_path)
+    shutil.copy(path / "curves.csv", tmp_path)
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "figure4.png").read_bytes().startswith(b"\x89PNG")

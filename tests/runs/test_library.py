@@ -5,10 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pyarrow
 import pytest
-from folders import trained
-from pyarrow import parquet
+from folders import studied, trained
 
 import grpo_ustat as gu
 from grpo_ustat.estimators.baselines import Baseline
@@ -46,9 +44,9 @@ def test_a_run_is_loaded_whole(tmp_path):
 
 
 def test_curves_are_a_table(tmp_path):
-    rows = [{"baseline": "none", "group_size": 2, "mse": 1.5, "low": None}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "curves.parquet")
-    table = gu.read_curves(tmp_path)
-    assert table.loc[0, "mse"] == 1.5 and table["group_size"].tolist() == [2]
+    folder = studied(tmp_path / "study", "tiny", {("none", 2): 1.5, ("oracle", 4): 0.5})
+    table = gu.read_curves(folder)
+    assert table["mse"].tolist() == [1.5, 0.5] and table["group_size"].tolist() == [2, 4]
+    assert table["replicates"].isna().all()
     with pytest.raises(FileNotFoundError, match="is no finished study of mse"):
         gu.read_curves(tmp_path / "nothing")
