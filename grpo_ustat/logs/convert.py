@@ -12,9 +12,15 @@ from typing import Any
 from grpo_ustat.config.model import checkpoints_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs import sieve
-from grpo_ustat.logs.formats import Format, files_of, packed_files, split_by_name
+from grpo_ustat.logs.formats import (
+    EVALUATION,
+    NOT_AS_WRITTEN,
+    Format,
+    files_of,
+    packed_files,
+    split_by_name,
+)
 from grpo_ustat.logs.pairing import POLICY_STEP, Pairing, pairing_of
-from grpo_ustat.logs.readers import EVALUATION, NOT_AS_WRITTEN
 from grpo_ustat.logs.rows import (
     LEAST_COMPLETIONS,
     LEAST_PROMPTS,

@@ -1,23 +1,140 @@
-"""Which framework wrote a file or folder of rollouts: by its file names, and by the fields of the
-first row of a file. `convert` reads them; `advise` and `mse` name it where they meet one.
+"""The formats of rollouts of ten frameworks: by which names and fields their files are known, and
+what each row says. Where an entry says "from", it is the code that writes the file, read in August
+2026.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs import readers
-from grpo_ustat.logs.readers import absolute
-from grpo_ustat.logs.rows import Options, Rollout
-from grpo_ustat.runs.files import json_lines, natural_order
+from grpo_ustat.logs.pairing import run_folder_of
+from grpo_ustat.logs.rows import (
+    DamagedFile,
+    Options,
+    Rollout,
+    reward_columns,
+    reward_of,
+    usual_reward,
+)
+from grpo_ustat.logs.turns import is_id
+from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
+from grpo_ustat.terminal.streams import single_line
 
 OUTPUT_COLUMNS = {"prompt_id", "reward"}  # columns of every file that `convert` writes
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+EVALUATION = "of an evaluation"
+NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
+EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
+TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
+SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"  # as <|end|>, <end_of_turn>
+THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"  # that a template may open, or leave empty
+OPENING_ROLE = r"^(?:system|developer|user)"
+TEMPLATE_ENDS = [
+    re.compile(end, re.DOTALL)
+    for end in (
+        # alone on its line, or after a special token: ChatML, Gemma, Granite
+        rf"(?:^|\n|{SPECIAL_TOKEN})[ \t]*(?P<rest>assistant|model){THOUGHTS}",
+        # before a special token, or as one: Llama, Phi-4; Phi-3, Zephyr
+        rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
+        rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
+        # joined to the question by the loss of a special token: Llama, with a blank line after it;
+        # Phi-4 and gpt-oss, where another role begins the text
+        rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
+        rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
+        rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
+        r"(?P<rest></?think>)\s*$",
+    )
+]
+VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")  # {sample}_{rollout}_{output}
+LONGEST_NAME = 200  # letters of an id; texts are longer
+FIELD_TYPES = {
+    "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
+    "policy_version": str | None, "reward": float, "prompt_ids": list | None,
+    "completion_ids": list | None, "loss_mask": list | None, "logprobs": list | None,
+    "policy_step": int | None, "prompt": str | list | None, "completion": str | list | None,
+}  # fmt: skip
+
+
+class File:
+    """A file that is read: its rows, and what its place says of all of them.
+
+    Attributes:
+        run: the folder, as the name of the run.
+        place: of the row at hand.
+        before: of a file whose lines depend on the line before, that line.
+    """
+
+    def __init__(self, path: Path, options: Options):
+        self.path, self.options, self.place, self.before = path, options, "", dict[str, Any]()
+        self.whole = absolute(path)
+        self.run, self.stem = str(self.whole.parent), path.stem
+
+    @cached_property
+    def content(self) -> Any:
+        """A Parquet file's rows, or a pickle that is read as plain data."""
+        if self.path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            return parquet.read_table(self.path).to_pylist()
+        import torch
+
+        try:
+            return torch.load(self.path, weights_only=True, map_location="cpu")
+        except Exception as error:  # of any kind: damaged, or not of plain data
+            raise DamagedFile(
+                f"{self.path} needs more than plain data to be read ({single_line(error, 120)}): a "
+                "pickle may run code, so it is refused; save dictionaries of lists"
+            ) from error
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """Place and content of each row; None for a line that is no JSON object."""
+        if self.path.suffix == ".jsonl":
+            with self.path.open(encoding="utf-8-sig", errors="replace") as file:
+                lines = ((f"line {n}", line) for n, line in enumerate(file))
+                yield from ((place, parsed_row(line)) for place, line in lines if line.strip())
+            return
+        if self.path.suffix == ".pkl":
+            yield "file", {}
+            return
+        samples, word = self.content, "row"
+        if self.path.suffix == ".pt":
+            samples, word = self.content["samples"], "sample"
+        yield from ((f"{word} {n}", row) for n, row in enumerate(samples))
+
+    @cached_property
+    def rewards(self) -> tuple[list[str], dict[str, float]]:
+        """Columns of a table that may hold rewards, and the one that does, with its weight."""
+        rows = self.content
+        columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+        names, nulls = reward_columns(columns, TRL_COLUMNS)
+        usual = usual_reward(self.path, names, nulls, self.options) if rows else {}
+        return names + nulls, usual
+
+    @property
+    def is_evaluation(self) -> bool:
+        """By the nearest folder above it whose name says evaluation or training, up to the parent
+        of the source.
+        """
+        source, folder = self.options.source, self.whole.parent
+        given = folder if source is None or source.is_file() else absolute(source)
+        above = len(folder.parts) - len(given.parts)
+        for name in [one.name.lower() for one in (folder, *folder.parents)][: above + 2]:
+            if EVALUATION_FOLDER.search(name) or TRAINING_FOLDER.search(name):
+                return bool(EVALUATION_FOLDER.search(name))
+        return False
+
+
+Said = dict[str, Any]  # fields of a Rollout; `rewards`: values by name, usual weights
 
 
 @dataclass(frozen=True)
@@ -26,71 +143,406 @@ class Format:
 
     Attributes:
         name: of the framework.
-        read: the rows of one file.
+        says: what a row says: of a rollout, or of several.
         pattern: of its files below a source folder.
-        fields: some that every one of its rows has; none: the file name alone says it.
         named: how the path of such a file ends; empty: as the pattern says. Copies and attempts
             that were put aside, such as 5_old.jsonl, have other names.
+        fields: some that every one of its rows has; none: the file name alone says it.
         note: what the user must know of it.
+        skips_null: whether it adds up the rewards that are there and leaves a null out.
     """
 
     name: str
-    read: Callable[[Path, Options], Iterator[Rollout]] = field(repr=False)
+    says: Callable[[Any, File], Said | list[Said]] = field(repr=False)
     pattern: str
-    fields: frozenset[str] = frozenset()
     named: str = ""
+    fields: frozenset[str] = frozenset()
     note: str = ""
+    skips_null: bool = False
+
+    def read(self, path: Path, options: Options) -> Iterator[Rollout]:
+        """The rollouts of a file; a row that is not as the framework writes it becomes one with
+        that fault, so that it is counted and the others are read.
+        """
+        file = File(path, options)
+        for place, row in file.rows():
+            file.place = place
+            try:
+                if row is None:
+                    raise ValueError("no JSON object, cut off perhaps")
+                said = self.says(row, file)
+                several = [said] if isinstance(said, dict) else said
+                made = [self._rollout(one, place, file) for one in several]
+            except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                reason = f"{type(error).__name__}: {single_line(error, 80)}"
+                fault = f"{NOT_AS_WRITTEN} ({reason})"
+                made = [Rollout(path, place, run=str(path.parent), fault=fault)]
+            if len(made) == 1:
+                made[0].names = made[0].names or short_values(row)
+            yield from made
+
+    def _rollout(self, said: Said, place: str, file: File) -> Rollout:
+        values, usual = said.pop("rewards", ({}, {}))
+        fault, at = said.pop("fault", ""), said.pop("at", "")
+        paid: Said = {}
+        if usual or values:
+            paid = dict(reward_of(values, file.options, usual, self.skips_null))
+        fields: Said = {"run": file.run} | said | paid | {"fault": fault or paid.get("fault", "")}
+        one = Rollout(file.path, f"{place}{at}", **fields)
+        for name, kind in FIELD_TYPES.items():
+            if not isinstance(value := getattr(one, name), kind):
+                shown = f"{name} is {type(value).__name__} {single_line(value, 40)}"
+                one.fault = f"{NOT_AS_WRITTEN} ({shown})"
+                break
+        return one
+
+
+TRL_COLUMNS = {
+    "step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids", "policy_step",
+}  # fmt: skip
+
+
+def _trl(row: Mapping[str, Any], file: File) -> Said:
+    """A row a completion, from GRPOTrainer's log, a column of each reward function; token ids and
+    the policy's step only where `grpo_ustat.integrations.trl.record` was among these.
+    """
+    (names, usual), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
+    return dict(
+        group=json.dumps(row["prompt"], sort_keys=True), run=str(run_folder_of(file.path)),
+        step=str(step), prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
+        policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
+        policy_step=int(step) - 1 if written_by is None and step else written_by,
+        prompt=row["prompt"], completion=row["completion"],
+        rewards=({name: row[name] for name in names}, usual),
+    )  # fmt: skip
+
+
+def _nemo_rl(packed: Mapping[str, Any], file: File) -> Said:
+    """A line a completion, from `log_batched_dict_as_jsonl`; values perhaps in a list of one; whole
+    sequences, padded, with the mask of generated tokens. It has no group: completions of a prompt
+    stand one after another, `idx` counts them. Under dynamic sampling a row's own reward is in
+    `filtered_rewards`.
+    """
+    row = {k: x[0] if isinstance(x, list) and len(x) == 1 else x for k, x in packed.items()}
+    file.before["idx"] = idx = int(row.get("idx", file.before.get("idx", -1) + 1))
+    length = whole(row["input_lengths"], "input_lengths", len(row["token_ids"]))
+    tokens, mask = row["token_ids"][:length], row["token_loss_mask"][:length]
+    start = mask.index(1) if 1 in mask else length
+    logprobs, size = row.get("generation_logprobs"), file.options.group_size
+    out = row.get("sample_loss_mask", 1) == 0
+    own = "filtered_rewards" if "filtered_rewards" in row else "rewards"
+    return dict(
+        group=str(idx // size) if size else json.dumps(tokens[:start]), sample=str(idx),
+        step=file.stem.rpartition("step")[2], policy_version=file.stem,
+        untrained="sample_loss_mask is 0: it was left out" if out else "",
+        prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
+        logprobs=None if logprobs is None else logprobs[start:length], rewards=(row, {own: 1.0}),
+    )  # fmt: skip
+
+
+def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Said]:
+    """An episode a line, each of its traces a chain of nodes, of which the sampled ones are the
+    policy's; rewards are added by their weights. `all` holds what arrived, `effective` what was
+    trained on, from `FileMonitor.log_episodes`; a launch has a run id.
+    """
+    parts = file.whole.parts
+    rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
+    folder = str(Path(*parts[: rollouts[-1] if rollouts else -1]))
+    run = episode.get("run") or {}
+    work = run.get("work") or {}
+    is_evaluation = "eval" in (parts[-3], work.get("type"), run.get("type"))
+    common: Said = dict(
+        run=f"{folder}, run {run['id']}" if run.get("id") else folder, arrived=parts[-2] == "all",
+        step=next((part[5:] for part in reversed(parts) if part.startswith("step_")), None),
+        untrained=EVALUATION if is_evaluation else "",
+    )  # fmt: skip
+    if not episode["traces"]:
+        return [common | {"untrained": common["untrained"] or "it failed before any trace"}]
+    return [
+        common | _prime_trace(trace, episode, common["untrained"], f" trace {k}")
+        | ({"sample": str(trace["id"])} if trace.get("id") else
+           {"sample": f"{episode['id']} {k}" if episode.get("id") else None})
+        for k, trace in enumerate(episode["traces"])
+    ]  # fmt: skip
+
+
+def _prime_trace(
+    trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
+) -> Said:
+    """One agent's trace. The prompt ends where the policy's first token begins; log-probabilities
+    are those of sampled tokens alone.
+    """
+    tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
+    for node in trace["nodes"]:
+        ids = node.get("token_ids") or []
+        sampled = bool(node.get("sampled"))
+        own = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
+        values = iter(node.get("logprobs") or ())
+        if node.get("logprobs") and len(node["logprobs"]) == len(own) != sum(own):
+            logprobs += [float(x) for x in values]  # of every token of the node
+        else:
+            logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
+        are_logged &= not any(own) or bool(node.get("logprobs"))
+        tokens += ids
+        mask += own
+    start = mask.index(1) if 1 in mask else len(tokens)
+    policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
+    first, last = policy.get("start"), policy.get("end")
+    parents, fault = [node.get("parent") for node in trace["nodes"]], ""
+    if any(parent not in (None, i - 1) for i, parent in enumerate(parents) if i):
+        fault = "its nodes branch: no single sequence"
+    elif first != last:
+        fault = f"written by policies {first} to {last}"
+    agent = trace.get("agent") or {}
+    if not untrained and trace.get("ok", episode.get("ok")) is False:
+        untrained = "it failed (ok is false)"
+    elif not untrained and agent.get("trainable") is False:
+        untrained = "of an agent that is not trained"
+    rewards = {name: (one or {}).get("score") for name, one in trace["rewards"].items()}
+    weights = {name: (one or {}).get("weight") for name, one in trace["rewards"].items()}
+    reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
+    group = (episode.get("group") or {}).get("id")
+    if isinstance(group, list | dict):
+        raise TypeError("group.id is no name")
+    group = json.dumps(tokens[:start]) if group is None else group
+    return dict(
+        at=at, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
+        untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
+        loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
+        ended=None if not reasons else reasons[-1] != "length",
+        policy_version=None if last is None else str(last), fault=fault,
+        rewards=(rewards, {name: 1.0 if x is None else x for name, x in weights.items()}),
+    )  # fmt: skip
+
+
+def _open_instruct(row: Mapping[str, Any], file: File) -> Said:
+    """A line a completion, from `save_traces`, appended to."""
+    step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
+    return dict(
+        group=str(row["prompt_idx"]),
+        run=str(Path(file.run, file.stem.rpartition("_rollouts_")[0])),
+        step=str(step), batch=str(step), policy_version=f"step {step}",
+        untrained="it was aborted" if str(reason).startswith("abort") else "",
+        sample=None if sample is None else f"{row['prompt_idx']}/{sample}",
+        prompt_ids=list(row["prompt_tokens"]), completion_ids=list(row["response_tokens"]),
+        logprobs=row.get("logprobs"), ended=None if reason is None else reason != "length",
+        rewards=(row, {"reward": 1.0}),
+    )  # fmt: skip
+
+
+def _slime(sample: Mapping[str, Any], file: File) -> Said:
+    """A sample of `--save-debug-rollout-data`, a pickle read with `weights_only=True`; files of
+    evaluations have `eval_` before their number, from `save_debug_rollout_data`.
+    """
+    before, number = file.stem.rstrip("0123456789"), file.content.get("rollout_id")
+    tokens, group = list(sample["tokens"]), sample["group_index"]
+    length = whole(sample["response_length"], "response_length", len(tokens))
+    prompt_ids = tokens[: len(tokens) - length]
+    versions = sorted({str(one) for one in sample.get("weight_versions") or ()})
+    logged = sample.get("status")
+    status = None if logged is None else str(logged).lower().rpartition(".")[2]
+    untrained = {"failed": "it failed", "aborted": "it was aborted"}.get(status or "", "")
+    untrained = EVALUATION if before.endswith("eval_") else untrained
+    if not untrained and sample.get("remove_sample"):
+        untrained = "remove_sample is set: it was left out"
+    return dict(
+        group=json.dumps(prompt_ids) if group is None else str(group),
+        run=str(Path(file.run, before)), step=str(number), untrained=untrained,
+        prompt_ids=prompt_ids, completion_ids=tokens[len(tokens) - length :],
+        loss_mask=sample.get("loss_mask"), logprobs=sample.get("rollout_log_probs"),
+        ended=None if status is None else status != "truncated",
+        policy_version=versions[0] if versions else f"rollout {number}",
+        fault=f"written by policies {' and '.join(versions)}" if len(versions) > 1 else "",
+        rewards=({"reward": sample["reward"]}, {"reward": 1.0}),
+    )  # fmt: skip
+
+
+def template_end(prompt: str) -> str:
+    r"""The word by which a prompt ends as chat templates do, which leave it alone on its line or
+    beside a special token; "" where it is a prompt without a template.
+
+    >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
+    ('assistant', '')
+    """
+    return next((m["rest"] for end in TEMPLATE_ENDS if (m := end.search(prompt))), "")
+
+
+def _rollout_name(name: str) -> str:
+    """The part of verl's name of a row that all outputs of its rollout have."""
+    one_of_many = VERL_NAME.fullmatch(name)
+    return one_of_many["rollout"] if one_of_many else name
+
+
+def _verl(row: Mapping[str, Any], file: File) -> Said:
+    """Texts of `trainer.rollout_data_dir`'s {global_steps}.jsonl without special tokens, so never
+    token-exact, and no longer the prompt where a chat template wrote it. Files of
+    `trainer.validation_data_dir` are the same, but for their folder.
+    """
+    step, uid = str(row.get("step", file.stem)), str(row.get("uid") or "")
+    if rest := template_end(row["input"]):
+        raise ConfigError(
+            f"{file.path} {file.place}: its prompt ends in {rest}, as chat templates do, and verl "
+            "left their special tokens out, so it is not what the model read: let verl log tokens "
+            "too, with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record, and convert "
+            "these (docs/verl.md)"
+        )
+    one_of_many = VERL_NAME.fullmatch(uid)
+    return dict(
+        group=one_of_many["sample"] if one_of_many else uid or row["input"], step=step,
+        names=short_values(row) | {"uid": _rollout_name(uid)},
+        sample=uid if one_of_many else None, policy_version=f"step {step}",
+        untrained=f"{EVALUATION}, by the name of its folder" if file.is_evaluation else "",
+        prompt=row["input"], completion=row["output"], rewards=(row, {"score": 1.0}),
+    )  # fmt: skip
+
+
+def _verl_record(row: Mapping[str, Any], file: File) -> Said:
+    """A row a completion of {global_steps}.parquet by `grpo_ustat.integrations.verl_record`, with
+    the sampler's log-probabilities where verl has them, and the first and the last `global_step` of the
+    weights that wrote it.
+    """
+    first, last = row["min_global_steps"], row["max_global_steps"]
+    return dict(
+        group=row["uid"], step=str(row["step"]), sample=row["sample"],
+        prompt_ids=row["prompt_ids"], completion_ids=row["completion_ids"],
+        loss_mask=row["response_mask"], logprobs=row["rollout_log_probs"], policy_step=last,
+        policy_version=f"step {row['step']}" if last is None else f"global_step_{last}",
+        fault=f"written by policies {first} to {last}" if first != last else "",
+        names={"uid": _rollout_name(row["sample"] or row["uid"])},
+        rewards=(row, {"score": 1.0}),
+    )  # fmt: skip
+
+
+def _areal(row: Mapping[str, Any], file: File) -> Said:
+    """Texts with special tokens, and their lengths, of rollout/{version}/{task_id}.jsonl, which is
+    appended to; evaluations are in eval-rollout/. Tasks are numbered anew by a resumed run.
+    """
+    run, head, tail = file.whole.parent.parent, row.get("head_version"), row.get("tail_version")
+    version, sample = None if tail is None else str(tail), row.get("sample_idx")
+    return dict(
+        group=str(row["task_id"]), run=str(run), step=version, batch=str(file.path),
+        sample=None if sample is None else str(sample), policy_version=version,
+        untrained=EVALUATION if run.name.startswith("eval") else "",
+        prompt=row["prompt"], completion=row["completion"], rewards=(row, {"reward": 1.0}),
+        fault=f"written by policies {head} to {tail}" if head != tail else "",
+    )  # fmt: skip
+
+
+def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Said]:
+    """A line a log, columns as lists, appended to. A line at the step of the line before it is the
+    log of an evaluation, one at an earlier step of a resumed run.
+    """
+    known = {"step", "prompt", "completion", "advantages", "entropy"}
+    lists = {name: x for name, x in columns.items() if isinstance(x, list)}
+    names, nulls = reward_columns(lists, known)
+    usual = usual_reward(file.path, names, nulls, file.options)
+    names += nulls
+    before, steps = file.before, columns.get("step")
+    last = before.get("columns", {})
+    is_evaluation = last.get("step", ()) == steps and (before["eval"] or last != columns)
+    before |= {"columns": columns, "eval": is_evaluation}
+    steps = steps if isinstance(steps, list) else [steps] * len(columns["prompt"])
+    rows = zip(steps, columns["prompt"], columns["completion"], *map(lists.get, names), strict=True)
+    untrained = f"{EVALUATION}: logged at the step of the line before" if is_evaluation else ""
+    return [
+        dict(
+            at=f" entry {i}", group=json.dumps(prompt, sort_keys=True), step=str(step),
+            batch=str(step), sample=str(i), untrained=untrained, policy_version=f"step {step}",
+            prompt=prompt, completion=completion,
+            names=short_values({name: x[i] for name, x in lists.items() if is_id(name)}),
+            rewards=(dict(zip(names, values, strict=True)), usual),
+        )
+        for i, (step, prompt, completion, *values) in enumerate(rows)
+    ]  # fmt: skip
+
+
+def _skyrl(_: Mapping[str, Any], file: File) -> Said:
+    """Its dumped batches are a pickle without rewards and prompt ids, so of no use here."""
+    raise ConfigError(
+        f"{file.path}: SkyRL takes rewards and prompt ids out before it dumps a batch, and the "
+        "file is a pickle: write token-exact rows in a TrainingCallback's on_step_end instead, see "
+        "docs/measuring.md"
+    )
 
 
 FORMATS = {
     one.name: one
     for one in (
         Format(
-            "trl", readers.read_trl, "**/completions*.parquet",
-            frozenset({"prompt", "completion", "step"}), r"/completions_\d{5,}\.parquet",
+            "trl", _trl, "**/completions*.parquet", r"/completions_\d{5,}\.parquet",
+            frozenset({"prompt", "completion", "step"}), skips_null=True,
             note="file K is of checkpoint K - 1 where a batch has one update; record logs which",
         ),
         Format(
-            "nemo_rl", readers.read_nemo_rl, "**/train_data_step*.jsonl",
+            "nemo_rl", _nemo_rl, "**/train_data_step*.jsonl", r"/train_data_step\d+\.jsonl",
             frozenset({"token_ids", "token_loss_mask", "input_lengths", "rewards"}),
-            r"/train_data_step\d+\.jsonl",
             note="no end reason is logged: what ended follows from the end token",
         ),
         Format(
-            "prime_rl", readers.read_prime_rl, "**/traces.jsonl", frozenset({"traces"}),
-            r"(/rollouts/step_\d+/|^(?!.*/rollouts/step_)).*",
+            "prime_rl", _prime_rl, "**/traces.jsonl",
+            r"(/rollouts/step_\d+/|^(?!.*/rollouts/step_)).*", frozenset({"traces"}),
         ),
         Format(
-            "open_instruct", readers.read_open_instruct, "**/*_rollouts_*.jsonl",
+            "open_instruct", _open_instruct, "**/*_rollouts_*.jsonl", r"_rollouts_\d{6,}\.jsonl",
             frozenset({"prompt_tokens", "response_tokens", "prompt_idx"}),
-            r"_rollouts_\d{6,}\.jsonl",
         ),
         Format(
-            "verl_record", readers.read_verl_record, "**/*.parquet",
+            "verl_record", _verl_record, "**/*.parquet", r"/\d+\.parquet",
             frozenset({"uid", "prompt_ids", "completion_ids", "response_mask", "score"}),
-            r"/\d+\.parquet",
             note="21.parquet is of global_step_20; verl.model_merger makes it a model",
         ),
         Format(
-            "verl", readers.read_verl, "**/*.jsonl", frozenset({"input", "output", "score"}),
-            r"/\d+\.jsonl", note="texts without special tokens",
+            "verl", _verl, "**/*.jsonl", r"/\d+\.jsonl", frozenset({"input", "output", "score"}),
+            note="texts without special tokens",
         ),
         Format(
-            "areal", readers.read_areal, "**/*.jsonl",
+            "areal", _areal, "**/*.jsonl", r"/\d+/(\d+|[0-9a-f-]{32,36})\.jsonl",
             frozenset({"task_id", "seqlen", "completion"}),
-            r"/\d+/(\d+|[0-9a-f-]{32,36})\.jsonl",
         ),
         Format(
-            "ms_swift", readers.read_ms_swift, "**/completions.jsonl",
-            frozenset({"prompt", "completion", "advantages"}),
+            "ms_swift", _ms_swift, "**/completions.jsonl",
+            fields=frozenset({"prompt", "completion", "advantages"}), skips_null=True,
         ),
         Format(
-            "slime", readers.read_slime, "**/*.pt",
-            frozenset({"rollout_id", "samples", "response_length"}), r"\d\.pt",
+            "slime", _slime, "**/*.pt", r"\d\.pt",
+            frozenset({"rollout_id", "samples", "response_length"}),
         ),
-        Format("skyrl", readers.read_skyrl, "**/*_training_input.pkl"),
+        Format("skyrl", _skyrl, "**/*_training_input.pkl"),
     )
 }  # fmt: skip
+
+
+def absolute(path: Path) -> Path:
+    """The whole path, so that names of folders above the working one count; links keep theirs."""
+    return Path(os.path.abspath(path))
+
+
+def whole(value: Any, name: str, largest: int) -> int:
+    """A length as logged.
+
+    Raises:
+        ValueError: it is no whole number from 0 to `largest`.
+    """
+    if not isinstance(value, int | float) or value not in range(largest + 1):
+        raise ValueError(f"{name} is no whole number from 0 to {largest}")
+    return int(value)
+
+
+def short_values(row: Any) -> dict[str, str | int]:
+    """Short texts and whole numbers of a row, by field, also those in lists of one."""
+    if not isinstance(row, dict):
+        return {}
+    single = {
+        key: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for key, value in row.items()
+    }
+    return {
+        key: value
+        for key, value in single.items()
+        if isinstance(value, str | int) and len(str(value)) <= LONGEST_NAME
+    }
 
 
 def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
