@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.own_functions import TASKS, check_entry_point, check_reward
-from grpo_ustat.config.row_files import count_and_columns, split_files
+from grpo_ustat.config.row_files import read_rows, split_files
 from grpo_ustat.config.schema import ConfigError, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
@@ -31,7 +31,7 @@ OTHER_COLUMNS = {  # of questions and answers, as files of others name them
     "answer": ("answer", "ground_truth", "solution", "expected_answer", "final_answer", "gold",
                "target", "label", "response", "completion", "output"),
 }  # fmt: skip
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Gsm8kConfig(DatasetConfig):
     """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021)."""
 
     path: str = field(
-        "a file or folder (jsonl, json, Parquet, perhaps compressed) of your own, or a hub id"
+        "a file or folder (jsonl, json, CSV, Parquet, perhaps compressed) of your own, or a hub id"
     )
     subset: str | None = field("of a hub id that has several; null: it has none")
     revision: str | None = field("branch, tag or commit of the hub id; null: its main branch")
@@ -223,7 +223,9 @@ class MathConfig(Gsm8kConfig):
 class JsonlConfig(DatasetConfig):
     """Rows of the user's own, with any columns."""
 
-    path: str = field("a file or folder (jsonl, json, Parquet, perhaps compressed) of your own")
+    path: str = field(
+        "a file or folder (jsonl, json, CSV, Parquet, perhaps compressed) of your own"
+    )
     test_path: str | None = field(
         "as path, of the test rows; null: those of the folder, else some are split off from path"
     )
@@ -299,7 +301,8 @@ class JsonlConfig(DatasetConfig):
         return rows, sum(tests) if tests else None
 
     def _count(self, name: str, file: Path) -> int:
-        count, columns = count_and_columns(f"dataset.{name}", file)
+        rows = read_rows(file, f"dataset.{name}")
+        count, columns = len(rows), [*rows[0][1]] if rows else []
         missing = [key for key in ("question", "answer") if getattr(self, key) not in columns]
         if not columns or not missing:
             return count

@@ -1,32 +1,135 @@
-"""Files of rows: which a folder holds of each split, and how many rows are in one."""
+"""Rows of files: json lines, json, CSV or Parquet, plain or compressed as fsspec knows it."""
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import csv
+import io
 import json
 import logging
-import lzma
+import math
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
-UNPACKERS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress,
-    ".zst": lambda content: import_module("zstandard").decompress(content),
-}  # fmt: skip
+# Each with its number, from 1; blank lines count.
+Rows = list[tuple[int, dict[str, Any]]]
+# Of the cells of a CSV row that have no column.
+TOO_MANY = "more fields than the header"
 
 
-def kind_of(file: Path) -> str | None:
-    """What `datasets` calls a file of this name, perhaps compressed; None where it knows none."""
-    return next((KINDS[suffix] for suffix in reversed(file.suffixes) if suffix in KINDS), None)
+def read_rows(file: Path, key: str = "") -> Rows:
+    """The rows of a file, which is read once. Numbers are as Python's json reader has them, those
+    of single precision in a Parquet file the shortest that round to them; of CSV all are texts.
+
+    Args:
+        file: json lines, or one json array; CSV with a header, or Parquet, by its name.
+        key: of the configuration, which names the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row is no object, or holds what is no number or
+            half of a character; names file, row and field.
+    """
+    place = f"{key}={file}" if key else str(file)
+    try:
+        return _rows(file, file.stat().st_mtime_ns)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = single_line(error, 200)
+        if isinstance(error, ValueError) and "zstd" in reason:
+            reason = "pip install zstandard, or use .gz"
+        raise ConfigError(f"{place} cannot be read: {reason}") from error
+
+
+@lru_cache(maxsize=8)
+def _rows(file: Path, modified_ns: int) -> Rows:
+    """The rows of a file as it was at `modified_ns`."""
+    fsspec: Any = import_module("fsspec")
+    with fsspec.open(str(file), "rb", compression="infer") as opened:
+        content: bytes = opened.read()
+    kind = next((x for x in reversed(file.suffixes) if x in (".parquet", ".csv")), ".jsonl")
+    if kind == ".parquet":
+        return _checked(file, enumerate(_parquet(content), start=1))
+    text = content.decode("utf-8-sig")
+    if kind == ".csv":
+        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey=TOO_MANY)
+        return _checked(file, enumerate(rows, start=1))
+    return _checked(file, _json(file, text))
+
+
+def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """The entries of one array, or the lines that are not blank."""
+    if text.lstrip().startswith("["):
+        try:
+            yield from enumerate(json.loads(text), start=1)
+            return
+        except (ValueError, RecursionError) as error:
+            if text.lstrip()[1:].lstrip()[:1] in ("{", "]", ""):
+                raise ValueError(f"no json ({error})") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{file} row {number} is no json: {error}") from error
+
+
+def _parquet(content: bytes) -> list[dict[str, Any]]:
+    """The rows of a table, single precision as the shortest decimal that rounds to it."""
+    parquet: Any = import_module("pyarrow.parquet")
+    table = parquet.read_table(io.BytesIO(content))
+    rows = table.to_pylist()
+    for one in table.schema:
+        if str(one.type) in ("float", "halffloat"):
+            single = one.type.to_pandas_dtype()
+            for row in rows:
+                row[one.name] = row[one.name] and float(str(single(row[one.name])))
+    return rows
+
+
+def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> Rows:
+    """The rows, each an object of finite numbers and whole characters."""
+    numbered: Rows = list(rows)
+    for number, row in numbered:
+        if not isinstance(cast(Any, row), dict):
+            raise ConfigError(
+                f"{file} row {number} is {row!r:.60}, it must be an object with named fields"
+            )
+        if TOO_MANY in row:
+            raise ConfigError(f"{file} row {number} has more fields than the header names")
+        for name, value in row.items():
+            for part in (name, *_parts(value)):
+                if isinstance(part, float) and not math.isfinite(part):
+                    raise ConfigError(
+                        f"{file} row {number}: field {name} is {part}, it must be a finite "
+                        "number, or null"
+                    )
+                if isinstance(part, str) and SURROGATE.search(part):
+                    raise ConfigError(
+                        f"{file} row {number}: field {name} is {part!r}, it must be a text of "
+                        "whole characters"
+                    )
+    return numbered
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value, or all that it holds."""
+    if isinstance(value, dict):
+        for name, inner in cast(dict[Any, Any], value).items():
+            yield name
+            yield from _parts(inner)
+    elif isinstance(value, list):
+        for inner in cast(list[Any], value):
+            yield from _parts(inner)
+    else:
+        yield value
 
 
 def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, list[Path]]:
@@ -34,7 +137,7 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
 
     Args:
         key: of the configuration, which names the folder.
-        folder: with jsonl, json or Parquet files, perhaps compressed.
+        folder: with files of rows.
         subset: of a folder that has several, as its card names them.
 
     Raises:
@@ -50,70 +153,15 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
     except Exception as error:
         raise ConfigError(
             f"{key}={folder} holds no rows that can be read ({reason_of(error)}): use "
-            "jsonl, json or Parquet files with train and test in their names"
+            "jsonl, json, CSV or Parquet files with train and test in their names"
         ) from error
-    if builder.name not in KINDS.values():
+    if builder.name not in ("json", "csv", "parquet"):
         raise ConfigError(
-            f"{key}={folder} holds no jsonl, json or Parquet file: put train.jsonl and "
+            f"{key}={folder} holds no jsonl, json, CSV or Parquet file: put train.jsonl and "
             "test.jsonl there, or use another folder"
         )
     data_files = cast(dict[Any, list[Any]], builder.config.data_files)
     return {str(name): [Path(path) for path in paths] for name, paths in data_files.items()}
-
-
-def text_of(file: Path) -> str:
-    """A file's text, without the mark at its beginning that some programs write.
-
-    Raises:
-        OSError, ValueError, EOFError: it cannot be read; of a `.zst` file, also ImportError.
-    """
-    content = file.read_bytes()
-    unpack = UNPACKERS.get(file.suffix)
-    try:
-        return (unpack(content) if unpack else content).decode("utf-8-sig")
-    except lzma.LZMAError as error:
-        raise ValueError(str(error)) from error
-
-
-def json_rows(text: str) -> list[tuple[int, str | Any]]:
-    """Number and content of each row: the entries of one array, or the lines that are not blank,
-    still as texts.
-    """
-    if text.lstrip().startswith("["):
-        try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError):
-            entries = None  # perhaps an array on each line, which the reader refuses by its number
-        if isinstance(entries, list):
-            return list(enumerate(cast(list[Any], entries), start=1))
-    lines = enumerate(text.split("\n"), start=1)
-    return [(number, line) for number, line in lines if line.strip()]
-
-
-def count_and_columns(key: str, file: Path) -> tuple[int, list[str]]:
-    """How many rows a file has, and the names in the first one; none where that is no object.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        if kind_of(file) == "parquet" and file.suffix == ".parquet":
-            parquet: Any = import_module("pyarrow.parquet")
-            return parquet.read_metadata(file).num_rows, parquet.read_schema(file).names
-        rows = json_rows(text_of(file))
-    except Exception as error:
-        raise unreadable(key, file, error) from error
-    first = rows[0][1] if rows else None
-    with suppress(ValueError, RecursionError):  # the reader refuses it by its number
-        first = json.loads(first) if isinstance(first, str) else first
-    return len(rows), [*first] if isinstance(first, dict) else []
-
-
-def unreadable(key: str, file: Path, error: Exception) -> ConfigError:
-    """The error for a file of rows that cannot be read."""
-    missing = isinstance(error, ImportError) and file.suffix == ".zst"
-    reason = "pip install zstandard, or use .gz" if missing else reason_of(error)
-    return ConfigError(f"{key}={file} cannot be read: {reason}")
 
 
 @contextmanager
@@ -131,5 +179,4 @@ def quiet_datasets() -> Generator[str]:
 
 def reason_of(error: Exception) -> str:
     """What an error of reading says, in a line."""
-    root = error.__cause__ or error
-    return single_line(root, 200) or "no row was found"
+    return single_line(error.__cause__ or error, 200) or "no row was found"

@@ -400,8 +400,8 @@ def _verl(row: Mapping[str, Any], file: File) -> Said:
 
 def _verl_record(row: Mapping[str, Any], file: File) -> Said:
     """A row a completion of {global_steps}.parquet by `grpo_ustat.integrations.verl_record`, with
-    the sampler's log-probabilities where verl has them, and the first and the last `global_step` of the
-    weights that wrote it.
+    the sampler's log-probabilities where verl has them, and the first and the last `global_step` of
+    the weights that wrote it.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
     return dict(

@@ -4,23 +4,17 @@ Parquet, plain or compressed.
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_ustat.config.data import JsonlConfig
-from grpo_ustat.config.row_files import json_rows, kind_of, text_of, unreadable
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
 from grpo_ustat.tasks.answers import MARK, after_thoughts
 from grpo_ustat.tasks.base import spoken
 from grpo_ustat.tasks.rows import Row, rows_of_file
 from grpo_ustat.tasks.splits import Splits, hold_out, question_id
-from grpo_ustat.terminal.streams import SURROGATE
 
 LARGEST_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
 
@@ -89,82 +83,8 @@ def questions_of(
         ConfigError: a file cannot be read, or a row has no question or no answer; names file and
             row.
     """
-    return [_question(row, dataset, verbatim) for file in files for row in rows_of(key, file)]
-
-
-def rows_of(key: str, file: Path) -> list[Row]:
-    """The rows of a file; blank lines count, but hold none.
-
-    Json is read by Python's reader, for which 3 and 3.0 are two things in every row. A number of
-    single precision in a Parquet file is the shortest that rounds to it: 0.1, not 0.10000000149.
-
-    Raises:
-        ConfigError: the file cannot be read, or a row is no object, or has what json and text files
-            cannot hold.
-    """
-    if kind_of(file) == "parquet":
-        rows = rows_of_file(file)
-        for name, single in _single_precision(file).items():
-            for row in rows:
-                if row.fields[name] is not None:
-                    row.fields[name] = float(str(single(row.fields[name])))
-        return [_checked(row) for row in rows]
-    try:
-        numbered = json_rows(text_of(file))
-    except Exception as error:
-        raise unreadable(key, file, error) from error
-    return [_row(content, f"{file} row {number}") for number, content in numbered]
-
-
-def _single_precision(file: Path) -> dict[str, Any]:
-    """NumPy's type of each column of a Parquet file that is of single or half precision."""
-    if file.suffix != ".parquet":  # a compressed one, whose columns are read as they are
-        return {}
-    parquet: Any = import_module("pyarrow.parquet")
-    types = {one.name: one.type for one in parquet.read_schema(file)}
-    return {
-        name: kind.to_pandas_dtype() for name, kind in types.items()
-        if str(kind) in ("float", "halffloat")
-    }  # fmt: skip
-
-
-def _row(content: Any, where: str) -> Row:
-    """A row from its line, or from what a json file has for it."""
-    try:
-        fields = json.loads(content) if isinstance(content, str) else content
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no json: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where} is {fields!r:.60}, it must be an object with named fields")
-    return _checked(Row(fields, where))
-
-
-def _checked(row: Row) -> Row:
-    """The row.
-
-    Raises:
-        ConfigError: it holds what is no number, or half of a character.
-    """
-    for name, value in row.fields.items():
-        for part in (name, *_parts(value)):
-            if isinstance(part, float) and not math.isfinite(part):
-                raise row.refused(name, part, "a finite number, or null")
-            if isinstance(part, str) and SURROGATE.search(part):
-                raise row.refused(name, part, "a text of whole characters")
-    return row
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """A value, or all that it holds."""
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting += [*part, *part.values()]
-        elif isinstance(part, list):
-            waiting += part
-        else:
-            yield part
+    rows = (row for file in files for row in rows_of_file(file, key))
+    return [_question(row, dataset, verbatim) for row in rows]
 
 
 def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:

@@ -1,19 +1,17 @@
-"""Rows of a data set: a file, a folder or a hub id, read through the `datasets` library.
+"""Rows of a data set: a file, a folder, or a hub id, which the `datasets` library reads.
 
-Files are json lines, json or Parquet, plain or compressed. What cannot be used is refused by file,
-row (from 1) and field.
+What cannot be used is refused by file, row (from 1) and field.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 from grpo_ustat.config.data import Gsm8kConfig
-from grpo_ustat.config.row_files import KINDS, kind_of, quiet_datasets, reason_of, split_files
+from grpo_ustat.config.row_files import quiet_datasets, read_rows, reason_of, split_files
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.terminal.streams import SURROGATE
@@ -110,7 +108,8 @@ class Origin:
                 f"{self.key}={self.path} is no file or folder here, and as a hub id it could not "
                 f"be loaded ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
             ) from error
-        return _numbered(self._chosen(split, splits), f"{self.path} split {split}")
+        rows = enumerate(self._chosen(split, splits), start=1)
+        return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
 
     def _files(self, split: str) -> list[Path]:
         """The files of a split, known by their names or by the folder's card."""
@@ -144,58 +143,12 @@ def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
     return train.rows(dataset.train_split), test.rows(dataset.test_split)
 
 
-def rows_of_file(file: Path) -> list[Row]:
-    """All rows of a file, as the `datasets` library reads them.
-
-    Raises:
-        ConfigError: it cannot be read; names its first invalid row.
-    """
-    from datasets import load_dataset
-
-    kind = kind_of(file)
-    if kind is None:
-        endings = ", ".join(KINDS)
-        raise ConfigError(f"{file} cannot be read: its name must end in one of {endings}")
-    try:
-        with (
-            quiet_datasets() as cache
-        ):  # streamed: nothing is left in a cache that could grow stale
-            options = {"split": "train", "streaming": True, "cache_dir": cache}
-            rows = list(load_dataset(kind, data_files=str(file), **options))
-    except Exception as error:
-        reason = reason_of(error)
-        if "zstd" in reason:
-            reason += ": pip install zstandard, or use .gz"
-        elif kind == "json":
-            reason = _broken(file) or reason
-        raise ConfigError(f"{file} cannot be read: {reason}") from error
-    return _numbered(rows, str(file))
-
-
-def _numbered(rows: Iterable[dict[str, Any]], place: str) -> list[Row]:
-    return [Row(fields, f"{place} row {number}") for number, fields in enumerate(rows, start=1)]
-
-
-def _broken(file: Path) -> str | None:
-    """What is wrong with the first invalid row of a json file; None where every row is valid."""
-    import fsspec
-
-    try:
-        with fsspec.open(str(file), "rt", encoding="utf-8", compression="infer") as opened:
-            text = cast(TextIO, opened).read()
-    except (OSError, ValueError, EOFError) as error:
-        return reason_of(error)
-    if not text.strip():
-        return "it is empty"
-    rows = [text] if text.lstrip().startswith("[") else filter(str.strip, text.splitlines())
-    for number, row in enumerate(rows, start=1):
-        try:
-            value = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            return f"row {number} is no json ({error})" if row is not text else f"no json ({error})"
-        if row is not text and not isinstance(value, dict):
-            return f"row {number} is {_short(value)}, it must be an object with named fields"
-    return None
+def rows_of_file(file: Path, key: str = "") -> list[Row]:
+    """All rows of a file, see `read_rows`."""
+    rows = read_rows(file, key)
+    if not rows:
+        raise ConfigError(f"{file} cannot be read: it is empty")
+    return [Row(fields, f"{file} row {number}") for number, fields in rows]
 
 
 def _short(value: Any) -> str:

@@ -28,6 +28,7 @@ from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.tasks.rows import Row
 
 DATA = Path(__file__).parents[1] / "data" / "jsonl"
+SPLITS = ("study", "test", "train")
 ROWS = [{"question": f"q{n}?", "answer": f"a {n}", "level": n} for n in range(40)]
 
 
@@ -456,10 +457,30 @@ def test_every_way_of_keeping_rows_gives_the_same(tmp_path):
     expected = {(row["question"], row["answer"], row["level"]) for row in ROWS}
     for place in every_place(tmp_path):
         made = task(place)
-        splits = [made.questions(split) for split in ("study", "test", "train")]
+        splits = [made.questions(split) for split in SPLITS]
         assert [len(split) for split in splits] == [10, 10, 20], place
         found = {(q.text, q.answer, q.columns["level"]) for split in splits for q in split}
         assert found == expected, place
+
+
+def test_rows_of_csv_are_texts_with_the_names_of_the_header(tmp_path):
+    """A quoted cell may hold commas, quotes and lines; an answer that is a number stays a text."""
+    rows = "".join(f'"q{n}, ""so""?\nwhat",{n}\r\n' for n in range(40))
+    (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\r\n" + rows.encode())
+    made = task(tmp_path / "rows.csv")
+    found = {(q.text, q.answer) for split in SPLITS for q in made.questions(split)}
+    assert found == {(f'q{n}, "so"?\nwhat', str(n)) for n in range(40)}
+
+
+@pytest.mark.parametrize("line, message", [
+    ("a,b,c", "row 2 has more fields than the header names"),
+    ("a", "field answer is null"),
+    ('"a,b', "rows.csv cannot be read: unexpected end of data"),
+])  # fmt: skip
+def test_a_row_of_csv_that_cannot_be_used_is_named(line, message, tmp_path):
+    (tmp_path / "rows.csv").write_text(f"question,answer\nq,a\n{line}\n")
+    with pytest.raises(ConfigError, match=message):
+        task(tmp_path / "rows.csv", "dataset.test_size=1")
 
 
 @pytest.mark.slow(minutes=0.02)
