@@ -9,6 +9,7 @@ from grpo_ustat.pages.symbols import baseline_word
 from grpo_ustat.pages.tables import Table, count_text, interval_scope, three_digits, with_interval
 from grpo_ustat.records import LEAST_QUESTIONS, joint_quantity
 from grpo_ustat.runs.record import RunRecord, key_label
+from grpo_ustat.terminal.streams import best_size
 
 CURVE_KEYS = ("method", "target", "setting", "num_prompts")  # of a curve, beside its baseline
 ENDS = ("", "_low", "_high")
@@ -195,7 +196,7 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
             _estimate_text(assumption, "corr", 2),
             _estimate_text(assumption, "av_minus_a0", None),
             _estimate_text(assumption, "crossover_group_size", 1),
-            _estimate_text(scaling, "gstar", 1),
+            _best_size_text(scaling),
         ])  # fmt: skip
         names = [f"{name}{end}" for name in ("c1", "c2", "c3", "gstar") for end in ENDS]
         study = study_columns(run, study_keys) | {name: scaling[name] for name in names}
@@ -271,6 +272,12 @@ def _missing_points(studies: Sequence[RunRecord]) -> list[str]:
     ]
 
 
+def _best_size_text(scaling: dict[str, Any]) -> str:
+    """G* and its interval below it; "not decided" where any size may be the best."""
+    best, low, high = (scaling[f"gstar{end}"] for end in ENDS)
+    return (best_size(best, low, high) or "not decided").replace(" [", "\n[")
+
+
 def _estimate_text(row: dict[str, Any], name: str, digits: int | None) -> str:
     """Estimate and interval below it, to so many digits or three significant ones; null: `-`."""
 
@@ -282,6 +289,6 @@ def _estimate_text(row: dict[str, Any], name: str, digits: int | None) -> str:
     value, low, high = (row.get(f"{name}{end}") for end in ENDS)
     if low is None:
         return f"{text(value)}\n-" if value is not None else "-"
-    if value is None or (name == "gstar" and high is None):
+    if value is None:
         return f"at least {text(low)}"
     return f"{text(value)}\n[{text(low)}, {'infinity)' if high is None else f'{text(high)}]'}"

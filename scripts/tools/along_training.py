@@ -25,6 +25,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import yaml
 
+from grpo_ustat.terminal.streams import best_size
+
 ENDS = ("", "_low", "_high")
 PANELS = {
     "mean_reward": "accuracy or mean reward",
@@ -76,6 +78,10 @@ def row(name: str, step: int, group_size: int, result: dict) -> dict:
         values[f"noise_scale{end}"] = noise.get(f"rollouts{end}")
         values[f"prompt_share{end}"] = noise.get(f"prompt_share{end}")
         values[f"worth{end}"] = loss.get(f"worth{end}")
+    if not values["noise_scale_low"] and values["noise_scale_high"] is None:
+        values |= {f"noise_scale{end}": None for end in ENDS}
+    if best_size(*(values[f"gstar{end}"] for end in ENDS)) is None:
+        values |= {f"gstar{end}": None for end in ENDS}
     values |= {key: result["assumption2"][key] for key in ("corr", "a0", "a_v")}
     return values | {"grad_sq": result["grad_sq"]["grad_sq"]}
 
