@@ -57,12 +57,6 @@ VERBS = {
         ("status",),
         "grpo_ustat.cli.sweep",
     ),
-    "mirror": Verb(
-        "send run folders to wandb, TensorBoard or trackio",
-        ("outputs/train/NAME/seed-0", "logger=wandb"),
-        ("logger=wandb", "logger=tensorboard", "logger=trackio", "logger.project="),
-        "grpo_ustat.cli.mirror",
-    ),
     "doctor": Verb(
         "is this machine ready for runs, and what to do where it is not",
         ("--output", "outputs"),

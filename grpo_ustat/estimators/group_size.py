@@ -347,7 +347,9 @@ def _decide(
     """The place of the size to take and its tolerance, NaN where not decided, of each study."""
     sizes_G = np.array(sizes, float)
     c3_S = constants_S3[:, 2]
-    complete_S = np.isfinite(constants_S3).all(axis=1) & np.isfinite(covariance_S33).all(axis=(1, 2))
+    complete_S = np.isfinite(constants_S3).all(axis=1) & np.isfinite(covariance_S33).all(
+        axis=(1, 2)
+    )
     usable_S = complete_S & (c3_S > 0)
     safe_S3 = np.where(usable_S[:, None], constants_S3, 1.0)
     safe_S33 = np.where(usable_S[:, None, None], covariance_S33, np.eye(3))

@@ -85,7 +85,7 @@ trainer.add_callback(callback)
 trainer.train()
 assert callback.estimate(), "the callback measured nothing"
 """
-VERBS = ("train", "mse", "gap", "report", "advise", "convert", "doctor", "sweep", "mirror")
+VERBS = ("train", "mse", "gap", "report", "advise", "convert", "doctor", "sweep")
 STEPS = "grpo-ustat train debug=train"
 
 

@@ -64,8 +64,7 @@ MISSPELT = {
     "MSE": "unknown command 'MSE': did you mean mse?",
     "seed=1": "seed=1 comes after a verb, as in grpo-ustat train seed=1",
     "-m": "-m comes after a verb, as in grpo-ustat train -m",
-    "x": "unknown command 'x': choose from train, mse, gap, advise, convert, report, sweep, "
-    "mirror, doctor",
+    "x": "unknown command 'x': choose from train, mse, gap, advise, convert, report, sweep, doctor",
 }
 
 
@@ -115,7 +114,7 @@ def test_a_wrong_command_line_is_refused_in_a_line(monkeypatch, capsys, line):
     assert (code, out, err) == (2, "", f"error: {line.split()[0]}: {WRONG[line]}\n")
 
 
-@pytest.mark.parametrize("verb", ["convert", "sweep", "doctor", "advise", "mirror"])
+@pytest.mark.parametrize("verb", ["convert", "sweep", "doctor", "advise"])
 def test_a_verb_has_help_of_its_own(monkeypatch, capsys, verb):
     code, out, err = main(monkeypatch, capsys, verb, "--help")
     assert (code, err) == (0, "") and out.count("\n") > 5
@@ -180,7 +179,7 @@ def test_verbs_are_found_in_lines_of_every_form():
     ):
         assert verb_of(start.split()) is None
         assert verb_of([*start.split(), "gap", "seed=1"]) == "gap"
-        assert [name for name, _ in verb_candidates(f"{start} m")] == ["mse", "mirror"]
+        assert [name for name, _ in verb_candidates(f"{start} m")] == ["mse"]
         assert [name for name, _ in verb_candidates(f"{start} ")] == list(VERBS)
         assert verb_candidates(f"{start} sweep st") == [("status", "")]
         assert verb_candidates(f"{start} sweep status out") == []

@@ -61,7 +61,6 @@ COMMANDS = (
     "convert {} out.parquet",
     "report runs=outputs",
     "sweep status outputs",
-    "mirror outputs logger=wandb",
 )
 
 

@@ -38,7 +38,6 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "doctor": "tests/doctor/test_runner.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",
-    "mirror": "tests/cli/test_mirror.py",
     "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",
     "python scripts/tools/along_training.py": "tests/scripts/test_tools.py",
     "python scripts/tools/verdict_figures.py": "tests/scripts/test_tools.py",
