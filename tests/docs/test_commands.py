@@ -43,7 +43,6 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "python scripts/tools/verdict_figures.py": "tests/scripts/test_tools.py",
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
-    "eval": "tests/cli/test_completion.py",
     "VERL_USE_EXTERNAL_MODULES=my_advantages python": "tests/docs/test_my_advantages.py",
     "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record python": (
         "tests/integrations/test_verl_record.py"
