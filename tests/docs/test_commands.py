@@ -48,7 +48,6 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
         "tests/integrations/test_verl_record.py"
     ),
     "python -m verl.model_merger": "tests/helpers/verl_dump.py",
-    "VLLM_SERVER_DEV_MODE=1": "tests/rollout/test_vllm_server.py",
 }
 PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh
