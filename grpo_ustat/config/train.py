@@ -29,7 +29,7 @@ ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
+SHARINGS = ("ddp", "fsdp2")  # the files of launch/accelerate/
 
 
 @dataclass

@@ -130,11 +130,6 @@ TRIALS = {
         leaves="outputs/report/learning/report.html",
     ),
     "lora": Trial("cli,lora", words(f"{STEPS} lora=r16"), leaves="outputs/**/adapter_config.json"),
-    "deepspeed": Trial(
-        "cli,deepspeed",
-        words(f"{STEPS} launch.accelerate=deepspeed launch.num_processes=2"),
-        leaves="outputs/train/*/seed-0/result.json",
-    ),
     "slurm": Trial("cli,slurm", words(f"{STEPS} hydra/launcher=slurm --cfg hydra")),
     "smollm2": Trial("smollm2", (("python", "-c", "from gguf import GGUFReader"),)),
     "tensorboard": Trial(
