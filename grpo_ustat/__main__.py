@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,15 +40,6 @@ def main() -> None:
         raise SystemExit(0 if verb else 2)
     if verb == "--version":
         print(f"grpo-ustat {__version__}")
-        return
-    if verb in ("-sc", "--shell-completion"):
-        from grpo_ustat.cli.completion import complete
-        from grpo_ustat.config.schema import ConfigError
-
-        try:
-            complete(None, Namespace(overrides=arguments))
-        except ConfigError as error:
-            _refuse(error)
         return
     if verb not in VERBS:
         _refuse(unknown_verb(verb))
@@ -89,7 +79,7 @@ def hyphenated() -> None:
     main()
 
 
-def _refuse(message: object) -> NoReturn:
+def _refuse(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 

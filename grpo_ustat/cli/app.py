@@ -85,8 +85,8 @@ def _make(command: Command, node: DictConfig) -> float | None:
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration, shell completion or Hydra's own information; False if the
-    command line asks for none of them.
+    """Print help, a configuration, or what Hydra says of itself; False if the command line asks for
+    none of them.
     """
     words = parse_arguments(sys.argv[1:])
     if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
@@ -102,10 +102,6 @@ def print_help(entry: str) -> bool:
         from grpo_ustat.cli.show_config import show_config
 
         show_config(entry, words)
-    elif words.shell_completion:
-        from grpo_ustat.cli.completion import complete
-
-        complete(entry, words)
     else:
         with composing(entry, words.config_dir):
             show_hydra(words.config_name or entry, words)

@@ -90,7 +90,6 @@ def _opening(page: CommandOptions) -> Iterator[RenderableType]:
         more[f"{me} --help model=NAME"] = "fields as it sets them"
         more[f"{me} -m field=a,b"] = "a run for each value"
     more[f"{me} -c job"] = "all fields as YAML"
-    more[f'eval "$({me} -sc install=bash)"'] = "Tab; also zsh, fish"
     table = Table.grid(padding=(0, 2))
     for command, words in more.items():
         table.add_row(Text(command, NAME), Text(words, DIM))

@@ -32,7 +32,7 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.folder import create_folder
 from grpo_ustat.terminal.console import tell
-from grpo_ustat.terminal.streams import SURROGATE
+from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 MULTIRUN = RunMode.MULTIRUN
 INTERPOLATION = re.compile(r"\$\{[^}]*\}")  # an interpolation
@@ -253,14 +253,22 @@ def run_composed(
 
 
 def show_hydra(name: str, words: Namespace) -> None:
-    """Print what `--hydra-help` or `--info` ask of Hydra itself.
+    """Print what `--hydra-help`, `--info` or `--shell-completion` ask of Hydra itself.
 
     Args:
         name: of the main configuration file.
         words: the command line.
+
+    Raises:
+        ConfigError: Hydra cannot complete for this shell.
     """
     if words.hydra_help:
         _open_hydra().hydra_help(name, get_args_parser(), words)
+    elif words.shell_completion:
+        try:
+            _open_hydra().shell_completion(name, words.overrides)
+        except ValueError as error:
+            raise ConfigError(single_line(error)) from error
     else:
         _open_hydra().show_info(words.info, name, words.overrides)
 

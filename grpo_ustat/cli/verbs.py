@@ -1,5 +1,5 @@
-"""The verbs of `grpo-ustat VERB ...`: purpose and example of each, suggestions for misspelt ones,
-and completion by Tab. Imports only Python's own modules.
+"""The verbs of `grpo-ustat VERB ...`: purpose and example of each, suggestions for misspelt ones.
+Imports only Python's own modules.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ class Verb:
     Attributes:
         purpose: in a line.
         example: arguments that do something useful.
-        arguments: of a verb whose command line is not Hydra's: all that it takes by name.
         module: has the `main` of a verb without a room of its own.
     """
 
     purpose: str
     example: tuple[str, ...]
-    arguments: tuple[str, ...] = ()
     module: str = ""
 
 
@@ -40,12 +38,10 @@ VERBS = {
     "advise": Verb(
         "keep, raise or lower the group size of a run or a log of rollouts",
         ("outputs/train/NAME/seed-0", "num_generations=8"),
-        ("num_generations=", "rollouts=", "reward=", "model=", "output_root=", "--json"),
     ),
     "convert": Verb(
         "rollouts of TRL, verl, NeMo-RL, prime-rl ... as one file for mse",
         ("rollouts/", "rollouts.parquet"),
-        ("--from", "--group-size", "--reward", "--version"),
         "grpo_ustat.cli.convert",
     ),
     "report": Verb(
@@ -54,19 +50,11 @@ VERBS = {
     "sweep": Verb(
         "how far the runs of a sweep are",
         ("status", "outputs/train"),
-        ("status",),
         "grpo_ustat.cli.sweep",
-    ),
-    "mirror": Verb(
-        "send run folders to wandb, TensorBoard or trackio",
-        ("outputs/train/NAME/seed-0", "logger=wandb"),
-        ("logger=wandb", "logger=tensorboard", "logger=trackio", "logger.project="),
-        "grpo_ustat.cli.mirror",
     ),
     "doctor": Verb(
         "is this machine ready for runs, and what to do where it is not",
         ("--output", "outputs"),
-        ("--output", "--json", "--only"),
     ),
 }
 
@@ -83,12 +71,7 @@ def help_text() -> str:
     for name, verb in VERBS.items():
         lines.append(f"  {name:{width}}  {verb.purpose}")
         lines.append(f"  {'':{width}}    {command_line(name, *verb.example)}")
-    tab = f'eval "$({program()} -sc install=bash)"'
-    lines += [
-        "",
-        f"{f'{program()} VERB --help':{len(tab)}}  what the verb takes",
-        f"{tab}  Tab completes; also zsh, fish",
-    ]
+    lines += ["", f"{program()} VERB --help  what the verb takes"]
     return "\n".join(lines)
 
 
@@ -99,31 +82,3 @@ def unknown_verb(word: str) -> str:
     near = difflib.get_close_matches(word.lower(), VERBS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(VERBS)}"
     return f"unknown command {word!r}: {hint}"
-
-
-def verb_of(words: list[str]) -> str | None:
-    """The verb of a command line's finished words; None where it has none yet.
-
-    >>> verb_of(["./scripts/run", "mse", "seed=0"]), verb_of(["python", "-m", "grpo_ustat", "gap"])
-    ('mse', 'gap')
-    >>> verb_of(["python3", "-m", "grpo_ustat.train"]), verb_of(["grpo-ustat"])
-    ('train', None)
-    """
-    if "-m" in words[1:2]:
-        module = (words[2:3] or [""])[0]
-        if module.startswith("grpo_ustat."):
-            return module.removeprefix("grpo_ustat.")
-        words = words[2:]
-    return words[1] if len(words) > 1 else None
-
-
-def verb_candidates(line: str) -> list[tuple[str, str]]:
-    """Possible completions of a line's last word, with meanings, for lines that Hydra does not
-    read.
-    """
-    *before, word = line.split(" ")
-    verb = verb_of([one for one in before if one])
-    if verb is None:
-        return [(name, one.purpose) for name, one in VERBS.items() if name.startswith(word)]
-    names = VERBS[verb].arguments if verb in VERBS else ()
-    return [(name, "") for name in names if name.startswith(word) and name not in before]

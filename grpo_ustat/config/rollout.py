@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from grpo_ustat.config.schema import ConfigError, field
 
 ROLLOUTS = ("local", "vllm")
 VLLM_FIELDS = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
-SERVER_FIELDS = ("url", "timeout")
-NEUTRAL_FIELDS = (*SERVER_FIELDS, "cuda_graphs")  # change no result
+NEUTRAL_FIELDS = ("cuda_graphs",)  # change no result
 
 
 @dataclass
@@ -47,32 +45,3 @@ class RolloutConfig:
         for name in VLLM_FIELDS:
             if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
-
-
-@dataclass
-class TrainRollout(RolloutConfig):
-    """`RolloutConfig` of training, whose weights a server can take."""
-
-    name: str = field(
-        "local: in this process; vllm: by vLLM in this process; vllm_server: by a vllm serve",
-        choices=(*ROLLOUTS, "vllm_server"),
-    )
-    url: str | None = field("of the vLLM server; null: none", factory=lambda: None)
-    timeout: float | None = field(
-        "until the vLLM server must have answered; null: none",
-        "seconds",
-        positive=True,
-        factory=lambda: None,
-    )
-
-    def check(self) -> None:
-        """See `RolloutConfig.check`; refuse a server without its address too."""
-        super().check()
-        for name in SERVER_FIELDS:
-            if (getattr(self, name) is None) == (self.name == "vllm_server"):
-                raise ConfigError(f"rollout.{name} is of a vLLM server: use rollout=vllm_server")
-        if self.url is not None and not re.fullmatch(r"http://[^/\s:]+:\d+/?", self.url):
-            raise ConfigError(
-                f"rollout.url={self.url} is no address of a server: use one such as "
-                "http://127.0.0.1:8000"
-            )

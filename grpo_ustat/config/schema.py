@@ -1,7 +1,7 @@
 """How a schema declares its fields, and the checks of one field.
 
 A field is declared as `name: type = field("meaning", unit="tokens", choices=("a", "b"))`, a node as
-`name: Schema = node(Schema, "meaning")`; `--help`, shell completion and the tests read them here.
+`name: Schema = node(Schema, "meaning")`; `--help` and the tests read them here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from grpo_ustat.config.common import Common, LaunchConfig
 from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.reward_funcs import check_several
-from grpo_ustat.config.rollout import TrainRollout
+from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 
 # context of a rule that budget.value_completions pays for
@@ -29,7 +29,7 @@ ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
+SHARINGS = ("ddp", "fsdp2")  # the files of launch/accelerate/
 
 
 @dataclass
@@ -194,7 +194,7 @@ class TrainConfig(Common):
     optimizer: OptimizerConfig = node(OptimizerConfig, "what turns gradients into steps")
     schedule: ScheduleConfig = node(ScheduleConfig, "how the learning rate changes")
     lora: LoraConfig = node(LoraConfig, "adapters (PEFT) in place of training all parameters")
-    rollout: TrainRollout = node(TrainRollout, "what writes completions")
+    rollout: RolloutConfig = node(RolloutConfig, "what writes completions")
     eval: EvalConfig = node(EvalConfig, "how held-out questions are answered")
     monitor: MonitorConfig = node(MonitorConfig, "how good the gradients of training are")
     budget: TrainBudget = node(TrainBudget, "what a step may sample")
@@ -274,7 +274,6 @@ class TrainConfig(Common):
         self.schedule.check()
         self.lora.check()
         self.rollout.check()
-        self._check_server()
         self.eval.check()
         self.monitor.check(self.group_size, self.prompts_per_step)
         for step in self.report.steps or ():
@@ -289,21 +288,6 @@ class TrainConfig(Common):
                     f"report.steps names {step}, but eval_steps={self.eval_steps} never evaluates "
                     "there: use multiples of eval_steps"
                 )
-
-    def _check_server(self) -> None:
-        """Refuse a vLLM server where its weights cannot be sent."""
-        if self.rollout.name != "vllm_server":
-            return
-        if self.launch.device != "cuda":
-            raise ConfigError(
-                f"launch.device={self.launch.device} with rollout=vllm_server: weights go to the "
-                "server over NCCL, which CUDA alone has; use launch.device=cuda, or rollout=vllm"
-            )
-        if self.launch.num_processes > 1:
-            raise ConfigError(
-                f"launch.num_processes={self.launch.num_processes} with rollout=vllm_server: one "
-                "process trains with a server; use launch.num_processes=1, or rollout=vllm"
-            )
 
     def _check_batch(self) -> None:
         """Refuse a baseline's options, and a batch that has not what the baseline needs."""

@@ -1,1 +1,1 @@
-"""Other trainers: a callback for TRL, and our baselines in verl, SkyRL and slime."""
+"""Other trainers: a callback for TRL, and the tokens of verl's rollouts."""

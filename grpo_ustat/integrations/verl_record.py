@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-from grpo_ustat.integrations.rows import PADDING
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import single_line, visible
 
@@ -30,6 +30,7 @@ SCHEMA = pyarrow.schema([
     ("old_log_probs", pyarrow.list_(pyarrow.float64())),
     ("min_global_steps", pyarrow.int64()), ("max_global_steps", pyarrow.int64()),
 ])  # fmt: skip
+PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")  # uid of the rows that fill up a batch
 PER_TOKEN = ("rollout_log_probs", "old_log_probs")  # of the sampler, of the trainer before its step
 VERSIONS = ("min_global_steps", "max_global_steps")  # of the weights: global_step_N, first and last
 FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_scores", *PER_TOKEN)

@@ -36,17 +36,9 @@ def export_sharing(name: str) -> None:
             f"launch.accelerate={name} under accelerate launch, which has a configuration of its "
             "own: leave launch.accelerate out, or start the ranks with launch.num_processes"
         )
-    from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env
 
     words = ["--config_file", str(ACCELERATE_FOLDER / f"{name}.yaml"), "none"]
     parsed = launch_command_parser().parse_args(words)
-    arguments, defaults, precision = _validate_launch_command(parsed)
-    if arguments.use_deepspeed:
-        assert isinstance(defaults, ClusterConfig)
-        fields = [*(defaults.deepspeed_config or {}), *(["mixed_precision"] if precision else [])]
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        os.environ.update(prepare_deepspeed_cmd_env(arguments)[1])
-    else:
-        os.environ.update(prepare_multi_gpu_env(arguments))
+    os.environ.update(prepare_multi_gpu_env(_validate_launch_command(parsed)[0]))

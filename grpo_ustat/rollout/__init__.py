@@ -1,1 +1,1 @@
-"""Completions: keyed draws, the in-process sampler, vLLM and its server."""
+"""Completions: keyed draws, the in-process sampler, vLLM."""

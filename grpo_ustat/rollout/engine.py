@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo_ustat.config.model import ModelConfig
 from grpo_ustat.config.parts import SamplerOptions
-from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import Policy, context_length, out_of_memory
 from grpo_ustat.policy.output_layer import cache_name, causal
@@ -28,7 +27,6 @@ from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Work
 from grpo_ustat.rollout.local import Sampling, sample, write
 from grpo_ustat.rollout.vllm import VllmEngine
-from grpo_ustat.rollout.vllm_server import VllmServerEngine
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
@@ -140,15 +138,13 @@ def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> 
     """The configured engine, which samples from `policy`, loaded from `model`.
 
     Raises:
-        ConfigError: vLLM is missing or cannot run this model, or its server is not as it must be;
-            the model cannot be sampled from, or read in batches, see `LocalEngine`.
+        ConfigError: vLLM is missing or cannot run this model; the model cannot be sampled from, or
+            read in batches, see `LocalEngine`.
     """
     options, longest = sampler.rollout, sampler.max_prompt_length
     if options.name == "local":
         return LocalEngine(policy)
     check_rows(policy)
-    if isinstance(options, TrainRollout) and options.name == "vllm_server":
-        return VllmServerEngine(policy, options, rows=sampler.rows)
     if options.max_model_len is None and longest is not None:
         room, limit = longest + sampler.max_completion_length, context_length(model)
         options = replace(options, max_model_len=min(room, limit or room))

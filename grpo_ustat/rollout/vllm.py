@@ -105,8 +105,7 @@ class VllmEngine:
             ConfigError: vLLM would cut completions early or change the temperature.
         """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
-        limit, fix = self._llm.model_config.max_model_len, "use rollout.max_model_len={} or more"
-        check_requests(encoded, sampling, limit, fix)
+        check_requests(encoded, sampling, self._llm.model_config.max_model_len)
         options = PLAIN_SAMPLING | {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_length,
@@ -135,14 +134,13 @@ class VllmEngine:
         return rollouts_of(self._policy, prompts, encoded, completions_R, sampling)
 
 
-def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int, fix: str) -> None:
+def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int) -> None:
     """Refuse what vLLM would cut early or sample at another temperature.
 
     Args:
         encoded: the prompts' tokens.
         sampling: how they are completed.
         limit: tokens of prompt and completion that vLLM has room for.
-        fix: what to do where these are too few, with `{}` for the number that is needed.
 
     Raises:
         ConfigError: naming both values.
@@ -153,7 +151,7 @@ def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int, fix
         raise ConfigError(
             f"a prompt of {longest} tokens and max_completion_length="
             f"{sampling.max_completion_length} do not fit into vLLM's {limit} tokens: "
-            f"{fix.format(needed)}"
+            f"use rollout.max_model_len={needed} or more"
         )
     if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
         raise ConfigError(
@@ -192,8 +190,8 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
     return revert_weight_conversion(model, model.state_dict())
 
 
-def import_vllm(rollout: str = "vllm") -> Any:
-    """The module, with its environment set for this process; `rollout` is what needs it.
+def import_vllm() -> Any:
+    """The module, with its environment set for this process.
 
     Raises:
         ConfigError: it cannot be imported.
@@ -205,7 +203,7 @@ def import_vllm(rollout: str = "vllm") -> Any:
     except (ImportError, RuntimeError) as error:
         reason = single_line(error, 200)
         raise ConfigError(
-            f"rollout={rollout}: vLLM cannot be imported ({reason}): install it with "
+            f"rollout=vllm: vLLM cannot be imported ({reason}): install it with "
             f"{install_line('vllm')}, or use rollout=local"
         ) from error
 

@@ -1,8 +1,8 @@
 """Trackers: accelerate's for wandb, TensorBoard and trackio, fed by a thread of their own.
 
 A tracker shows what the run folder holds; it may fail, hang or be slow, and the run goes on as it
-would alone. What was sent is marked in the folder, so that a run that goes on, or
-`grpo-ustat mirror`, sends the rest, each step once.
+would alone. What was sent is marked in the folder, so that a run that goes on sends the rest, each
+step once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from grpo_ustat.config.command_line import command_line
 from grpo_ustat.distributed.processes import children
 from grpo_ustat.distributed.signals import seconds_since_request
 from grpo_ustat.runs import contents
@@ -77,11 +76,6 @@ class Sender:
             config=self._reader.config(),
         )
         self._tracker = OPENERS[name](about)
-
-    @property
-    def count(self) -> int:
-        """How many events the tracker was given so far."""
-        return self._state["count"]
 
     def send_folder(self) -> None:
         """Send what the folder holds and the tracker was not given yet."""
@@ -199,12 +193,11 @@ class Tracking:
         if self._over.is_set():
             return
         self._over.set()
-        commands = [command_line("mirror", str(self._folder), f"logger={self._logger.name}")]
+        rest = ""
         with suppress(OSError):
             unsent = unsent_runs(self._folder)
-            commands = [sync_command(unsent), *commands] if unsent else commands
-        rest = "; ".join(commands)
-        self._warn(f"{reason}; it is off, the run is whole without it. To send the rest: {rest}")
+            rest = f". To send the rest: {sync_command(unsent)}" if unsent else ""
+        self._warn(f"{reason}; it is off, the run is whole without it{rest}")
 
     def _warn(self, text: str) -> None:
         warn(f"logger={self._logger.name}: {text}")

@@ -24,7 +24,6 @@ from grpo_ustat.policy.loading import Policy, save_tokenizer
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.context import TrainContext, TrainProgress
-from grpo_ustat.train.deepspeed import ZeroOptimizer
 from grpo_ustat.train.fsdp2 import load_moments
 from grpo_ustat.train.model_card import card_files
 from grpo_ustat.train.snapshots import newest_whole, prune, publish
@@ -155,9 +154,7 @@ def resume(run: TrainContext) -> TrainProgress:
     return TrainProgress(step=state["step"], **state["progress"])
 
 
-def load(
-    checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer | ZeroOptimizer
-) -> dict[str, Any]:
+def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the stored state.
 
     Raises:

@@ -17,7 +17,6 @@ from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.engine import Engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import Task
-from grpo_ustat.train import deepspeed
 from grpo_ustat.train.micro_batches import TokenBudget
 
 
@@ -99,7 +98,7 @@ class TrainContext:
         engine: samples completions; `refresh` it after every change of the policy's weights.
         reference: a frozen copy of the policy before training; None without a penalty or with
             adapters, which are switched off instead.
-        optimizer: moves the parameters; under DeepSpeed it holds a part of its state.
+        optimizer: moves the parameters.
         baseline_state: what the baseline carries from batch to batch.
         token_budget: how many tokens a backward pass may take.
         share_prompts: whether updates read a prompt once for its group.
@@ -113,7 +112,7 @@ class TrainContext:
     sharded_policy: Policy | None
     engine: Engine
     reference: Policy | None
-    optimizer: torch.optim.Optimizer | deepspeed.ZeroOptimizer
+    optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     task: Task
     train_prompts: list[Prompt]

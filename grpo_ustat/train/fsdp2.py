@@ -37,7 +37,6 @@ from grpo_ustat.policy.logprobs import ContiguousRows, pack, pack_contiguous, po
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.records import Rollouts
 from grpo_ustat.train.context import TrainContext
-from grpo_ustat.train.deepspeed import ZeroOptimizer
 from grpo_ustat.train.micro_batches import Result, plan
 
 
@@ -277,12 +276,8 @@ class _WithoutHooks:
         return getattr(self._model, name)
 
 
-def moments(
-    policy: Policy, optimizer: torch.optim.Optimizer | ZeroOptimizer
-) -> dict[str, torch.Tensor]:
+def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's full state as `parameter/field`, on rank 0's CPU; on all ranks at once."""
-    if isinstance(optimizer, ZeroOptimizer):
-        return optimizer.moments(trained_names(policy))
     result = {}
     for name, parameter in named_parameters(policy, optimizer).items():
         for field, value in optimizer.state.get(parameter, {}).items():
@@ -293,14 +288,9 @@ def moments(
 
 
 def load_moments(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer | ZeroOptimizer,
-    entries: dict[str, torch.Tensor],
+    policy: Policy, optimizer: torch.optim.Optimizer, entries: dict[str, torch.Tensor]
 ) -> None:
     """Put back what `moments` returned, whatever the number of ranks was and is."""
-    if isinstance(optimizer, ZeroOptimizer):
-        optimizer.load_moments(trained_names(policy), entries)
-        return
     parameters = named_parameters(policy, optimizer)
     for key, value in entries.items():
         name, _, field = key.rpartition("/")

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from transformers import get_scheduler
 
 from grpo_ustat.config.train import ENDING_SCHEDULES, TrainConfig
@@ -31,7 +31,7 @@ from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import tell
-from grpo_ustat.train import deepspeed, fsdp2
+from grpo_ustat.train import fsdp2
 from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
@@ -81,7 +81,6 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
             )
         sharded_policy = fsdp2.shard(policy, accelerator.device)
     optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
-    zero = deepspeed.ZeroOptimizer(policy, optimizer) if deepspeed.is_configured() else None
     engine = make_engine(config.sampler_options, config.model, policy)
     reference = None
     if config.objective.beta and not config.lora.r:
@@ -97,7 +96,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         sharded_policy=sharded_policy,
         engine=engine,
         reference=reference,
-        optimizer=zero or optimizer,
+        optimizer=optimizer,
         scheduler=scheduler,
         task=task,
         train_prompts=train_prompts,
@@ -117,7 +116,11 @@ def join_ranks(config: TrainConfig) -> Accelerator:
             what this program does itself.
     """
     check_device(config.launch.device)
-    deepspeed.check_options()
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise RefusedByRank(
+            "accelerate is configured for DeepSpeed, which does not train here: use fsdp2 "
+            "(launch.accelerate=fsdp2), which shards weights, gradients and the optimizer's state"
+        )
     patience = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
     accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])
     world = accelerator.num_processes

@@ -85,7 +85,7 @@ trainer.add_callback(callback)
 trainer.train()
 assert callback.estimate(), "the callback measured nothing"
 """
-VERBS = ("train", "mse", "gap", "report", "advise", "convert", "doctor", "sweep", "mirror")
+VERBS = ("train", "mse", "gap", "report", "advise", "convert", "doctor", "sweep")
 STEPS = "grpo-ustat train debug=train"
 
 
@@ -130,11 +130,6 @@ TRIALS = {
         leaves="outputs/report/learning/report.html",
     ),
     "lora": Trial("cli,lora", words(f"{STEPS} lora=r16"), leaves="outputs/**/adapter_config.json"),
-    "deepspeed": Trial(
-        "cli,deepspeed",
-        words(f"{STEPS} launch.accelerate=deepspeed launch.num_processes=2"),
-        leaves="outputs/train/*/seed-0/result.json",
-    ),
     "slurm": Trial("cli,slurm", words(f"{STEPS} hydra/launcher=slurm --cfg hydra")),
     "smollm2": Trial("smollm2", (("python", "-c", "from gguf import GGUFReader"),)),
     "tensorboard": Trial(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import sys
 
 import pytest
 from commands import run
 from slow_cases import slow_after
 
 from grpo_ustat import __version__
+from grpo_ustat.cli.app import print_help
 from grpo_ustat.cli.compose import compose_config, parse
 from grpo_ustat.cli.hydra_api import model_place, parse_arguments, quote_plain, split_sweep
 from grpo_ustat.config.identity import folder_name
@@ -202,3 +204,16 @@ def test_a_study_and_a_sweep_of_such_folders_run(tmp_path, two_checkpoints):
     assert len(list(tmp_path.glob("outputs/mse/*/seed-0/result.json"))) == 2
     code, _, told = run("report", "runs=out/x=1", "hydra.run.dir=r=1/a=2", cwd=tmp_path)
     assert code == 0 and (tmp_path / "r=1/a=2/report.html").is_file(), told
+
+
+def test_completion_by_tab_is_hydras_own(monkeypatch, capsys):
+    def asked(request):
+        monkeypatch.setattr(sys, "argv", ["grpo-ustat-train", "-sc", request])
+        assert print_help("train")
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COMP_LINE", "grpo-ustat-train model=ti")
+    assert asked("query=bash").split() == ["model=tiny", "model=tiny_base", "model=tiny_direct"]
+    assert "complete -o" in asked("install=bash")
+    with pytest.raises(ConfigError, match="'csh' found"):
+        asked("install=csh")

@@ -61,7 +61,6 @@ COMMANDS = (
     "convert {} out.parquet",
     "report runs=outputs",
     "sweep status outputs",
-    "mirror outputs logger=wandb",
 )
 
 
@@ -102,7 +101,7 @@ sys.modules.update(dict.fromkeys({OF_THE_COMMANDS}))
 import torch
 
 import grpo_ustat as gu
-import grpo_ustat.pages.advice, grpo_ustat.policy.scores.rollouts, grpo_ustat.integrations.rows
+import grpo_ustat.pages.advice, grpo_ustat.policy.scores.rollouts
 from grpo_ustat.policy.loading import load_policy
 
 policy = load_policy("embedded:tiny")

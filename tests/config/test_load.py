@@ -46,7 +46,6 @@ def extra(entry, group, name):
         "math": "prompt=chat_boxed",
         "math500": "prompt=chat_boxed",
     } | dict.fromkeys(FEW_SHOT, "prompt=few_shot")
-    needs["vllm_server"] = "launch.device=cuda"
     needs["gdpo"] = "reward_funcs=[task,brevity]"
     needs["trackio"] = "dry_run=true"  # the package need not be installed
     if name not in needs:

@@ -38,23 +38,16 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "doctor": "tests/doctor/test_runner.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",
-    "mirror": "tests/cli/test_mirror.py",
     "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",
     "python scripts/tools/along_training.py": "tests/scripts/test_tools.py",
     "python scripts/tools/verdict_figures.py": "tests/scripts/test_tools.py",
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
-    "eval": "tests/cli/test_completion.py",
-    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python": (
-        "tests/integrations/test_verl.py"
-    ),
+    "VERL_USE_EXTERNAL_MODULES=my_advantages python": "tests/docs/test_my_advantages.py",
     "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record python": (
-        "tests/integrations/test_verl.py"
+        "tests/integrations/test_verl_record.py"
     ),
     "python -m verl.model_merger": "tests/helpers/verl_dump.py",
-    "python -m grpo_ustat.integrations.skyrl": "tests/integrations/test_skyrl.py",
-    "python train.py": "tests/integrations/test_slime.py",
-    "VLLM_SERVER_DEV_MODE=1": "tests/rollout/test_vllm_server.py",
 }
 PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh

@@ -28,11 +28,7 @@ OTHER_NAMES = {  # of rules, of the words of a page, of other programs
     "scale_rewards", "per_device_train_batch_size", "adv_estimator", "loss_agg_mode",
     "norm_adv_by_std_in_grpo", "logging_steps", "save_steps", "completions", "answer", "by_layer",
 }  # fmt: skip
-OF_OTHERS = {
-    "docs/verl.md",
-    "docs/skyrl.md",
-    "docs/slime.md",
-}  # fields of these programs, see there
+OF_OTHERS = {"docs/verl.md"}  # fields of this program, see there
 
 
 WRITTEN = {

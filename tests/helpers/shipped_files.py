@@ -25,7 +25,6 @@ OTHER_TAKERS = {  # files that are not as others of their group
     ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
     ("experiment", "verdicts"): ("mse",),
     ("experiment", "theorems"): ("gap",),
-    ("rollout", "vllm_server"): ("train",),
     ("debug", "mse"): ("mse",), ("debug", "train"): ("train",),
 }  # fmt: skip
 

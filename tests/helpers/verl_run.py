@@ -1,17 +1,16 @@
-"""Gradients that the living verl makes of our rules and of its own, at the log-probabilities.
+"""Gradients that the living verl makes of its rules and losses, at the log-probabilities.
 
     python tests/helpers/verl_run.py > tests/data/verl_gradients.json
     python tests/helpers/verl_run.py tests/data/verl_gradients.json
 
 records them and compares those of a record with the installed verl's, as every night does. At every
-push tests/integrations/test_verl.py compares the record with our advantages, and
+push tests/docs/test_my_advantages.py compares the record with our advantages, and
 tests/train/test_objective.py those of its losses with the presets of the same names.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -120,15 +119,8 @@ def gradients_of_loss(settings):
 
 
 def main():
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "grpo_ustat.integrations.verl"
-    import verl  # noqa: F401  # it imports our module
-
-    from grpo_ustat.integrations.rows import REWARD_ONLY
-
     actor, algorithm = actor_of_the_page()
-    names = [*(f"grpo_ustat_{rule}" for rule in REWARD_ONLY), *THEIRS]
-    assert algorithm.adv_estimator in names
-    gradients = {name: gradient_of(name, actor, algorithm) for name in names}
+    gradients = {name: gradient_of(name, actor, algorithm) for name in THEIRS}
     losses = {name: gradients_of_loss(settings) for name, settings in LOSSES.items()}
     told = {
         "source": "python tests/helpers/verl_run.py",

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2] / "grpo_ustat"
 NAMES = list(hostile.NAMES.values())
 RUN_BY_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
 OWN_PRINTS = {  # modules that print what no name is in, or bytes as they are
-    "__main__.py", "advise/__main__.py", "cli/completion.py", "cli/help.py", "cli/parser.py",
+    "__main__.py", "advise/__main__.py", "cli/help.py", "cli/parser.py",
     "distributed/lock.py", "doctor/runner.py", "launch/torchrun.py", "runs/log.py",
     "terminal/console.py", "terminal/streams.py", "integrations/verl_record.py",
 }  # fmt: skip

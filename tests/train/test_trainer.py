@@ -19,6 +19,7 @@ from grpo_ustat.estimators.row_weights import row_weights
 from grpo_ustat.records import BaselineContext
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import trainer
+from grpo_ustat.train.setup import join_ranks
 from grpo_ustat.train.update import (
     FixedLogprobs,
     UpdateStats,
@@ -202,3 +203,10 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path):
     (path / "result.json").unlink()
     with pytest.raises(ConfigError, match="is at step 4, already past max_steps=3"):
         fit(path, "max_steps=3")
+
+
+def test_ranks_that_are_configured_for_deepspeed_are_refused(monkeypatch):
+    """`accelerate launch` with a configuration of one's own; unrefused, it would shard nothing."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match="configured for DeepSpeed.*launch.accelerate=fsdp2"):
+        join_ranks(config_of())
