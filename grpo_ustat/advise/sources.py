@@ -88,11 +88,7 @@ class Request:
 
 
 def advice_of(request: Request) -> Advice:
-    """The advice that a source supports.
-
-    Raises:
-        ConfigError: there is nothing at the path, it is no source of advice, or it cannot be used.
-    """
+    """The advice that a source supports."""
     source, size, rollouts = request.source, request.num_generations, request.rollouts
     if size is not None and rollouts is not None and rollouts >= size and rollouts % size:
         fewer = rollouts // size * size
@@ -145,11 +141,7 @@ def advice_of(request: Request) -> Advice:
 
 
 def _refuse_dump(request: Request) -> None:
-    """Refuse what another framework wrote, but for a single log of TRL.
-
-    Raises:
-        ConfigError: naming the framework and the command that makes it a log.
-    """
+    """Refuse what another framework wrote, but for a single log of TRL."""
     source = request.source
     one = format_of(source)
     if one is None or (one.name == "trl" and source.is_file()):
@@ -439,11 +431,7 @@ def _from_log(path: Path, request: Request) -> Advice:
 
 
 def _study_now(overrides: Sequence[str], request: Request) -> Advice:
-    """Run `mse` in a process of its own, its progress on standard error, and read its result.
-
-    Raises:
-        ConfigError: the study ended with an error, which it has printed.
-    """
+    """Run `mse` in a process of its own, its progress on standard error, and read its result."""
     digest = hashlib.blake2b("\n".join(overrides).encode(), digest_size=5).hexdigest()
     folder = Path(request.output_root) / "advise" / f"{request.source.stem}-{digest}"
     words = [*overrides, f"hydra.run.dir={folder}"]
@@ -455,11 +443,7 @@ def _study_now(overrides: Sequence[str], request: Request) -> Advice:
 
 
 def _check_sizes(group_size: int | None, rollouts: int) -> None:
-    """Refuse a group that is larger than a step.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Refuse a group that is larger than a step."""
     if group_size is not None and group_size > rollouts:
         raise ConfigError(
             f"num_generations={group_size} is larger than rollouts={rollouts}: a step needs at "
@@ -474,9 +458,6 @@ def parse_request(words: Sequence[str]) -> Request:
     """The command line's words: a source, `num_generations=`, `rollouts=`, `reward=`, `model=`,
     `objective=` and `baseline=` with their fields, `output_root=`, and with a model overrides of
     `mse`.
-
-    Raises:
-        ConfigError: a word that means nothing, a number that is none, no source or several.
     """
     values: dict[str, Any] = {}
     sources, overrides, objective = [], [], []

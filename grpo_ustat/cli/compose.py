@@ -78,9 +78,6 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     Args:
         entry: the command, a key of `SCHEMAS`.
         arguments: the command line after the command.
-
-    Raises:
-        ConfigError: in one line; of a sweep, in one for each thing that is wrong.
     """
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
     name, overrides = words.config_name or entry, words.overrides
@@ -146,9 +143,6 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
     Args:
         entry: `train`, `mse` or `gap`.
         overrides: as on the command line.
-
-    Raises:
-        ConfigError: it cannot be run.
     """
     with composing(entry):
         config = _checked(_compose(entry, hydra_overrides(overrides)), SCHEMAS[entry])
@@ -163,9 +157,6 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
         entry: the command.
         words: its command line.
         sweep: whether keys may have several values, as before the runs of a sweep are chosen.
-
-    Raises:
-        ConfigError: it names a choice or a field that does not exist.
     """
     name = words.config_name or entry
     with composing(entry, words.config_dir):

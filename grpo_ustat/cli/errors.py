@@ -60,9 +60,6 @@ def refuse_words(words: Sequence[str], arguments: Sequence[str], flags: Sequence
         words: that it did not take.
         arguments: the whole command line.
         flags: all that there are.
-
-    Raises:
-        ConfigError: always.
     """
     word = next((word for word in words if word.startswith("-")), None)
     if word is None:
@@ -84,9 +81,6 @@ def check_words(words: Sequence[str], schema: type) -> None:
     Args:
         words: of the command line, without flags.
         schema: of the command.
-
-    Raises:
-        ConfigError: with what to write instead.
     """
     for i, word in enumerate(words):
         key, equals, value = word.partition("=")

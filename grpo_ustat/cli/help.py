@@ -29,11 +29,7 @@ NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
 
 
 def show_help(entry: str, words: Namespace) -> None:
-    """Print the help of a command, or the part of it that holds all search words.
-
-    Raises:
-        ConfigError: an override that cannot be, or nothing holds all search words.
-    """
+    """Print the help of a command, or the part of it that holds all search words."""
     overrides, search = [], []
     for word in words.overrides:
         is_override = "=" in word or word.startswith(("~", "+"))

@@ -78,9 +78,6 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 def _refuse_ignored(words: Namespace) -> None:
     """Refuse flags of Hydra that would have no effect here, or that would run something other than
     what was checked.
-
-    Raises:
-        ConfigError: with what to type.
     """
     if words.config_path is not None:
         raise ConfigError(
@@ -258,9 +255,6 @@ def show_hydra(name: str, words: Namespace) -> None:
     Args:
         name: of the main configuration file.
         words: the command line.
-
-    Raises:
-        ConfigError: Hydra cannot complete for this shell.
     """
     if words.hydra_help:
         _open_hydra().hydra_help(name, get_args_parser(), words)

@@ -95,9 +95,6 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
     Args:
         entry: a key of `SCHEMAS`.
         words: the command line as Hydra reads it; its overrides hold no word without `=`.
-
-    Raises:
-        ConfigError: a choice or a field that is not known.
     """
     node, schema = whole_node(entry, words), SCHEMAS[entry]
     kinds = {name: node[name].kind for name in KIND_SCHEMAS if "kind" in (node.get(name) or ())}

@@ -20,9 +20,6 @@ def show_config(entry: str, words: Namespace) -> None:
     """Print the part of the configuration that `--cfg` and `--package` name.
 
     Hydra's own way composes twice, and ends in tracebacks where a part refers to another.
-
-    Raises:
-        ConfigError: what is named does not exist, or refers to what does not.
     """
     check_words(words.typed, SCHEMAS[entry])
     node = whole_node(entry, words, sweep=False)

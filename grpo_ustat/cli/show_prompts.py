@@ -22,9 +22,6 @@ PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a promp
 def show_prompts(config: Common, split: str) -> None:
     """Print the split's first `show_prompts` prompts, how their answers are read, and the length of
     its longest; loads the tokenizer, not the model.
-
-    Raises:
-        ConfigError: data set or tokenizer cannot be loaded, or no token holds `prompt.stop`.
     """
     tokenizer = configured_tokenizer(config.model)
     task = configured_task(config.task_options, config.model, tokenizer)

@@ -52,9 +52,6 @@ def load_rule(key: str, name: str) -> Baseline:
     Args:
         key: of the configuration, which names it.
         name: one of the field's choices.
-
-    Raises:
-        ConfigError: the package's own baseline cannot be loaded.
     """
     try:
         return BASELINES[name]

@@ -22,11 +22,7 @@ class BedConfig:
     )
 
     def check(self) -> None:
-        """Refuse what is no policy.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what is no policy."""
 
 
 @dataclass

@@ -57,11 +57,7 @@ class DatasetConfig:
     )
 
     def check(self) -> None:
-        """Refuse what cannot be made.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what cannot be made."""
         if self.reward is not None:
             check_reward(self.reward, "dataset.reward")
 
@@ -263,9 +259,6 @@ class JsonlConfig(DatasetConfig):
 
         Args:
             prompts: of a step.
-
-        Raises:
-            ConfigError: naming how many there are, and how many are needed.
         """
         rows, test_rows = self.row_counts()
         study = self.study_size or 0
@@ -292,9 +285,6 @@ class JsonlConfig(DatasetConfig):
     def row_counts(self) -> tuple[int, int | None]:
         """How many rows there are to study and train on, and of tests; None where these are split
         off from the others.
-
-        Raises:
-            ConfigError: a file cannot be read, or its first row has no such columns.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -318,20 +308,12 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """The files of all rows that are not in `test_files`.
-
-        Raises:
-            ConfigError: a folder has none.
-        """
+        """The files of all rows that are not in `test_files`."""
         return self._files("path", self.path, "train")
 
     @property
     def test_files(self) -> list[Path]:
-        """The files of the test rows; none where these are split off.
-
-        Raises:
-            ConfigError: a folder that is named has none.
-        """
+        """The files of the test rows; none where these are split off."""
         if self.test_path is not None:
             return self._files("test_path", self.test_path, "test")
         folder = Path(self.path).expanduser().is_dir()

@@ -33,11 +33,7 @@ class TheoryConfig:
     kind: str = field("which of the paper's results; choose by study=NAME")
 
     def check(self) -> None:
-        """Refuse what cannot be run.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what cannot be run."""
 
 
 @dataclass

@@ -57,9 +57,6 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 def identity(config: Any) -> dict[str, Any]:
     """What makes a run this run: the keys of its configuration that decide results, and hashes of
     weights, data and own baselines.
-
-    Raises:
-        ConfigError: the model's folder holds adapters that cannot be loaded.
     """
     keys = drop_unused_rules(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
@@ -210,11 +207,7 @@ def rules_fingerprint(config: Any) -> str | None:
 
 
 def _module(group: str, name: str) -> Path:
-    """The file of an entry point's module.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """The file of an entry point's module."""
     file = module_file(group, name)
     if file is None:
         raise ConfigError(f"{name}: there is no file of the module that {group} names")

@@ -55,9 +55,6 @@ def build_config(config: Any, schema: type) -> Any:
         config: an OmegaConf node, or a plain dictionary, of which no text is looked up any more;
             without the `hydra` node.
         schema: one of `SCHEMAS`.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, or a combination that cannot be run.
     """
     if not OmegaConf.is_config(config):
         config = _literal(config)

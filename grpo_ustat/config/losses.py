@@ -100,11 +100,7 @@ class MeasuredLosses:
         return {level: replace(LAGGED["none"], tokens=tokens) for level, tokens in weights.items()}
 
     def check(self) -> None:
-        """Refuse losses that are none, or that a study of this pool cannot measure.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse losses that are none, or that a study of this pool cannot measure."""
         self.objective.check()
         check_distinct("study.corrections", self.study.corrections)
         if self.objective.name in self.objectives:

@@ -73,11 +73,7 @@ class ModelConfig:
     )
 
     def check(self, *, cached: bool = True) -> None:
-        """Refuse what cannot be loaded.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what cannot be loaded."""
         check_model(self.model_name_or_path, cached=cached, trusted=self.trust_remote_code)
         check_weights(self.model_name_or_path)
 
@@ -124,11 +120,7 @@ class PromptConfig:
         return self.template == "{question}"
 
     def check(self) -> None:
-        """Refuse what shows no question or no answer.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what shows no question or no answer."""
         if "{question}" not in self.template:
             raise ConfigError(
                 f"prompt.template={self.template!r} never shows the question: "
@@ -213,11 +205,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Name and revision of the model that a folder's LoRA adapters are of; None without adapters.
-
-    Raises:
-        ConfigError: adapters of another kind, or without their weights or their model's name.
-    """
+    """Name and revision of the model that a folder's LoRA adapters are of; None without adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -249,9 +237,6 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
         stored: its content.
         place: of the model, for messages.
         trusted: whether model.trust_remote_code=true stands on the command line.
-
-    Raises:
-        ConfigError: naming the key and its value.
     """
     level: list[tuple[str, object]] = [("config.json", stored)]
     if not isinstance(stored, dict):
@@ -293,11 +278,7 @@ def _refuse_shape(value: object, key: str, place: str) -> None:
 
 
 def read_config_json(folder: Path) -> object:
-    """Content of a model's config.json.
-
-    Raises:
-        ConfigError: it is damaged, or larger than any model's.
-    """
+    """Content of a model's config.json."""
     file = folder / "config.json"
     try:
         if file.stat().st_size > MOST_CONFIG_BYTES:
@@ -309,12 +290,7 @@ def read_config_json(folder: Path) -> object:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model in save_pretrained layout is loaded from.
-
-    Raises:
-        ConfigError: there are none, one is missing, or two sets of them are there, of which
-            transformers reads one without a word.
-    """
+    """The safetensors files that a model in save_pretrained layout is loaded from."""
     whole, index = folder / WHOLE, folder / INDEX
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
     if os.path.lexists(whole):
@@ -351,9 +327,6 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
     Args:
         model_name_or_path: as configured; what is no folder here passes.
         key: that it was typed for.
-
-    Raises:
-        ConfigError: naming the model and the file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -413,9 +386,6 @@ def check_model(
         trusted: whether code that comes with the model may run.
         bases: of which adapters it is the base.
         key: that it was typed for.
-
-    Raises:
-        ConfigError: naming it and the fix.
     """
     name = model_name_or_path
     if name.startswith(CACHED):

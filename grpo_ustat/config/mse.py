@@ -415,9 +415,6 @@ class MseConfig(Common):
 
         Args:
             count: how many questions there are.
-
-        Raises:
-            ConfigError: naming the values and the fix.
         """
         key = "study.questions"
         if self.imports_pool:
@@ -453,9 +450,6 @@ def check_pool_folder(pool: str) -> None:
     Args:
         pool: the folder; it may be missing, empty, or a pool, which holds `pool.json` or has lost
             it: its parts say which settings they are of.
-
-    Raises:
-        ConfigError: it is something else.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():

@@ -159,11 +159,7 @@ class ObjectiveConfig:
         return self.minibatch_size or rollouts // self.num_minibatches
 
     def check(self) -> None:
-        """Refuse what is no objective; the formulas are in train/objective.py.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what is no objective; the formulas are in train/objective.py."""
         level, passes = self.importance_sampling_level, self.num_iterations
         if self.name == "algorithm1":
             for name, neutral in ALGORITHM1.items():
@@ -292,9 +288,6 @@ class ObjectiveConfig:
         Args:
             group_size: completions of a prompt.
             rollouts: completions of a step.
-
-        Raises:
-            ConfigError: naming the values and the fix.
         """
         kind, share = self.zero_variance_groups, self.reward_variance_share
         if kind == REPLACE:

@@ -30,9 +30,6 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
         reward: as configured.
         field_name: of the configuration, which names it.
         ours: what may stand there too.
-
-    Raises:
-        ConfigError: naming the fix; see `check_reward_file` and `check_entry_point`.
     """
     if reward_file(reward):
         check_reward_file(reward, field_name)
@@ -53,9 +50,6 @@ def check_reward_file(reward: str, field_name: str) -> None:
     Args:
         reward: FILE:FUNCTION.
         field_name: of the configuration, which names it.
-
-    Raises:
-        ConfigError: naming the file and what it has.
     """
     own, key = reward_file(reward), f"{field_name}={reward}"
     assert own is not None
@@ -81,9 +75,6 @@ def check_reward_call(name: str, signature: Signature) -> None:
     Args:
         name: of the reward, for the message.
         signature: of its function.
-
-    Raises:
-        ConfigError: with what it takes, and what to write.
     """
     names = list(signature.parameters)
     try:
@@ -101,11 +92,7 @@ def check_reward_call(name: str, signature: Signature) -> None:
 
 
 def _module(key: str, file: Path) -> ast.Module:
-    """What a file holds, read without running it.
-
-    Raises:
-        ConfigError: there is no such file, or it is no Python.
-    """
+    """What a file holds, read without running it."""
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
     try:
@@ -151,9 +138,6 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         name: of the entry point.
         key: of the configuration, which has that name.
         ours: what may stand there that is no entry point.
-
-    Raises:
-        ConfigError: naming those that are offered, or the module that is not to be found.
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:

@@ -14,11 +14,7 @@ DATASET_FREE_REWARDS = ("format", "termination", "brevity")  # they need no expe
 
 
 def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | None) -> None:
-    """Refuse functions that there are not, and weights that make no sum of them.
-
-    Raises:
-        ConfigError: naming the values and the fix.
-    """
+    """Refuse functions that there are not, and weights that make no sum of them."""
     functions = as_typed(reward_funcs)
     if not reward_funcs:
         raise ConfigError(f"reward_funcs=[] names no function: use reward_funcs=[{TASK}]")
@@ -60,9 +56,6 @@ def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
         baseline: name of the rule.
         key: of the configuration, which names it.
         reward_funcs: the functions.
-
-    Raises:
-        ConfigError: naming the values and the fix.
     """
     if "rewards_PGF" in BASELINES[baseline].needs and len(reward_funcs) < 2:
         raise ConfigError(

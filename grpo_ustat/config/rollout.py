@@ -32,11 +32,7 @@ class RolloutConfig:
     )
 
     def check(self) -> None:
-        """Refuse vLLM's options without vLLM, and ours with it.
-
-        Raises:
-            ConfigError: naming the option and the fix.
-        """
+        """Refuse vLLM's options without vLLM, and ours with it."""
         if self.name != "local" and self.cuda_graphs is not None:
             raise ConfigError(
                 f"rollout.cuda_graphs={str(self.cuda_graphs).lower()} is for rollout=local: leave "

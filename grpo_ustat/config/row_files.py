@@ -31,10 +31,6 @@ def read_rows(file: Path, key: str = "") -> Rows:
     Args:
         file: json lines, or one json array; CSV with a header, or Parquet, by its name.
         key: of the configuration, which names the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or a row is no object, or holds what is no number or
-            half of a character; names file, row and field.
     """
     place = f"{key}={file}" if key else str(file)
     try:
@@ -139,9 +135,6 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
         key: of the configuration, which names the folder.
         folder: with files of rows.
         subset: of a folder that has several, as its card names them.
-
-    Raises:
-        ConfigError: it holds none.
     """
     datasets: Any = import_module("datasets")
     place = str(Path(folder).expanduser())

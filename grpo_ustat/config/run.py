@@ -49,9 +49,6 @@ class LoggerConfig:
         """Refuse a tracker that has no project or, where it is needed, is not installed.
 
         The tracker's package is not imported.
-
-        Raises:
-            ConfigError: naming the values and the fix.
         """
         check_fields(self, "logger.")
         if self.name == "none" or not needed:
@@ -101,11 +98,7 @@ class Shared:
         return self.dry_run or bool(self.show_prompts)
 
     def check(self) -> None:
-        """Refuse what cannot be run.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse what cannot be run."""
         check_fields(self)
         if self.report.name is not None:
             check_report_name("report.name", self.report.name)
@@ -117,9 +110,6 @@ def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.
     """Refuse a configuration that holds a secret; the message does not show it.
 
     A configuration is written into run folders and sent to trackers.
-
-    Raises:
-        ConfigError: naming the option.
     """
     key = find_secret(config, environ)
     if key is not None:
@@ -153,11 +143,7 @@ class ReportEntry:
         return cast(list[Any], runs) if isinstance(runs, list) else [runs]
 
     def check(self) -> None:
-        """Refuse what is no list of folders.
-
-        Raises:
-            ConfigError: naming the value.
-        """
+        """Refuse what is no list of folders."""
         if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
             raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
         check_report_name("name", self.name)

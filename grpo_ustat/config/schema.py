@@ -77,11 +77,7 @@ class Limits:
     below: float = math.inf
 
     def check(self, path: str, value: Any) -> None:
-        """Refuse a value, or a list with an entry, that is not allowed; null is.
-
-        Raises:
-            ConfigError: naming the field, its value and what is allowed.
-        """
+        """Refuse a value, or a list with an entry, that is not allowed; null is."""
         entries = cast(list[Any], value) if isinstance(value, list) else [value]
         for entry in entries:
             if entry is None:
@@ -110,9 +106,6 @@ def check_fields(node: Any, prefix: str = "") -> None:
     Args:
         node: an instance of a schema.
         prefix: before every field's name.
-
-    Raises:
-        ConfigError: naming the field, its value and what is allowed.
     """
     for declared in dataclasses.fields(node):
         value, path = getattr(node, declared.name), f"{prefix}{declared.name}"

@@ -51,11 +51,7 @@ class StudyBudget:
     )
 
     def check_monte_carlo(self) -> None:
-        """Refuse counts from which monte_carlo makes no interval or no reference gradient.
-
-        Raises:
-            ConfigError: naming the values.
-        """
+        """Refuse counts from which monte_carlo makes no interval or no reference gradient."""
         check_positive(self, "value_completions", prefix="budget.")
         if self.replicates < 2:
             raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")

@@ -57,11 +57,7 @@ class ScheduleConfig:
     warmup_steps: int = field("of a linear rise at the start", "steps", at_least=0)
 
     def check(self) -> None:
-        """Refuse steps of warm-up where the schedule has none.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse steps of warm-up where the schedule has none."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
                 f"schedule.warmup_steps={self.warmup_steps} with lr_scheduler_type=constant has no "
@@ -78,11 +74,7 @@ class LoraConfig:
     target_modules: str | None = field("which layers get adapters, by PEFT's name; null: none")
 
     def check(self) -> None:
-        """Refuse half a description of adapters.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse half a description of adapters."""
         options = [
             name for name in ("lora_alpha", "target_modules") if getattr(self, name) is not None
         ]
@@ -106,11 +98,7 @@ class EvalConfig:
     )
 
     def check(self) -> None:
-        """Refuse an evaluation that decodes nothing, or samples that no decoding draws.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """Refuse an evaluation that decodes nothing, or samples that no decoding draws."""
         if not self.decoding:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
         check_distinct("eval.decoding", self.decoding)
@@ -136,9 +124,6 @@ class MonitorConfig:
         Args:
             group_size: completions of a prompt.
             prompts: of a step.
-
-        Raises:
-            ConfigError: naming the values.
         """
         every = self.gradient_mse_every
         if not every:

@@ -259,9 +259,6 @@ def model_size(model: ModelConfig) -> ModelSize:
     config.json, in the names of Llama and its kin, and from the headers of the weight files, which
     store tied weights once. Of a size that layers have each for itself the largest counts; what is
     no number of either kind is not known.
-
-    Raises:
-        ConfigError: the weight files are missing or not clear, see `weight_files`.
     """
     folder = model_folder(model.model_name_or_path)
     if not (folder / "config.json").is_file():

@@ -31,9 +31,6 @@ class _PeerFailed(Exception):
 def check_environment() -> None:
     """Refuse an environment that says only in part which rank this process is: it would wait for
     ever, or take itself for the first of several.
-
-    Raises:
-        ConfigError: naming what is missing or wrong, and the fix.
     """
     if "RANK" not in os.environ:
         return
@@ -68,11 +65,7 @@ def is_main() -> bool:
 
 
 def own_device(device: str) -> str:
-    """The configured device, `cuda` as this rank's or local worker's own one.
-
-    Raises:
-        ConfigError: there are fewer than ranks on this machine.
-    """
+    """The configured device, `cuda` as this rank's or local worker's own one."""
     if device != "cuda" or (world() == 1 and WORKER_VARIABLE not in os.environ):
         return device
     import torch

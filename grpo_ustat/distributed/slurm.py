@@ -237,11 +237,7 @@ def _seconds(match: re.Match[str] | None) -> float | None:
 
 
 def join_tasks() -> None:
-    """Become a rank where this process is one of several tasks; otherwise nothing.
-
-    Raises:
-        ConfigError: the first host cannot be found.
-    """
+    """Become a rank where this process is one of several tasks; otherwise nothing."""
     if "RANK" in os.environ or _join_submitit() or not is_task_of_several():
         return
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])

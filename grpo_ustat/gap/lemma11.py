@@ -93,10 +93,6 @@ def lemma11(
         reward_PY: their rewards, each 0 or 1.
         group_sizes: at least three, for the curves and the rate; limits come from `LIMIT_SIZES`.
         epsilon: added to the group's standard deviation.
-
-    Raises:
-        ConfigError: rewards other than 0 and 1, a prompt of which all groups are silent, fewer than
-            three group sizes or one below 2, a negative epsilon.
     """
     sizes = sorted(set(group_sizes))
     if len(sizes) < 3 or sizes[0] < 2:

@@ -51,11 +51,7 @@ def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
 def update(
     setting: Setting, current: SequencePolicy, learning_rate: float, step_D: np.ndarray
 ) -> SequencePolicy:
-    """The policy after one update.
-
-    Raises:
-        ConfigError: it is far from theta_old.
-    """
+    """The policy after one update."""
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
     if not farthest < LARGEST_CHANGE:
@@ -67,11 +63,7 @@ def update(
 
 
 def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """The policy after one update on each minibatch, plain gradient ascent.
-
-    Raises:
-        ConfigError: it runs away.
-    """
+    """The policy after one update on each minibatch, plain gradient ascent."""
     current = setting.old
     for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
         step_D = estimate(setting, current, prompt_B, outcome_BG)
@@ -80,11 +72,7 @@ def random_path(setting: Setting, draws: Draws, learning_rate: float) -> Sequenc
 
 
 def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
-    """theta_old and the policy after every update along the target itself, without noise.
-
-    Raises:
-        ConfigError: it runs away.
-    """
+    """theta_old and the policy after every update along the target itself, without noise."""
     path = [setting.old]
     for _ in range(updates):
         target_D = setting.whole_target(path[-1])
@@ -182,9 +170,6 @@ def path_errors(
         updates: k.
         replicates: random paths, keyed by seed and number.
         seed: of their completions.
-
-    Raises:
-        ConfigError: a path runs away.
     """
     draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]
     paths = [exact_path(setting, updates, rate) for rate in rates_E]

@@ -390,11 +390,7 @@ def study(experiment: Experiment) -> Evidence:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse a bed of several coordinates, a reference outside it, and a rate too small.
-
-    Raises:
-        ConfigError: naming the values and the fix.
-    """
+    """Refuse a bed of several coordinates, a reference outside it, and a rate too small."""
     bed, design = build_testbed(experiment.bed), experiment.study
     if len(bed.start_K) != 1:
         raise ConfigError(

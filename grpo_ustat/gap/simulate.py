@@ -282,9 +282,6 @@ def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
         experiment: whose study has the rates.
         bed: with L.
         curvature: mu of the falling rate.
-
-    Raises:
-        ConfigError: naming both.
     """
     smoothness, least = bed.constants[1], 0.5 / curvature
     for rate in getattr(experiment.study, "constant_rates", []):
@@ -301,11 +298,7 @@ def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
 
 
 def check_limit_rates(experiment: Experiment) -> None:
-    """`check_rates` for theorems on the limit, where the curvature at the maximisers counts.
-
-    Raises:
-        ConfigError: naming the values and the fix; of the bed too.
-    """
+    """`check_rates` for theorems on the limit, where the curvature at the maximisers counts."""
     bed = build_testbed(experiment.bed)
     check_rates(experiment, bed, bed.least_curvature)
 

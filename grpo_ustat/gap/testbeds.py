@@ -346,11 +346,7 @@ def projection(coordinates: int, parameters: int, seed: int) -> np.ndarray:
 
 
 def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
-    """The bed that a configuration's node describes, whose truth is enumerated.
-
-    Raises:
-        ConfigError: its numbers make no policy with a finite maximum near its start.
-    """
+    """The bed that a configuration's node describes, whose truth is enumerated."""
     try:
         testbed = _testbed(bed)
         start_gap = float(testbed.gap(testbed.start_K[:, None])[0])

@@ -69,10 +69,6 @@ def theorem12(
         reward_PY: rewards of all its completions on a grid, such that no token decides them alone.
         design: what is run and enumerated.
         seed: of the paths; the same completions are drawn at every learning rate.
-
-    Raises:
-        ConfigError: fewer rates, paths, lengths, tokens or completions than that needs, rewards
-            that leave no bias or are on no grid, or a path that runs away.
     """
     check_design(len(policy.theta_LVV), design)
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1
@@ -106,11 +102,7 @@ def theorem12(
 
 
 def check_design(tokens: int, design: Theorem12Config) -> None:
-    """Refuse a design, or a policy of so many tokens, that the study cannot be read from.
-
-    Raises:
-        ConfigError: fewer rates, paths, lengths, tokens or completions than that needs.
-    """
+    """Refuse a design, or a policy of so many tokens, that the study cannot be read from."""
     rates, lengths = design.learning_rates, design.lengths
     if len(set(rates)) < 3 or min(rates) <= 0:
         raise ConfigError(f"study.learning_rates={rates}: use at least three, all above 0")
@@ -481,11 +473,7 @@ def study(experiment: Experiment) -> Evidence:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse what the study cannot be read from, and prompts of one reward.
-
-    Raises:
-        ConfigError: naming the values and the fix.
-    """
+    """Refuse what the study cannot be read from, and prompts of one reward."""
     check_design(experiment.bed.length, experiment.study)
     for prompt, reward_Y in enumerate(build_sequences(experiment.bed)[2]):
         if np.ptp(reward_Y) == 0:

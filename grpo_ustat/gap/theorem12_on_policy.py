@@ -82,10 +82,6 @@ def on_policy(
         limit_sizes: three, each twice the one before.
         epsilon: added to the group's standard deviation.
         floor: smallest standard deviation of `group_std_floor` and `group_std_redrawn`.
-
-    Raises:
-        ConfigError: rewards of a prompt that are all equal or on no grid, or a floor that no group
-            reaches.
     """
     rules = [Normalisation(kind, epsilon, floor) for kind in LABELS]
     exact = [Normalisation(kind) for kind in ("none", "sigma", "group_std")]

@@ -93,9 +93,6 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     Args:
         config: of the run.
         tasks: processes that a scheduler will start of it.
-
-    Raises:
-        ConfigError: naming both.
     """
     own, others = config.launch.num_processes, max(world(), tasks)
     if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):

@@ -11,11 +11,7 @@ ACCELERATE_FOLDER = Path(__file__).parent / "accelerate"
 
 
 def check_sharing(name: str, ranks: int) -> None:
-    """Refuse an unknown configuration of accelerate, or one process, which can share nothing.
-
-    Raises:
-        ConfigError: naming the known ones, or the fix; on all ranks.
-    """
+    """Refuse an unknown configuration of accelerate, or one process, which can share nothing."""
     presets = sorted(file.stem for file in ACCELERATE_FOLDER.glob("*.yaml"))
     if name not in presets:
         raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(presets)}")
@@ -26,11 +22,7 @@ def check_sharing(name: str, ranks: int) -> None:
 
 
 def export_sharing(name: str) -> None:
-    """Give this rank the environment that `accelerate launch --config_file` would give it.
-
-    Raises:
-        ConfigError: `accelerate launch` has already chosen one; on all ranks.
-    """
+    """Give this rank the environment that `accelerate launch --config_file` would give it."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         raise RefusedByRank(
             f"launch.accelerate={name} under accelerate launch, which has a configuration of its "

@@ -124,10 +124,6 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         one: the framework's format.
         target: a Parquet file, which must not be there.
         options: see `Options`.
-
-    Raises:
-        ConfigError: no file fits, a file cannot be read, the target is there, rows are turns of one
-            rollout, or no row is left.
     """
     _check(target, options)
     paths = files_of(source, one)
@@ -188,9 +184,6 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
 def _check(target: Path, options: Options) -> None:
     """Refuse what cannot be written or grouped before anything is read, and make the target's
     folder.
-
-    Raises:
-        ConfigError: naming it and the fix.
     """
     if target.suffix != ".parquet":
         raise ConfigError(f"{target}: the converted file ends in .parquet")
@@ -212,11 +205,7 @@ def _check(target: Path, options: Options) -> None:
 def _rollouts_of(
     paths: Sequence[Path], one: Format, options: Options
 ) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
-    """Rows of all files, and the files that cannot be read.
-
-    Raises:
-        ConfigError: no file can be read, or no row is as the framework writes it.
-    """
+    """Rows of all files, and the files that cannot be read."""
     rollouts: list[Rollout] = []
     damaged: dict[Path, DamagedFile] = {}
     for path in paths:

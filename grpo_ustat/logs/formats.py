@@ -577,9 +577,6 @@ def split_by_name(
 ) -> tuple[Sequence[Path], Sequence[Path]]:
     """Files of a folder whose names are exactly what the framework writes, and the others. A file
     that stands alone may have any name.
-
-    Raises:
-        ConfigError: there are several files, and none has such a name.
     """
     if not one.named or len(paths) < 2:
         return paths, []
@@ -626,11 +623,7 @@ def first_fields(path: Path) -> set[str] | None:
 
 
 def detect(source: Path) -> Format:
-    """The framework that wrote a file or folder, by file names and the fields of its first row.
-
-    Raises:
-        ConfigError: none fits.
-    """
+    """The framework that wrote a file or folder, by file names and the fields of its first row."""
     if source.is_file() and not source.stat().st_size:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):

@@ -44,10 +44,6 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
         path: a Parquet, CSV or JSON Lines file with a column that names the prompt (`prompt_id`,
             `prompt`, `group_id`, `group` or `question`) and one of rewards.
         column: of rewards; None: the only numeric one that is not the log's own.
-
-    Raises:
-        ConfigError: the file cannot be read, has no such columns, holds a reward that is not a
-            finite number, turns of one rollout, or no prompt with two completions.
     """
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)

@@ -122,9 +122,6 @@ class Options:
     def weights(self, names: Iterable[str]) -> dict[str, float]:
         """The weight of each reward that is asked for; a name of `names` is never taken apart.
 
-        Raises:
-            ConfigError: a weight is no finite number, a name is empty or comes twice.
-
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
         """
@@ -239,11 +236,7 @@ def usual_reward(
 
 
 def read_columns(path: Path) -> dict[str, list[Any]]:
-    """Columns of a Parquet, CSV or JSON Lines file; what a row lacks is None.
-
-    Raises:
-        ConfigError: it cannot be read, or has no rows.
-    """
+    """Columns of a Parquet, CSV or JSON Lines file; what a row lacks is None."""
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
@@ -266,13 +259,7 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Every row of a table of one policy's rollouts, in its order.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks columns, holds several steps or turns of one
-            rollout, or has a row that cannot be used: it names the first such row, its field and
-            how many more there are.
-    """
+    """Every row of a table of one policy's rollouts, in its order."""
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
@@ -335,10 +322,6 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def check_columns(path: Path) -> None:
     """Refuse a Parquet file whose columns are not those of rollouts; of the usual ones, prompts
     alone are read, and these where ids are among the others.
-
-    Raises:
-        ConfigError: it cannot be read, lacks columns, has several of rewards, or its rows are turns
-            of one rollout.
     """
     from pyarrow import parquet
 
@@ -358,11 +341,7 @@ def check_columns(path: Path) -> None:
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
-    """The column of rewards of a table that has what a study needs beside it.
-
-    Raises:
-        ConfigError: naming what is missing, or the several columns that may hold rewards.
-    """
+    """The column of rewards of a table that has what a study needs beside it."""
     names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
     texts = [name for name in ("prompt", "completion") if name not in columns]
     tokens = [name for name in TOKEN_COLUMNS if name not in columns]

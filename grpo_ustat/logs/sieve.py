@@ -134,9 +134,6 @@ def of_one_policy(
     """Rows of `version`, else of the last policy that has at least half as many rows in groups of
     several as the one with most: a step that has just begun is no batch yet. Where the run has
     checkpoints, it is the last of those whose updates are nearest to one.
-
-    Raises:
-        ConfigError: no row is of `version`.
     """
     groups = Counter((row.policy_version, row.group) for row in rows)
     sizes: Counter[str | None] = Counter()

@@ -52,9 +52,6 @@ def check_rollouts(
         prompts: of every row, texts, token ids or messages; None: not logged.
         columns: values of every row by name; those that are no texts and no whole numbers do not
             count.
-
-    Raises:
-        ConfigError: naming the column, one of its values and its number of rows, and what to log.
     """
     ids = {
         name: [x if isinstance(x, str | int) and not isinstance(x, bool) else None for x in values]

@@ -122,11 +122,7 @@ def _keep_gradients(
     rewards_PN: np.ndarray,
     half: int,
 ) -> None:
-    """Write the sums of one half of the questions into the folder of `store`, unless they exist.
-
-    Raises:
-        ConfigError: no group has two different rewards.
-    """
+    """Write the sums of one half of the questions into the folder of `store`, unless they exist."""
     file = _file(store, half)
     if file.exists():
         return
@@ -156,11 +152,7 @@ def _file(store: PoolStore, half: int) -> Path:
 
 
 def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:
-    """The sums of one half of `count` questions, of `groups` groups each.
-
-    Raises:
-        ConfigError: their file is damaged.
-    """
+    """The sums of one half of `count` questions, of `groups` groups each."""
     file = _file(store, half)
     try:
         tensors = load_file(file)

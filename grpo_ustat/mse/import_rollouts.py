@@ -138,12 +138,7 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
 
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
-    """The rows of `config.pool`; which of them ended is known or follows from `study.cut_at`.
-
-    Raises:
-        ConfigError: the file cannot be used, see `read_rollouts`; nothing says what ended; there
-            are no log-probabilities to make corrections of.
-    """
+    """The rows of `config.pool`; which of them ended is known or follows from `study.cut_at`."""
     assert config.pool is not None  # `config.imports_pool`
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
@@ -325,9 +320,6 @@ def _padded(
 ) -> Rollouts:
     """The tokens of all completions as one array, with which of them the policy wrote and what the
     sampler's log-probabilities were, where these are known of every completion.
-
-    Raises:
-        ConfigError: the policy wrote no token of a completion.
     """
     flat = [rollout for group in groups for rollout in group]
     tokens = np.zeros((ended_PN.size, max(map(len, completion_ids))), dtype=np.int64)
@@ -375,9 +367,6 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     """Refuse rollouts that the model did not write so: its log-probabilities of their tokens are
     far from the sampler's, which were logged, or less than half as far at another temperature. At
     most MOST_CHECKED_COMPLETIONS completions are read.
-
-    Raises:
-        ConfigError: naming the mean absolute gap a token and its likely cause.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED_COMPLETIONS, count)).astype(int))
@@ -438,9 +427,6 @@ class EndTokens:
             prompt: the text that the model read.
             is_turn: whether the prompt was logged as a conversation.
             place: of its row, for messages.
-
-        Raises:
-            ConfigError: the model may end with several tokens, and nothing says with which.
         """
         for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
             if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():

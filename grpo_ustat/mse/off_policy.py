@@ -101,11 +101,7 @@ class OffPolicy:
 
 
 def check_tokenizers(config: MseConfig) -> None:
-    """Refuse policies that read other tokens than `model`, before anything is sampled.
-
-    Raises:
-        ConfigError: naming the two.
-    """
+    """Refuse policies that read other tokens than `model`, before anything is sampled."""
     for key in ("policy", "reference"):
         place = getattr(config.study, key)
         if place is None:
@@ -137,11 +133,6 @@ def off_policy_worths(
         rollouts: the completions of each, in order, with the sampler's log-probabilities where a
             file has them.
         folder: of the run; what is scored stays there.
-
-    Raises:
-        ConfigError: the two policies read prompts in other tokens, or are too far apart; few of the
-            completions count under their exact ratios; all that `study.policy` writes is judged
-            alike.
     """
     study, budget = config.study, config.budget
     is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
@@ -268,11 +259,7 @@ def _logprobs(
 
 
 def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -> Array:
-    """Log-probabilities of one question's completions, 0 on padding, [N, T].
-
-    Raises:
-        ConfigError: the policy reads the question in other tokens.
-    """
+    """Log-probabilities of one question's completions, 0 on padding, [N, T]."""
     (prompt,) = rollouts.prompts
     read = policy.encode([prompt.text])
     if prompt.kind != "imported" and read != rollouts.prompt_tokens:
@@ -336,9 +323,6 @@ def weighted_part(
         weights: of the tokens.
         own_NT, old_NT, reference_NT: log-probabilities under the policy, under the one that wrote
             them, and under the reference.
-
-    Raises:
-        ConfigError: a ratio is beyond what numbers can hold.
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]

@@ -181,9 +181,6 @@ def model_facts(
         prompts: the study's.
         weights: bytes of the policy; None: unknown.
         one_completion: bytes of scoring one completion beside them; None: unknown.
-
-    Raises:
-        ConfigError: the model does not fit on the GPU, known before it is loaded.
     """
     device = torch.device(own_device(options.device))
     is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()

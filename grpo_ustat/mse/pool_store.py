@@ -126,11 +126,7 @@ class PoolStore:
         return fingerprint(self.draws)
 
     def open(self) -> None:
-        """Create the folder, or check that it holds draws of the same policy and settings.
-
-        Raises:
-            ConfigError: it holds others, or cannot be read or written.
-        """
+        """Create the folder, or check that it holds draws of the same policy and settings."""
         note = self.folder / "pool.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -227,11 +223,7 @@ class PoolStore:
     def stored_completions(
         self, prompts: Sequence[Prompt], size: int, kind: str = SCORED
     ) -> list[int]:
-        """How many of each question's first `size` completions are stored.
-
-        Raises:
-            ConfigError: a part ends beyond them.
-        """
+        """How many of each question's first `size` completions are stored."""
         stored_P: list[int] = []
         for spans in self.parts(prompts, kind):
             stored = max((first + count for first, count in spans if first < size), default=0)
@@ -271,12 +263,7 @@ class PoolStore:
             save_file(arrays, staged, facts)
 
     def read(self, prompt: Prompt, first: int, count: int) -> Part:
-        """One scored part.
-
-        Raises:
-            ConfigError: the file is damaged: no part, of another length, or with content that is
-                not what was written; or it holds other draws, as after the loss of pool.json.
-        """
+        """One scored part."""
         return self._read(self._path(prompt, first, count), count, Part)
 
     def weighted_part(self, prompt: Prompt, count: int) -> WeightedPart:
@@ -288,9 +275,6 @@ class PoolStore:
     ) -> Iterator[list[Completions]]:
         """Yield the stored parts of one question after the other, in order, those that begin below
         `size`: scored, or all unscored.
-
-        Raises:
-            ConfigError: see `read`.
         """
         kind = self.kind
         record = Part if kind == SCORED else Completions

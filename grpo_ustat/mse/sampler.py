@@ -26,9 +26,6 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
     vLLM is started once in a process, where its first completions are needed: a study that extends
     its pool or draws replicates, and the next study of a sweep over the same model, go on with the
     same engine. The weights of a study never change.
-
-    Raises:
-        ConfigError: vLLM is missing, or cannot run this model; several ranks would sample with it.
     """
     options, sampler = sampling.policy, sampling.sampler
     if sampler.rollout.name == "local":

@@ -94,9 +94,6 @@ def score_part(
         sketches: see `score_sketches`.
         cost: what the completions took so far; scoring is added.
         metric: of the scores; None: Euclidean.
-
-    Raises:
-        ConfigError: a score is beyond what its numbers can hold; names the prompt.
     """
     start = time.perf_counter()
     count = len(rewards_NF)
@@ -181,11 +178,7 @@ def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
 
 
 def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
-    """Refuse a batch whose activations do not fit.
-
-    Raises:
-        ConfigError: with the number of completions that would fit.
-    """
+    """Refuse a batch whose activations do not fit."""
     tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
     fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
     if rows > fit:

@@ -31,10 +31,6 @@ def with_adapters(
         seed: of their random start.
         revision: of the model on the hub, which they name.
         rollout: the name of what samples.
-
-    Raises:
-        ConfigError: peft is missing, the model has no such modules, or vLLM would sample from
-            another model.
     """
     names = lora.target_modules
     assert names is not None
@@ -64,9 +60,6 @@ def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
         model: with or without adapters.
         rollout: the name of what samples.
         what: has the adapters, as they were asked for.
-
-    Raises:
-        ConfigError: naming the layer.
     """
     shared = adapted_shared_layers(model)
     if shared and rollout != "local":
@@ -91,10 +84,6 @@ def with_stored_adapters(
         model: the adapters' own.
         folder: of the adapters.
         merge: whether they are added to the weights.
-
-    Raises:
-        ConfigError: peft is missing, or the adapters are of another model or of a kind that not
-            every token passes through (aLoRA).
     """
     peft = _peft(f"{folder} with LoRA adapters")
     try:
@@ -170,11 +159,7 @@ def _quiet() -> Iterator[None]:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Prepare a model's layers for recomputing their activations, see `recomputing`.
-
-    Raises:
-        ConfigError: the model has dropout.
-    """
+    """Prepare a model's layers for recomputing their activations, see `recomputing`."""
     dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
     if dropout:
         name, value = next(iter(dropout.items()))

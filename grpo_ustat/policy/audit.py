@@ -70,9 +70,6 @@ class UpdateRows:
             rewards_PG: rewards; row p G + i is completion i of prompt p.
             input_ids_BT, attention_mask_BT, completion_mask_BT: of the B = P G rows.
             ended_PG: whether each completion ended; None: all did.
-
-        Raises:
-            ConfigError: there are not P G rows.
         """
         rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
         if rewards_PG.ndim != 2 or rewards_PG.size != len(input_ids_BT):
@@ -131,9 +128,6 @@ def audit(
         divisors: numbers by which a trainer may divide once too often or not at all, such as
             `{"gradient_accumulation_steps": 4}`; a difference by such a factor is then named.
         completions_at_once: of a pass of the model.
-
-    Raises:
-        ConfigError: names or shapes are not those of the model's trainable parameters.
     """
     faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -204,11 +198,7 @@ def epsilon_of(*dtypes: torch.dtype | None) -> float:
 
 
 def _check(own: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse gradients that are not of these parameters.
-
-    Raises:
-        ConfigError: naming the first that does not fit.
-    """
+    """Refuse gradients that are not of these parameters."""
     if missing := sorted(own.keys() - applied.keys()):
         raise ConfigError(
             f"{len(missing)} of {len(own)} trainable parameters are not among the "

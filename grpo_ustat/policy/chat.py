@@ -169,9 +169,6 @@ class ChatFormat:
         name: the model's, for messages.
         options: keyword arguments of its chat template.
         moment: whose date the template writes, if it writes one; None: the present.
-
-    Raises:
-        ConfigError: the tokenizer has no chat format.
     """
 
     def __init__(
@@ -190,11 +187,7 @@ class ChatFormat:
         self._options, self._moment = options or {}, moment or datetime.now()
 
     def __call__(self, turns: list[Turn]) -> str:
-        """The text that the model reads, special tokens included.
-
-        Raises:
-            ConfigError: the format has no place for one of the turns.
-        """
+        """The text that the model reads, special tokens included."""
         try:
             text = in_chat_format(self._tokenizer, turns, self._options, self._moment)
         except ValueError as error:

@@ -123,9 +123,6 @@ def load_policy(
         tokenizer: the model's, None: it is loaded.
         merge_adapters: whether a folder's LoRA adapters are added to the weights of their model,
             which are then trainable; else they stay on it and are trainable alone.
-
-    Raises:
-        ConfigError: no model or tokenizer can be loaded from there.
     """
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -208,9 +205,6 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         model: as loaded.
         report: transformers', of names that are in one of the two only, or in two shapes.
         files: of the checkpoint, whose types of weights are looked at; none of the hub.
-
-    Raises:
-        ConfigError: naming the first, how many there are, and its two shapes or its type.
     """
     names = [name for name, _ in model.named_parameters()]
     if differing := sorted(report["mismatched_keys"]):
@@ -274,9 +268,6 @@ def load_tokenizer(
 
     AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
     without a tokenizer have that of the model that they name. `key` is what errors call the place.
-
-    Raises:
-        ConfigError: none can be loaded from there.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -371,9 +362,6 @@ def check_parameters(options: PolicyOptions) -> None:
     """Refuse a regular expression that fits no parameter of the configured model, before its
     weights are loaded. Of adapters, and of a model that cannot be made without its weights, only
     the loaded one knows.
-
-    Raises:
-        ConfigError: see `train_only`.
     """
     model = options.model
     name = model.model_name_or_path
@@ -390,11 +378,7 @@ def check_parameters(options: PolicyOptions) -> None:
 
 
 def train_only(model: nn.Module, pattern: str) -> None:
-    """Freeze all trainable parameters but those in whose names a regular expression occurs.
-
-    Raises:
-        ConfigError: it occurs in none.
-    """
+    """Freeze all trainable parameters but those in whose names a regular expression occurs."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     matches = {name for name in names if re.search(pattern, name)}
     if not matches:
@@ -411,11 +395,7 @@ def train_only(model: nn.Module, pattern: str) -> None:
 def configured_tokenizer(
     model: ModelConfig, key: str = "model_name_or_path"
 ) -> PreTrainedTokenizerBase:
-    """The configured model's tokenizer; `key` is what errors call the place of the model.
-
-    Raises:
-        ConfigError: none can be loaded.
-    """
+    """The configured model's tokenizer; `key` is what errors call the place of the model."""
     return load_tokenizer(
         model.model_name_or_path, revision=model.revision,
         trust_remote_code=model.trust_remote_code, key=key,
@@ -423,11 +403,7 @@ def configured_tokenizer(
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Tokens of prompt and completion that the configured model has positions for; None: unknown.
-
-    Raises:
-        ConfigError: its config.json cannot be loaded.
-    """
+    """Tokens of prompt and completion that the configured model has positions for; None: unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
@@ -458,20 +434,13 @@ def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | Non
         model: the configured one.
         shortest: tokens of the shortest prompt; the sampler may read all but the last of them.
         longest: tokens of the longest row, its completion included.
-
-    Raises:
-        ConfigError: its config.json cannot be loaded.
     """
     switch = rope_switch(_text_config(model))
     return switch if switch is not None and shortest <= switch + 1 and longest > switch else None
 
 
 def _text_config(model: ModelConfig) -> PretrainedConfig:
-    """The configured model's config.json, of several parts that of its text.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """The configured model's config.json, of several parts that of its text."""
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
@@ -491,10 +460,6 @@ def chat_format(
     """The function that writes turns in the configured model's chat format, up to the beginning of
     the answer; None where `prompt.chat` is false, or null and the model has no such format. The
     tokenizer is loaded unless it is an argument. `moment`: see `ChatFormat`.
-
-    Raises:
-        ConfigError: the model has no chat format, as base models have none, and `prompt.chat` is
-            true or there are `prompt.template_options`.
     """
     if prompt.chat is False:
         return None
@@ -538,9 +503,6 @@ def configured_task(
     """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it,
     without those longer than `prompt.max_length`. The tokenizer is loaded where it is needed and
     not given. `moment`: see `ChatFormat`.
-
-    Raises:
-        ConfigError: see `make_task` and `chat_format`.
     """
 
     def lengths(texts: list[str]) -> list[int]:
@@ -552,11 +514,7 @@ def configured_task(
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
-    """Ids of all tokens whose text contains `stop`; one spelt out over two tokens is not seen.
-
-    Raises:
-        ConfigError: no token contains it.
-    """
+    """Ids of all tokens whose text contains `stop`; one spelt out over two tokens is not seen."""
     texts = tokenizer.batch_decode([[t] for t in range(len(tokenizer))], skip_special_tokens=False)
     stops = frozenset(t for t, text in enumerate(texts) if stop in text)
     if not stops:
@@ -574,11 +532,7 @@ def resolve(model_name_or_path: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this PyTorch cannot use.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse a device that this PyTorch cannot use."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -601,9 +555,6 @@ def check_lengths(
 ) -> None:
     """Refuse prompts that do not fit, with a completion, into the positions of the model and of
     vLLM, or on one side of the length at which LongRoPE changes.
-
-    Raises:
-        ConfigError: naming the longest prompt and the limit; on all ranks.
     """
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(policy.prompt.chat, tokenizer)

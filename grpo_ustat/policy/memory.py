@@ -37,9 +37,6 @@ def check_weights(weights: int, one: int, free: int, device: str) -> None:
         one: bytes of scoring one completion, layer by layer.
         free: bytes that are free.
         device: of the model.
-
-    Raises:
-        ConfigError: with the sum.
     """
     if weights + one <= free:
         return

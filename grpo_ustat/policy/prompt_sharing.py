@@ -194,9 +194,6 @@ def check_reading(
 
     Returns:
         Log-probabilities of the rows read alone, [P, T].
-
-    Raises:
-        ConfigError: naming the architecture, and the largest difference in nats.
     """
     width = len(completions[0])
     rows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True)]
@@ -217,9 +214,6 @@ def check_reading(
 def check_rows(policy: Policy) -> None:
     """Refuse a model as `check_reading` does, where others draw its tokens; one that computes
     narrowly is not tried, since tokens that it has not drawn tell nothing.
-
-    Raises:
-        ConfigError: see `check_reading`.
     """
     if computes_narrowly(policy):
         return

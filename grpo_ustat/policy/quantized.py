@@ -18,9 +18,6 @@ def unpacked(model: nn.Module) -> Iterator[None]:
 
     On a CPU with AVX512-BF16 a forward pass in evaluation mode and without gradients would pack
     them for inference; packed weights pass no gradient on, and stay packed in training.
-
-    Raises:
-        ConfigError: some are packed already.
     """
     layers = [m for m in model.modules() if getattr(m, PACKS, False)]
     for layer in layers:

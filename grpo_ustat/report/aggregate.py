@@ -70,11 +70,7 @@ MOST_CURVES = 4  # of several G and settings, in one figure of learning
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
-    """Report the runs that the patterns match.
-
-    Raises:
-        ConfigError: they match nothing that can be shown, or the folder is a run's own.
-    """
+    """Report the runs that the patterns match."""
     if (folder / CONFIG).exists() or (folder / CODE).exists():
         raise ConfigError(f"{folder} is a run's folder: choose another with name=NAME")
     run_set = without_unreadable(read_runs(entries_in(patterns)))

@@ -156,9 +156,6 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
     Args:
         grid: runs by n, G and seed.
         rollouts: n.
-
-    Raises:
-        ConfigError: fewer than three seeds have every G.
     """
     sizes = sorted({size for _, size, _ in grid})
     seeds = sorted({seed for n, _, seed in grid if n == rollouts})
@@ -250,10 +247,6 @@ def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord])
     Args:
         training: runs of `train`; unfinished ones do not count.
         studies: finished ones of `mse`, of which one is of the policy before training.
-
-    Raises:
-        ConfigError: why there is no such comparison: no finished run, fewer than three seeds with
-            every G at some n, runs of several series, or no one study of their policy with a G*.
     """
     grid: dict[tuple[int, int, int], RunRecord] = {}
     for run in training:
@@ -282,11 +275,7 @@ def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord])
 
 
 def check_one_series(runs: Sequence[RunRecord]) -> None:
-    """Refuse runs that cannot be compared, or whose error is not the one that is predicted.
-
-    Raises:
-        ConfigError: naming what differs.
-    """
+    """Refuse runs that cannot be compared, or whose error is not the one that is predicted."""
     if not runs:
         raise ConfigError("no training run is finished")
     sizes = sorted({run.config["group_size"] for run in runs})
@@ -312,11 +301,7 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
 
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
-    """The law of the policy that a run starts from, of the one study that measured it.
-
-    Raises:
-        ConfigError: there is none, naming what differs; or several; or it has no G*.
-    """
+    """The law of the policy that a run starts from, of the one study that measured it."""
     own = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
     differing = [[key for key in own if own[key] != run.keys.get(key)] for run in studies]
     same = [run for run, keys in zip(studies, differing, strict=True) if not keys]

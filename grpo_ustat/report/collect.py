@@ -44,11 +44,7 @@ class RunSet:
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
-    """The run folders at or below whatever the patterns match, each once, G=4 before G=16.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or no run.
-    """
+    """The run folders at or below whatever the patterns match, each once, G=4 before G=16."""
     folders: dict[Path, Path] = {}  # by resolved path
     for pattern in patterns:
         matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]

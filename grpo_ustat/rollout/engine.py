@@ -58,12 +58,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """The policy's own model: exactly the distribution that is scored, always up to date.
-
-    Raises:
-        ConfigError: the model cannot go on with a text that it has begun, or draws tokens otherwise
-            than it scores them, see `check_cache` and `check_sampling`.
-    """
+    """The policy's own model: exactly the distribution that is scored, always up to date."""
 
     def __init__(self, policy: Policy):
         check_cache(policy.model)
@@ -78,9 +73,6 @@ def check_cache(model: PreTrainedModel) -> None:
     """Refuse a model that ignores the cache it is called with, when every token after the first
     would be drawn as if nothing stood before it; and one of recurrent layers alone, which would
     take the mask of all tokens for that of the new ones (Mamba).
-
-    Raises:
-        ConfigError: naming the architecture.
     """
     kind = model.config.model_type
     layers = DynamicCache(config=model.config).layers
@@ -98,9 +90,6 @@ def check_sampling(policy: Policy) -> None:
     and one that reads rows of a batch otherwise, see `check_reading`.
 
     A few short rows of fixed draws are written and read; no draw of the run changes.
-
-    Raises:
-        ConfigError: naming the architecture, and the largest difference in nats.
     """
     kind = policy.model.config.model_type
     prompts, width = trial(policy)
@@ -135,12 +124,7 @@ def _one_line(kind: str) -> Iterator[None]:
 
 
 def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> Engine:
-    """The configured engine, which samples from `policy`, loaded from `model`.
-
-    Raises:
-        ConfigError: vLLM is missing or cannot run this model; the model cannot be sampled from, or
-            read in batches, see `LocalEngine`.
-    """
+    """The configured engine, which samples from `policy`, loaded from `model`."""
     options, longest = sampler.rollout, sampler.max_prompt_length
     if options.name == "local":
         return LocalEngine(policy)

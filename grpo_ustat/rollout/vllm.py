@@ -74,9 +74,6 @@ class VllmEngine:
             options: nulls are left to vLLM. `gpu_memory_utilization` is the share of the GPU, or
                 of all memory on a CPU, that vLLM may hold, beside what the trainer needs.
             rows: completions sampled side by side.
-
-        Raises:
-            ConfigError: vLLM is missing or cannot run this model.
         """
         vllm = import_vllm()
         self._policy = policy
@@ -99,11 +96,7 @@ class VllmEngine:
         step: int = 0,
         first: int = 0,
     ) -> Rollouts:
-        """See `grpo_ustat.rollout.local.sample`; `sampling.rows` was settled at the start.
-
-        Raises:
-            ConfigError: vLLM would cut completions early or change the temperature.
-        """
+        """See `grpo_ustat.rollout.local.sample`; `sampling.rows` was settled at the start."""
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         check_requests(encoded, sampling, self._llm.model_config.max_model_len)
         options = PLAIN_SAMPLING | {
@@ -141,9 +134,6 @@ def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int) -> 
         encoded: the prompts' tokens.
         sampling: how they are completed.
         limit: tokens of prompt and completion that vLLM has room for.
-
-    Raises:
-        ConfigError: naming both values.
     """
     longest = max(map(len, encoded))
     needed = longest + sampling.max_completion_length
@@ -191,11 +181,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def import_vllm() -> Any:
-    """The module, with its environment set for this process.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """The module, with its environment set for this process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -209,11 +195,7 @@ def import_vllm() -> Any:
 
 
 def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
-    """A `vllm.LLM` of the model's shape, its weights still random.
-
-    Raises:
-        ConfigError: vLLM cannot compute in this type, or cannot run this model.
-    """
+    """A `vllm.LLM` of the model's shape, its weights still random."""
     dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(

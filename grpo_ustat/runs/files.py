@@ -121,11 +121,7 @@ def _cell(text: str | None) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 0, and content of every line that is not blank.
-
-    Raises:
-        ConfigError: a line is no JSON object.
-    """
+    """Number, from 0, and content of every line that is not blank."""
     with path.open(encoding="utf-8-sig") as file:  # with Windows' mark or without
         for number, line in enumerate(file):
             if not line.strip():

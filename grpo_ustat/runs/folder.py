@@ -101,11 +101,7 @@ class RunFolder:
         return "resume" if begun else self.config.on_existing
 
     def check(self) -> None:
-        """Refuse a folder that cannot be written or that belongs to another configuration.
-
-        Raises:
-            ConfigError: naming the folder, the first difference and the fix.
-        """
+        """Refuse a folder that cannot be written or that belongs to another configuration."""
         anchor = next(
             p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists()
         )
@@ -239,20 +235,12 @@ class RunFolder:
         remove_empty(self.path)
 
     def result(self) -> dict[str, Any] | None:
-        """The finished run's result, None while it is unfinished or to be overwritten.
-
-        Raises:
-            ConfigError: see `check`.
-        """
+        """The finished run's result, None while it is unfinished or to be overwritten."""
         self.check()
         return None if self.mode == "overwrite" else self.read_result()
 
     def read_result(self) -> dict[str, Any] | None:
-        """Content of `result.json`, None while the run is unfinished.
-
-        Raises:
-            ConfigError: the file is damaged, or another configuration's.
-        """
+        """Content of `result.json`, None while the run is unfinished."""
         if not (self.path / "result.json").is_file():
             return None
         result = self._read(
@@ -348,11 +336,7 @@ class RunFolder:
         shape: contents.Shape,
         remedy: str = "on_existing=overwrite runs it again",
     ) -> dict[str, Any]:
-        """A dictionary from one of our own files, see `contents.checked`.
-
-        Raises:
-            ConfigError: it is missing or damaged.
-        """
+        """A dictionary from one of our own files, see `contents.checked`."""
         content, wrong = contents.checked(self.path, name, parse, shape)
         if wrong:
             raise ConfigError(f"{self.path / name} is missing or damaged: {remedy} ({wrong})")
@@ -382,11 +366,7 @@ def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def create_folder(path: Path, key: str) -> None:
-    """Create an output folder; `key` is the one by which another is chosen.
-
-    Raises:
-        ConfigError: the file system allows none there, as below /proc.
-    """
+    """Create an output folder; `key` is the one by which another is chosen."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

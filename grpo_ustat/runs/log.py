@@ -140,9 +140,6 @@ class CompletionLog:
     Args:
         folder: the run folder.
         keep_up_to: rows of later steps are dropped.
-
-    Raises:
-        ConfigError: the file is damaged.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):

@@ -107,9 +107,6 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
     Args:
         command: of all runs.
         planned_runs: each with a folder below the sweep's.
-
-    Raises:
-        ConfigError: the sweep's folder cannot be made.
     """
     place = planned_runs[0].sweep
     assert place is not None
@@ -136,9 +133,6 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 def sweeps_in(place: Path) -> list[Sweep]:
     """The sweeps of a folder, the latest last, and then the runs that belong to none of them; for a
     sweep's file that sweep alone.
-
-    Raises:
-        ConfigError: there is nothing of ours, or a sweep's file is damaged.
     """
     if place.is_file():
         return [_read_sweep(place)]

@@ -250,11 +250,7 @@ class Fitting:
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:
-        """See `Source.questions`.
-
-        Raises:
-            ConfigError: none is left.
-        """
+        """See `Source.questions`."""
         if split not in self._fitting_by_split:
             every, most = self._source.questions(split), self._most
             lengths = self._lengths([self._prompting.prompt(question).text for question in every])

@@ -21,21 +21,13 @@ def gsm8k(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Questions of each split; with `verbatim`, white space at their ends stays.
-
-    Raises:
-        ConfigError: see `train_and_test`, `question_of` and `Splits`.
-    """
+    """Questions of each split; with `verbatim`, white space at their ends stays."""
     train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 
 
 def question_of(row: Row, verbatim: bool = False) -> Question:
-    """The question of a row, its solution without the calculator's annotations.
-
-    Raises:
-        ConfigError: a field is missing, or the answer does not end in #### and a number.
-    """
+    """The question of a row, its solution without the calculator's annotations."""
     text, worked = row.text("question"), row.text("answer")
     if not verbatim:
         text, worked = text.strip(), worked.strip()

@@ -31,9 +31,6 @@ class JsonlSource:
     Attributes:
         counts: of rows that were left out, by reason.
         note: how many questions each split has.
-
-    Raises:
-        ConfigError: a row cannot be used; names file, row and column.
     """
 
     def __init__(
@@ -60,11 +57,7 @@ class JsonlSource:
         )
 
     def questions(self, split: str) -> list[Question]:
-        """See `Source.questions`.
-
-        Raises:
-            ConfigError: no row is left for it.
-        """
+        """See `Source.questions`."""
         questions = self._splits.questions(split)
         if split != "examples" and not questions:
             raise ConfigError(
@@ -77,12 +70,7 @@ class JsonlSource:
 def questions_of(
     key: str, files: list[Path], dataset: JsonlConfig, verbatim: bool = False
 ) -> list[Question]:
-    """The questions of files, one a row.
-
-    Raises:
-        ConfigError: a file cannot be read, or a row has no question or no answer; names file and
-            row.
-    """
+    """The questions of files, one a row."""
     rows = (row for file in files for row in rows_of_file(file, key))
     return [_question(row, dataset, verbatim) for row in rows]
 

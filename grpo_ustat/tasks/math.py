@@ -22,12 +22,7 @@ def math(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Questions of each split; with `verbatim`, white space at their ends stays.
-
-    Raises:
-        ConfigError: see `train_and_test`, `Splits`; a field is missing or wrong, or a filter names
-            what is not there.
-    """
+    """Questions of each split; with `verbatim`, white space at their ends stays."""
     train_rows, test_rows = train_and_test(dataset)
     counts: Counter[str] = Counter()
     every_test = {question_id("math", row.text("problem")) for row in test_rows}

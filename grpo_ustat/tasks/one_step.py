@@ -57,9 +57,6 @@ def exercises(tables: list[str]) -> list[Exercise]:
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
     """`count` distinct questions of a split, of `examples` in one order each; fewer are the first
     of more.
-
-    Raises:
-        ConfigError: the split holds fewer.
     """
     name, stream = "+".join(tables), "shots" if split == "examples" else split
     held = [exercise for exercise in exercises(tables) if exercise.split == split]
@@ -80,9 +77,6 @@ class OneStep:
         sizes: number of questions of `train`, `test`, `study` and `examples`.
         seed: of the questions, not of the run.
         examples_seed: of the examples.
-
-    Raises:
-        ConfigError: more questions or examples are asked for than there are.
     """
 
     def __init__(self, tables: list[str], sizes: dict[str, int], seed: int, examples_seed: int = 0):

@@ -45,9 +45,6 @@ class OwnSource:
 
     Attributes:
         task: what the entry point returned.
-
-    Raises:
-        ConfigError: it cannot be loaded or called.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
@@ -57,12 +54,7 @@ class OwnSource:
         check_method(self._name, self.task, "questions", "split")
 
     def questions(self, split: str) -> list[Question]:
-        """The task's first questions of a split, as many as its size says.
-
-        Raises:
-            ConfigError: there are fewer, one of them is no question, or an id comes twice here or
-                also in a split that this one must not share questions with.
-        """
+        """The task's first questions of a split, as many as its size says."""
         questions = self._cut(split)
         others = [
             q for other in DISJOINT_FROM[split] if self._sizes[other] != 0 for q in self._cut(other)
@@ -110,9 +102,6 @@ class OwnJudge:
         reward: takes a `Prompt` and a completion, returns a finite number; may be an `async def`.
         extract: takes a completion; None: a completion is its own answer.
         name: what to call them in errors.
-
-    Raises:
-        ConfigError: the function does not take a prompt and a completion.
     """
 
     def __init__(
@@ -136,11 +125,7 @@ class OwnJudge:
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`. Rewards of an `async def` are awaited together.
-
-        Raises:
-            ConfigError: the function failed or returned no finite number; names its prompt.
-        """
+        """See `Judge.rewards`. Rewards of an `async def` are awaited together."""
         names = [f"{self._name}, {prompt.where or f'prompt {prompt.id}'}" for prompt in prompts]
         rewards = []
         for name, prompt, text in zip(names, prompts, completions, strict=True):
@@ -172,11 +157,7 @@ class OwnJudge:
 
 
 def _finite(reward: Any, name: str) -> float:
-    """A reward as a float: any real number, also one of NumPy's or a tensor's.
-
-    Raises:
-        ConfigError: it is none, or not finite.
-    """
+    """A reward as a float: any real number, also one of NumPy's or a tensor's."""
     number = reward
     if callable(getattr(reward, "item", None)):
         with suppress(Exception):  # of several values
@@ -199,9 +180,6 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
         task: what its entry point returned.
         method: of it.
         arguments: their names.
-
-    Raises:
-        ConfigError: naming what there is, and how the method is called.
     """
     function, call = getattr(task, method, None), f"{method}({', '.join(arguments)})"
     if not callable(function):
@@ -253,9 +231,6 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
     Args:
         reward: FILE:FUNCTION.
         field_name: of the configuration, which names it.
-
-    Raises:
-        ConfigError: the file fails, or what it names so is no function.
     """
     own = reward_file(reward)
     assert own is not None, "the name of an entry point"

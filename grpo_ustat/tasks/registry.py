@@ -40,9 +40,6 @@ def make_task(
         chat: writes turns in the model's chat format, see `policy.loading.chat_format`; read where
             `prompt.chat` asks for it.
         lengths: tokens of each text; read where `prompt.max_length` asks for it.
-
-    Raises:
-        ConfigError: the data set cannot be read, or holds too few questions.
     """
     source, prompt = make_source(options), options.prompt
     examples = tuple(source.questions("examples")) if prompt.shots else ()

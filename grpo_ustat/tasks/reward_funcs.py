@@ -24,9 +24,6 @@ def make_reward_funcs(
         reward_funcs: as configured, the data set's own first.
         max_completion_length: in tokens, which `brevity` is relative to.
         judge: of the data set, which reads answers.
-
-    Raises:
-        ConfigError: one of the user's own cannot be loaded.
     """
     of_any_dataset: dict[str, RewardFunction] = {
         "format": lambda rollouts: answer_format(rollouts, judge),
@@ -60,9 +57,6 @@ def own_reward(name: str) -> RewardFunction:
 
     Args:
         name: FILE.py:FUNCTION, or that of an entry point.
-
-    Raises:
-        ConfigError: it cannot be loaded.
     """
     if reward_file(name):
         source = f"reward_funcs={name}"

@@ -34,11 +34,7 @@ class Row:
         return self.fields.get(name) is not None
 
     def value(self, *names: str) -> Any:
-        """The field of the first of these names that it has.
-
-        Raises:
-            ConfigError: it has none, and the fields it has are named; or half of a character.
-        """
+        """The field of the first of these names that it has."""
         for name in names:
             if self.has(name):
                 value = self.fields[name]
@@ -51,11 +47,7 @@ class Row:
         )
 
     def text(self, *names: str) -> str:
-        """The field as a text that is not blank, with the white space at its ends.
-
-        Raises:
-            ConfigError: see `value`, or it is something else.
-        """
+        """The field as a text that is not blank, with the white space at its ends."""
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
             raise self.refused(" or ".join(names), value, "a text that is not empty")
@@ -85,12 +77,7 @@ class Origin:
     revision: str | None = None
 
     def rows(self, split: str) -> list[Row]:
-        """All rows of a split; a single file holds the rows of any split.
-
-        Raises:
-            ConfigError: nothing can be read there, or there is no such split; names file and row,
-                or the splits that exist.
-        """
+        """All rows of a split; a single file holds the rows of any split."""
         place = Path(self.path).expanduser()
         if place.is_file():
             return rows_of_file(place)
@@ -126,11 +113,7 @@ class Origin:
 
 
 def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
-    """All train rows and all test rows of a data set.
-
-    Raises:
-        ConfigError: see `Origin.rows`, or one file is named for both.
-    """
+    """All train rows and all test rows of a data set."""
     train = Origin("dataset.path", dataset.path, dataset.subset, dataset.revision)
     test = train
     if dataset.test_path is not None:

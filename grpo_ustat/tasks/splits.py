@@ -51,9 +51,6 @@ class Splits:
 
     Attributes:
         counts: of the rows that were left out in all, by reason.
-
-    Raises:
-        ConfigError: more are asked for than there are.
     """
 
     def __init__(

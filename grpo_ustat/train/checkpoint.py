@@ -135,11 +135,7 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Go on from the newest checkpoint that is whole; without any, start.
-
-    Raises:
-        ConfigError: see `newest_whole` and `load`.
-    """
+    """Go on from the newest checkpoint that is whole; without any, start."""
     checkpoint = main_only(newest_whole, run.folder.path)
     if checkpoint is None:
         return TrainProgress()
@@ -155,11 +151,7 @@ def resume(run: TrainContext) -> TrainProgress:
 
 
 def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the stored state.
-
-    Raises:
-        ConfigError: a tensor of the checkpoint does not fit the model.
-    """
+    """Restore model and optimizer in place and return the stored state."""
     _load_weights(checkpoint, policy.model)
     entries = load_file(checkpoint / OPTIMIZER_FILE)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
@@ -208,11 +200,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
 
 
 def _check_fit(checkpoint: Path, tensors: dict[str, Any], model_tensors: dict[str, Any]) -> None:
-    """Refuse tensors whose names, shapes or types are not the model's.
-
-    Raises:
-        ConfigError: naming the first that differs, and both sides.
-    """
+    """Refuse tensors whose names, shapes or types are not the model's."""
 
     def description(tensor: torch.Tensor | None) -> str:
         return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

@@ -41,11 +41,7 @@ from grpo_ustat.train.micro_batches import Result, plan
 
 
 def is_configured(accelerator: Accelerator) -> bool:
-    """Whether accelerate launched this run with FSDP2 (grpo_ustat/launch/accelerate/fsdp2.yaml).
-
-    Raises:
-        ConfigError: with options of it that would have no effect here.
-    """
+    """Whether accelerate launched this run with FSDP2 (grpo_ustat/launch/accelerate/fsdp2.yaml)."""
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or not dist.is_initialized():
         return False
     plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
@@ -64,11 +60,7 @@ def is_configured(accelerator: Accelerator) -> bool:
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
-    """A copy of the policy whose parameters are shards, gathered layer by layer.
-
-    Raises:
-        ConfigError: the model has no layers that could be gathered one at a time.
-    """
+    """A copy of the policy whose parameters are shards, gathered layer by layer."""
     # No clone: `fully_shard` copies this rank's part out of the full copy's own storage.
     aliases = {
         id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
@@ -171,11 +163,7 @@ def rounds(
 
 
 def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
-    """What the work returns: with collectives inside, one rank cannot do it again alone.
-
-    Raises:
-        ConfigError: memory ran out.
-    """
+    """What the work returns: with collectives inside, one rank cannot do it again alone."""
     try:
         return work()
     except RuntimeError as error:

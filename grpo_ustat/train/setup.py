@@ -40,11 +40,7 @@ RANK_TIMEOUT = timedelta(hours=2)  # for the slowest rank; NCCL waits 10 minutes
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
-    """Load the policy and everything around it; what can be refused without its weights, before.
-
-    Raises:
-        ConfigError: what only the model or the machine can show to be impossible.
-    """
+    """Load the policy and everything around it; what can be refused without its weights, before."""
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
@@ -109,12 +105,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
 
 
 def join_ranks(config: TrainConfig) -> Accelerator:
-    """Connect this process with the other ranks; the same accelerator at every call.
-
-    Raises:
-        ConfigError: there are more ranks than prompts of a step, or accelerate is configured for
-            what this program does itself.
-    """
+    """Connect this process with the other ranks; the same accelerator at every call."""
     check_device(config.launch.device)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RefusedByRank(
@@ -143,11 +134,7 @@ def join_ranks(config: TrainConfig) -> Accelerator:
 
 
 def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
-    """Refuse a data set with fewer questions than a step and the ranks of an evaluation need.
-
-    Raises:
-        ConfigError: naming how many there are.
-    """
+    """Refuse a data set with fewer questions than a step and the ranks of an evaluation need."""
     if train < config.prompts_per_step:
         raise RefusedByRank(
             f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size), but "
@@ -205,9 +192,6 @@ def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
 def check_same_start(run: TrainContext, step: int) -> None:
     """Refuse ranks that start apart: they apply the same updates to weights that no collective
     compares again.
-
-    Raises:
-        ConfigError: their weights or steps differ; on all ranks.
     """
     if run.accelerator.num_processes == 1:
         return

@@ -73,9 +73,6 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
 def newest_whole(folder: Path) -> Path | None:
     """The latest snapshot that verifies, None where there is none of any kind; a warning for
     each later one, with the file and what is wrong with it.
-
-    Raises:
-        ConfigError: there are snapshots but none verifies, or one is of another format.
     """
     snapshots = _numbered(folder)[::-1]
     for _, path in snapshots:

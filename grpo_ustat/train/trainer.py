@@ -88,11 +88,7 @@ def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | 
 
 
 def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> None:
-    """Refuse a run folder that is already past `max_steps`.
-
-    Raises:
-        ConfigError: naming both numbers.
-    """
+    """Refuse a run folder that is already past `max_steps`."""
     if step > config.max_steps:
         raise ConfigError(
             f"{folder.path} is at step {step}, already past max_steps={config.max_steps}: "

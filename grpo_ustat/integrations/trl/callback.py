@@ -124,9 +124,6 @@ class GradientNoiseCallback(TrainerCallback):
             those of a sharded model have where a rank has no memory for whole weights.
         strict: whether a trainer that cannot be measured is an error; otherwise a line says why,
             and the run goes on without measuring.
-
-    Raises:
-        ConfigError: `every` is below 1; with `strict`, see `grpo_ustat.integrations.trl.support`.
     """
 
     def __init__(
@@ -247,9 +244,6 @@ class GradientNoiseCallback(TrainerCallback):
         """Add a generation batch's groups to the window, and announce them to the audit.
 
         Completions travel to where their group is scored, so that every group is whole.
-
-        Raises:
-            ConfigError: the batch cannot be measured; on all ranks.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         rows = from_all_ranks(lambda: self._own_rows(output))
@@ -338,11 +332,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.audit.expect(sketches, groups)
 
     def _rescored(self, micro_batches: Sequence[tuple[MicroBatch, Array]]) -> Mapping[str, Array]:
-        """See `audit.UpdateScores`: rows as TRL's loss read them, with its dropout masks.
-
-        Raises:
-            ConfigError: masks cannot be drawn once more.
-        """
+        """See `audit.UpdateScores`: rows as TRL's loss read them, with its dropout masks."""
         start, trainer = time.perf_counter(), self.trainer
         self.scorer.ratio_gaps[:] = 0
         with (

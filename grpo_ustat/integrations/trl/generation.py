@@ -132,9 +132,6 @@ def logged_rewards(
             it returned None.
         weights: of the reward functions.
         rows: of this generation batch, all ranks together.
-
-    Raises:
-        ConfigError: fewer rewards were logged.
     """
     columns = []
     for name, values in logged.items():
@@ -185,10 +182,6 @@ def whole_groups(
         completions: all ranks' rows, in rank order.
         rewards_R, rewards_RF: their rewards, see `logged_rewards`.
         group_size: G.
-
-    Raises:
-        ConfigError: the rows are no whole number of groups, or a group has several prompts or a
-            completion or prompt without a token.
     """
     if len(completions) % group_size:
         raise ConfigError(

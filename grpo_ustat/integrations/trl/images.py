@@ -23,9 +23,6 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
     Args:
         output: of `_generate_and_score_completions`.
         row: its place on this rank.
-
-    Raises:
-        ConfigError: a tool put images into a completion.
     """
     if "pixel_values" not in output:
         return {}

@@ -76,11 +76,7 @@ class LayersInStep:
 
     @contextmanager
     def weights(self, layer: nn.Module) -> Iterator[None]:
-        """Within, a layer has its weights.
-
-        Raises:
-            ConfigError: it has no turn any more in this round.
-        """
+        """Within, a layer has its weights."""
         while self._ahead and self._ahead[0] is not layer:
             self._skip()
         if not self._ahead:

@@ -21,10 +21,6 @@ def record(
     Put it beside the reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
     `completions/completions_00010.parquet` then has the columns `prompt_ids`, `completion_ids` and
     `policy_step`, the number of updates of the policy that wrote them: `checkpoint-<policy_step>`.
-
-    Raises:
-        ConfigError: the run has tools or environments, whose tokens TRL shows to no reward
-            function: they could not be told from the policy's own.
     """
     trainer = log_extra.__self__  # a method of the trainer
     if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):

@@ -84,9 +84,6 @@ class GroupScorer:
             model: whose weights are whole, or in its layers in step.
             groups: by place, the same on all ranks.
             layers: those in step, for which ranks score a group each in one round; or None.
-
-        Raises:
-            ConfigError: a rank could not score one of its groups; on all ranks.
         """
         accelerator, places = self.trainer.accelerator, list(groups)
         self._batches += 1
@@ -119,11 +116,7 @@ class GroupScorer:
         return scores
 
     def scores(self, model: Any, group: Group, place: int) -> GroupScores:
-        """Scores of one group; where memory runs out again, with half as many completions at once.
-
-        Raises:
-            ConfigError: not even one completion fits, or a layer's score rule is wrong.
-        """
+        """Scores of one group; where memory runs out again, with half as many completions at once."""
         while True:
             try:
                 return self._scores(model, group, place, None)
@@ -175,9 +168,6 @@ class GroupScorer:
             states: of the generators before it.
             sign_B: of the rows' advantages, -1 or 1.
             trl_positions: whether the model counts positions as in TRL's loss, which hands it none.
-
-        Raises:
-            ConfigError: masks cannot be drawn once more, or ratios are of another loss.
         """
         if inputs.get("pixel_values") is not None:
             raise ConfigError("the rows of a micro-batch have images of several prompts")
@@ -245,11 +235,7 @@ class GroupScorer:
         return math.ceil(self.trainer.num_generations / self.at_once)
 
     def _halve(self) -> None:
-        """Half as many completions of a pass.
-
-        Raises:
-            ConfigError: it is one.
-        """
+        """Half as many completions of a pass."""
         if self.at_once == 1:
             raise ConfigError("out of memory with one completion at a time")
         self.at_once //= 2
@@ -286,11 +272,7 @@ class GroupScorer:
         )
 
     def _check(self, policy: Policy, rollouts: Rollouts, images: Mapping[str, Any] | None) -> None:
-        """Compare a group's two shortest completions with plain differentiation, once a run.
-
-        Raises:
-            ConfigError: a layer's score rule is wrong.
-        """
+        """Compare a group's two shortest completions with plain differentiation, once a run."""
         shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]
         few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
         try:
@@ -309,12 +291,7 @@ class GroupScorer:
 
 
 def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The items that all ranks make, in rank order.
-
-    Raises:
-        ConfigError: making them failed on some rank, for whatever reason; on all ranks, since the
-            others wait for its items, and training goes on.
-    """
+    """The items that all ranks make, in rank order."""
     try:
         own = list(make())
     except Exception as error:

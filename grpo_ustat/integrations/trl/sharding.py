@@ -38,11 +38,7 @@ def sharding_of(trainer: Any) -> str:
 
 
 def check_sharding(trainer: Any) -> None:
-    """Refuse what keeps parameters elsewhere, or splits them in another way.
-
-    Raises:
-        ConfigError: parameters are offloaded, or layers or texts are split among processes.
-    """
+    """Refuse what keeps parameters elsewhere, or splits them in another way."""
     state, sharding = trainer.accelerator.state, sharding_of(trainer)
     if sharding.startswith("FSDP") and _offloads(state.fsdp_plugin.cpu_offload):
         raise ConfigError(
@@ -86,9 +82,6 @@ def scored_weights(
     Args:
         trainer: whose model. Where nothing shards it, its weights are whole.
         by_layer: whether layers have theirs in step in any case.
-
-    Raises:
-        ConfigError: a rank has no memory for either, or cannot gather them; on all ranks.
     """
     sharding = sharding_of(trainer)
     with ExitStack() as stack:
@@ -134,11 +127,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
-    """The layers of a model in FSDP1's wrappers or none.
-
-    Raises:
-        ConfigError: it has none whose weights could come one at a time.
-    """
+    """The layers of a model in FSDP1's wrappers or none."""
     with _unwrapped(model) as inner:
         layers = separate_layers(inner)
     if layers:
@@ -314,9 +303,6 @@ def in_precision_of_loss(
         trainer: whose loss.
         model, layers: as of `scored_weights`.
         dtype: see `narrow_loss`.
-
-    Raises:
-        ConfigError: FSDP1's layers have their weights one at a time.
     """
     with torch.autocast(next(model.parameters()).device.type, dtype), ExitStack() as restored:
         if sharding_of(trainer) == "FSDP1":

@@ -17,12 +17,7 @@ USED_ATTRIBUTES = (
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a trainer whose gradient cannot be measured.
-
-    Raises:
-        ConfigError: it is no GRPOTrainer of TRL 1.16 or newer; parameters are offloaded; tools
-            hide which tokens of a completion are the policy's.
-    """
+    """Refuse a trainer whose gradient cannot be measured."""
     if "GRPOTrainer" not in [kind.__name__ for kind in type(trainer).__mro__]:
         raise ConfigError(
             f"GradientNoiseCallback measures TRL's GRPOTrainer, not {type(trainer).__name__}"
@@ -43,11 +38,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_parameters(model: nn.Module, pattern: str | None) -> None:
-    """Refuse a choice of parameters that is none.
-
-    Raises:
-        ConfigError: no name of a trainable parameter fits, or it is no regular expression.
-    """
+    """Refuse a choice of parameters that is none."""
     if pattern is None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

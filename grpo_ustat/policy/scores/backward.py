@@ -112,10 +112,6 @@ def completion_scores(
         whole: whether a pass reads columns that are padding in all its rows too. Then the masks
             are those that the generators' states give of the whole batch; a parameter without a
             rule, which completions are read once more for, would have others.
-
-    Raises:
-        ConfigError: the model is in training mode without `drops`, or has no parameter to train;
-            with `layer_weights` or `whole`, a trainable parameter is of a kind without a rule.
     """
     if model.training and not drops:
         raise ConfigError("the model is in training mode: scores need model.eval()")
@@ -158,11 +154,7 @@ def completion_scores(
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters with requires_grad and their names.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Parameters with requires_grad and their names."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no trainable parameter: nothing to differentiate")
@@ -484,9 +476,6 @@ def check_scores(
     rows that were mixed up show, and a high temperature keeps a peaked policy's scores from being
     little but the rounding of 1 - p. With `images` the rows are of one prompt, see
     `completion_scores`.
-
-    Raises:
-        ConfigError: naming the parameter that differs most and both norms.
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
