@@ -205,7 +205,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Name and revision of the model that a folder's LoRA adapters are of; None without adapters."""
+    """Name and revision of the model that a folder's LoRA adapters are of; None without."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None

@@ -403,7 +403,7 @@ def configured_tokenizer(
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Tokens of prompt and completion that the configured model has positions for; None: unknown."""
+    """Tokens of prompt and completion that the model has positions for; None: unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 

@@ -137,7 +137,7 @@ def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
 def draw(
     split: str, count: int, ranges: Ranges, seed: int | str, without: Container[str] = ()
 ) -> list[Exercise]:
-    """`count` distinct questions of a split, kinds drawn uniformly, none of the texts in `without`."""
+    """`count` distinct questions of a split, kinds drawn uniformly, no text in `without`."""
     rng = random.Random(f"arithmetic/{split}/{seed}")
     exercises: dict[str, Exercise] = {}
     while len(exercises) < count:

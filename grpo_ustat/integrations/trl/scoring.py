@@ -116,7 +116,7 @@ class GroupScorer:
         return scores
 
     def scores(self, model: Any, group: Group, place: int) -> GroupScores:
-        """Scores of one group; where memory runs out again, with half as many completions at once."""
+        """Scores of one group; where memory runs out again, with half the completions at once."""
         while True:
             try:
                 return self._scores(model, group, place, None)
