@@ -289,7 +289,7 @@ def unknown_key(key: str, schema: type) -> str:
         return f"unknown key {key}: it is {_one_of_commands(owners)}{_own_name(key, schema, known)}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, [*known, *_groups_of(schema)], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"
 
