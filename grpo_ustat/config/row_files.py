@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,15 +39,14 @@ def read_rows(file: Path, key: str = "") -> Rows:
     except ConfigError:
         raise
     except Exception as error:
-        reason = single_line(error, 200)
-        if isinstance(error, ValueError) and "zstd" in reason:
-            reason = "pip install zstandard, or use .gz"
-        raise ConfigError(f"{place} cannot be read: {reason}") from error
+        raise ConfigError(f"{place} cannot be read: {single_line(error, 200)}") from error
 
 
 @lru_cache(maxsize=8)
 def _rows(file: Path, modified_ns: int) -> Rows:
     """The rows of a file as it was at `modified_ns`."""
+    if file.suffix == ".zst" and not find_spec("zstandard"):
+        raise ValueError("pip install zstandard, or use .gz")
     fsspec: Any = import_module("fsspec")
     with fsspec.open(str(file), "rb", compression="infer") as opened:
         content: bytes = opened.read()

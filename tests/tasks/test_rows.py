@@ -137,7 +137,7 @@ def refused(match, path, **fields):
 
 
 BAD_LINES = {
-    '{"question": "x", "answer"': r"bad.jsonl cannot be read: row 8 is no json \(",
+    '{"question": "x", "answer"': r"bad.jsonl row 8 is no json: ",
     '["x", "y"]': "row 8 is .'x', 'y'., it must be an object with named fields",
     '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the fields there are: question",
     '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be a text",
@@ -173,7 +173,7 @@ def test_other_fields_are_named(tmp_path):
     "name, content, match",
     [
         ("empty.jsonl", "", "empty.jsonl cannot be read: it is empty"),
-        ("rows.csv", "question,answer\n", "must end in one of .jsonl, .json, .parquet"),
+        ("rows.md", "# rows", "rows.md row 1 is no json"),
         ("rows.json", "[{]", "rows.json cannot be read: no json"),
         ("rows.parquet", LINES, "rows.parquet cannot be read: .*[Pp]arquet"),
         ("rows.jsonl.gz", LINES, "rows.jsonl.gz cannot be read: .*[Nn]ot a gzipped file"),
@@ -191,7 +191,7 @@ def test_a_place_without_rows_is_named(tmp_path):
     written(tmp_path / "notes" / "notes.md", "# notes")
     train_only = written(tmp_path / "half" / "train.jsonl", LINES).parent
     refused("none holds no rows that can be read", tmp_path / "none")
-    refused("notes holds no jsonl, json or Parquet file", tmp_path / "notes")
+    refused("notes holds no jsonl, json, CSV or Parquet file", tmp_path / "notes")
     refused("has no split 'test', only train: set dataset.train_split", train_only)
     refused("has no split 'dev', only train", train_only, train_split="dev")
     refused("dataset.path=.*nowhere: no such file or folder", tmp_path / "nowhere")
