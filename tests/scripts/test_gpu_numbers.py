@@ -94,7 +94,7 @@ def test_a_value_without_an_interval_is_a_fault(kept, numbers_table):
     row |= {"gstar_low": None, "gstar_high": None}
     (folder / "row.json").write_text(numbers_table.row_text(row))
     (fault,) = numbers_table.faults(folder, folder / "numbers.md")
-    assert fault == f"row.json: gstar_low is missing, of gstar {row['gstar']:g}"
+    assert fault == "row.json: gstar_low is missing, of gstar 8.99771"
 
 
 def test_a_file_that_is_none_a_second_row_and_another_table_are_faults(kept, numbers_table):
