@@ -28,7 +28,9 @@ EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
 FEW_SEEDS = "(4 of 5): how many seeds of how many."
 
-LATEX_MARKS = ("Bold", "underlined")  # of the best, of those not significantly different
+# Of the best, of those not significantly different from it, and of the others.
+MARKS = ("*", "~", "no mark")
+LATEX_MARKS = ("Bold", "underlined", "no mark")
 
 AccuracyCell = dict[str, Any]
 
@@ -273,11 +275,11 @@ def accuracy_table(
         title=f"Held-out {name}",
         columns=["", *names],
         rows=rows,
-        notes=[*notes(cells, ("*", "~"), among)],
+        notes=[*notes(cells, MARKS, among)],
         latex_notes=[*notes(cells, LATEX_MARKS, among)],
         marks=marks,
         data=data,
-        figure_notes=notes(cells, ("ring", "filled"), f"the {axis.symbol} of a line"),
+        figure_notes=notes(cells, ("ring", "filled", "hollow"), f"the {axis.symbol} of a line"),
         headings=True,
     )
 
@@ -298,7 +300,7 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {name} by rollouts a step (n) and group size (G)",
         columns=["", *names],
         rows=rows,
-        notes=[*notes(cells, ("*", "~"), "the (n, G) of a series")],
+        notes=[*notes(cells, MARKS, "the (n, G) of a series")],
         latex_notes=[*notes(cells, LATEX_MARKS, "the (n, G) of a series")],
         marks=marks,
         data=cells,
@@ -340,7 +342,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {quantity} by setting, and its difference from the largest mean",
         columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
-        notes=[*notes(cells, ("*", "~"), "the settings of one n and G")],
+        notes=[*notes(cells, MARKS, "the settings of one n and G")],
         latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G")],
         marks=marks,
         data=cells,
@@ -386,15 +388,15 @@ def _cell_text(cell: AccuracyCell, most: int) -> str:
     return f"{cell['mean_reward']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]{few}"
 
 
-def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> list[str]:
+def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str) -> list[str]:
     """Lines for captions: what intervals are over, what the marks mean.
 
     Args:
         cells: that are shown.
-        marks: of the best and of those not significantly different from it.
+        marks: of the best, of those not significantly different from it, and of the others.
         among: the cells that are compared with each other, in words.
     """
-    best, alike = marks
+    best, alike, less = marks
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
@@ -420,10 +422,10 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> 
                     "difference contains 0"
                 )
             if True in verdicts:
-                words.append("no mark: significantly less")
+                words.append(f"{less}: significantly less")
             lines.append(f"{'; '.join(words)}; {simultaneous}, the best chosen on the same data.")
             if not all(cell["decided"] for cell in compared):
-                lines.append("Rows without any mark: no significant difference.")
+                lines.append("Where nothing is marked: no significant difference.")
         else:
             lines.append(f"No significant difference between {among}; {simultaneous}.")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):

@@ -138,7 +138,7 @@ def test_equal_sizes_are_seldom_told_apart(seeds, rng):
 
 def test_captions_say_what_intervals_are_over():
     def said(rows):
-        return " ".join(notes(accuracy_cells(rows), ("*", "~"), "the G of a row"))
+        return " ".join(notes(accuracy_cells(rows), ("*", "~", "no mark"), "the G of a row"))
 
     five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
     one = [row(16, 0, 0.2), row(32, 0, 0.1)]
@@ -225,7 +225,10 @@ def test_intervals_of_few_seeds_have_one_variance_pooled_over_the_cells_of_a_lin
         assert (cell["low"], cell["high"]) == pytest.approx(ends, abs=1e-6) and cell["dof"] == 2
     assert (sixteen["low"], sixteen["high"], sixteen["dof"]) == (0.26, pytest.approx(0.34), None)
     assert other["dof"] == 1 and other["high"] < 0.11  # a line of its own
-    assert "t, 1 to 2 degrees of freedom" in notes([four, eight, other], ("*", "~"), "the G")[0]
+    assert (
+        "t, 1 to 2 degrees of freedom"
+        in notes([four, eight, other], ("*", "~", "no mark"), "the G")[0]
+    )
 
 
 def coverage(rng, sds, seeds=3, draws=700):
