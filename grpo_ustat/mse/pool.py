@@ -160,12 +160,10 @@ class ModelFacts:
     Attributes:
         parameters: that scores cover.
         prompt_tokens: mean length of a prompt.
-        prompt_seconds: to read one prompt, measured here; a group shares it.
     """
 
     parameters: int
     prompt_tokens: float
-    prompt_seconds: float
 
 
 def model_facts(
@@ -174,7 +172,7 @@ def model_facts(
     weights: int | None = None,
     one_completion: int | None = None,
 ) -> ModelFacts:
-    """Count parameters and tokens, and time the reading of a few prompts.
+    """Count parameters and tokens.
 
     Args:
         options: of the policy.
@@ -188,15 +186,8 @@ def model_facts(
         check_weights(weights, one_completion, free_bytes(device), str(device))
     policy = configured_policy(options)
     encoded = policy.encode([prompt.text for prompt in prompts])
-    few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
-    with torch.inference_mode():
-        policy.model(input_ids=few[0])
-        start = time.perf_counter()
-        for ids in few:
-            policy.model(input_ids=ids).logits[0, -1, 0].item()
-        seconds = (time.perf_counter() - start) / len(few)
     parameters = sum(parameter_sizes(policy.model).values())
-    return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])), seconds)
+    return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])))
 
 
 def greedy_rewards(sampling: StudySampling, prompts: list[Prompt]) -> Array:

@@ -66,11 +66,8 @@ def batch_settings(config: MseConfig, questions: int) -> list[tuple[str, int]]:
     return settings
 
 
-def closed_form_request(
-    config: MseConfig, pool: ScorePool, facts: ModelFacts, pool_cost: WorkCost
-) -> Request:
-    """The request for the curves of this study; `pool_cost` is the cost of the pool."""
-    each = (pool_cost.seconds_generate + pool_cost.seconds_score) / pool_cost.rollouts
+def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
+    """The request for the curves of this study."""
     questions = len(pool.rewards_PN)
     points = [
         CurvePoint(name, size, *setting)
@@ -84,10 +81,7 @@ def closed_form_request(
         options={name: config.rules[name].options for name in config.baselines},
         questions=questions,
         sample=config.study.interval == "questions",
-        costs={
-            "tokens": (facts.prompt_tokens, float(pool.lengths_PN.mean())),
-            "seconds": (facts.prompt_seconds, each),
-        },
+        costs={"tokens": (facts.prompt_tokens, float(pool.lengths_PN.mean()))},
     )
 
 
@@ -273,7 +267,7 @@ def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes], rollouts: int
     for size in CURVE_SIZES:
         n_mse, low, high = population[f"n_mse/{size}"]
         curve.append(parts.FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
-    names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds")
+    names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens")
     return parts.Scaling(
         **{name: population[name] for name in names},
         covariance=population.scaling.covariance_33.tolist() if known else None,

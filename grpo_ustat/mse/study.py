@@ -186,7 +186,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             pool, pool_cost, prompts, logged = import_pool(config, pool_folder)
             rollouts = [logged.of_prompt(place) for place in range(len(prompts))]
             facts = _facts(config, prompts)
-            request = closed_form_request(config, pool, facts, pool_cost)
+            request = closed_form_request(config, pool, facts)
             statistics = closed_form(pool, request, config.study.interval)
         else:
             with waiting(f"loading {config.dataset.name}", visible=is_main()):
@@ -208,9 +208,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             config, prompts, pool, pool_folder, folder / "pool_adam"
         )
         pool_cost += extra_cost
-        request = closed_form_request(config, pool, facts, pool_cost)
+        request = closed_form_request(config, pool, facts)
         statistics = closed_form(pool, request, config.study.interval)
-    request = of_population(closed_form_request(config, pool, facts, pool_cost))
+    request = of_population(closed_form_request(config, pool, facts))
     population = closed_form(pool, request, "questions")
     losses = main_only(
         loss_worths, pool, config.measured.first_update, config.group_sizes, config.study.rollouts,
@@ -364,5 +364,5 @@ def _pool(
         greedy_P = greedy_rewards(config.sampling, prompts)
     pool, pool_cost = build_pool(config, prompts, pool_folder, config.budget.pool_completions)
     pool = replace(pool, greedy_P=greedy_P)
-    request = closed_form_request(config, pool, facts, pool_cost)
+    request = closed_form_request(config, pool, facts)
     return pool, closed_form(pool, request, config.study.interval), pool_cost

@@ -60,7 +60,7 @@ NOISE_COLUMNS = {
 QUANTITIES = {  # of the scaling law and of Assumption 2
     "c1": "C1", "c2": "C2", "c3": "C3",
     "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
-    "gstar_tokens": "G*, tokens", "gstar_seconds": "G*, seconds",
+    "gstar_tokens": "G*, tokens",
     "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
     "a_bstar": "A_b*, best",
     "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*", "share": "(A_V - A_b*) / A_V",

@@ -23,7 +23,7 @@ from grpo_ustat.pages.page import (
 )
 from grpo_ustat.pages.run_page import spaced
 from grpo_ustat.pages.tables import Table, shorten
-from grpo_ustat.records import ACCURACY, joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.accuracy_answer import (
@@ -36,7 +36,7 @@ from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.best_group_size import best_group_size
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
-from grpo_ustat.report.lag import lag_answer, lag_figure, lag_table
+from grpo_ustat.report.lag import lag_answer, lag_table
 from grpo_ustat.report.losses import (
     by_pool,
     joint_losses_figure,
@@ -44,7 +44,6 @@ from grpo_ustat.report.losses import (
     losses_answer,
     losses_table,
 )
-from grpo_ustat.report.published import published_table
 from grpo_ustat.report.settings import ROLLOUTS_KEY, SIZE_KEY, Axis, setting_labels, swept_axis
 from grpo_ustat.report.verdicts import (
     claims_table,
@@ -60,7 +59,7 @@ from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import best_size, single_line
 
 TABLE_FILE = re.compile(
-    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses|mse|published_table2|runs|settings|theorems)"
+    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses|mse|runs|settings|theorems)"
     r"\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
@@ -129,7 +128,7 @@ def write_report(report: Report) -> None:
     for line in report.answers:
         console.print(line, soft_wrap=True)
     main_tables = {"theorems", "mse", "fixed_n", "accuracy", "mean_reward", "settings"}
-    main_tables |= {"published_table2", "best_group_size", "best_group_size_claims"}
+    main_tables |= {"best_group_size", "best_group_size_claims"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
     for table in report.tables:
@@ -229,10 +228,7 @@ def _add_studies(report: Report) -> None:
         report.tables.append(table)
         report.answers.append(losses_answer(panels))
     if lagged := [run for run in report.studies if "off_policy" in run.final_result]:
-        table = lag_table(lagged, distinguishing_keys([run.keys for run in lagged]))
-        lines = [*(table.figure_notes or ()), *report.missing_captions]
-        lag_figure(report.folder, table.name, lagged, lines)
-        report.tables.append(table)
+        report.tables.append(lag_table(lagged, distinguishing_keys([run.keys for run in lagged])))
         report.answers.append(lag_answer(lagged))
     report.notes.append(WHY_FIXED_ROLLOUTS)
 
@@ -252,9 +248,7 @@ def _add_training(report: Report) -> None:
 
 
 def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> None:
-    """Accuracy or mean reward by step, by setting and by budget at the last step, and accuracy on
-    MATH beside the published ones.
-    """
+    """Accuracy or mean reward by step, and by setting and by budget at the last step."""
     name = joint_quantity(row["quantity"] for row in rows).replace(" ", "_")
     evaluated = sorted({row["step"] for row in rows})
     steps = evaluated if report.steps is None else list(report.steps)
@@ -290,13 +284,6 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
         cells_by_setting = compared(at_last(rows, steps, "test"), accuracy.BY_SETTING)
         report.tables.append(accuracy.settings_table(cells_by_setting))
         report.answers.append(setting_sentence(cells_by_setting))
-    on_math = {run.label for run in report.training if run.config["dataset"]["kind"] == "math"}
-    math_rows = [
-        row for row in at_last(rows, steps)
-        if row["run"] in on_math and row["quantity"] == ACCURACY
-    ]  # fmt: skip
-    if math_rows:
-        report.tables.append(published_table(compared(math_rows, accuracy.BY_BUDGET)))
 
 
 def _add_best_group_size(report: Report) -> None:

@@ -114,7 +114,7 @@ class Scaling:
     Attributes:
         c1, c2, c3, covariance, dof: its constants, and of their errors.
         gstar, gstar_paper: 1 + sqrt(C3/C1), and sqrt(C3/C1).
-        gstar_tokens, gstar_seconds: the best G at a fixed number of tokens, or time.
+        gstar_tokens: the best G at a fixed number of tokens.
         best_divisor: the best G that divides n, by n; of a prime n that of the next multiple of 8.
         curve: the error at a fixed number of rollouts.
         reason: why the interval of G* has no upper end.
@@ -127,7 +127,6 @@ class Scaling:
     gstar: Estimate
     gstar_paper: Estimate
     gstar_tokens: Estimate
-    gstar_seconds: Estimate
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
     best_divisor: Sometimes[dict[str, Size]] = None

@@ -76,7 +76,7 @@ class ClosedForms:
 
     def _measure(self):
         scored, took = pool.build_pool(self.config, self.prompts, self.folder, self.size)
-        asked = closed_form_request(self.config, scored, self.facts, took)
+        asked = closed_form_request(self.config, scored, self.facts)
         self.found = closed_form(scored, asked, self.config.study.interval)
         return scored
 

@@ -53,9 +53,9 @@ def measure(config, prompts, way):
     pools.score_part = score_part
     accumulate.full_products = nullcontext if way == "everywhere" else FULL
     with tempfile.TemporaryDirectory() as folder:
-        pool, cost = pools.build_pool(config, prompts, Path(folder))
-    facts = pools.ModelFacts(1, 1, 1.0, 1.0)
-    request = of_population(closed_form_request(config, pool, facts, cost))
+        pool, _ = pools.build_pool(config, prompts, Path(folder))
+    facts = pools.ModelFacts(1, 1.0)
+    request = of_population(closed_form_request(config, pool, facts))
     return pool, closed_form(pool, request, "questions")
 
 
