@@ -474,7 +474,7 @@ def test_rows_of_csv_are_texts_with_the_names_of_the_header(tmp_path):
 
 @pytest.mark.parametrize("line, message", [
     ("a,b,c", "row 41 has more fields than the header names"),
-    ("a", "row 41: field answer is null"),
+    ("a", "row 41: field answer is missing"),
     ('"a,b', "rows.csv cannot be read: unexpected end of data"),
 ])  # fmt: skip
 def test_a_row_of_csv_that_cannot_be_used_is_named(line, message, tmp_path):
