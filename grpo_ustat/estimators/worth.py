@@ -38,13 +38,21 @@ from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
     Interval,
     jackknife_interval,
+    jackknife_variance,
     ratio_interval,
+    t_interval,
+    tails,
 )
 from grpo_ustat.records import Array
 
 # Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
 BLOCK = 256  # prompts whose products are taken at once
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
+UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
+# Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`: with few prompts the
+# direction looks sharp mostly where those that turn it were not drawn. Chosen on populations of
+# `scripts/benchmarks/worth.py --turned`.
+UNDRAWN_VARIANCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -225,17 +233,45 @@ def worth(
         }
     best, others = alike(unbiased, metrics)
     at_best = against[best]._replace(low=min(against[size].low for size in others))
-    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics, level)
-    direction = Interval(*(1 - min(x, 1.0) for x in (apart.estimate, apart.high, apart.low)))
-    if not loss.apart_D.any():
-        direction = Interval(1.0, 1.0, 1.0)
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
     return Worth(
         worth=against[group_size] if loss.known else UNKNOWN,
         worth_best=at_best if loss.known else UNKNOWN,
-        direction=direction,
+        direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
+
+
+def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
+    """cos^2 of a loss's mean and the gradient.
+
+    The interval reaches from the lower to the upper ends of two. Fieller's set of the part of
+    ||mu||^2 that is apart is right where cos^2 is near 1, where its estimate is skewed. Where the
+    mean is truly turned it ends too low, since a sample of little ||mu||^2 has a short standard
+    error; the jackknife of cos^2 itself, with Student's t of the effective number of prompts,
+    reaches high enough there and not low enough. Nothing where they allow every direction.
+
+    Args:
+        loss: its moments.
+        metrics: K, see `ScorePool.metrics`.
+        level: of the interval.
+    """
+    if not loss.apart_D.any():
+        return Interval(1.0, 1.0, 1.0)
+    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        square_D = 1 - loss.apart_D / loss.mean_sq_D
+    if not (math.isfinite(apart.estimate) and np.isfinite(square_D).all()):
+        return UNKNOWN_DIRECTION
+    square_Kh = without(square_D, metrics)
+    variance = float(jackknife_variance(square_Kh, axis=1).sum())
+    dof = min(square_Kh.size, tails(square_Kh, [square_Kh]).carriers) - 1
+    whole = t_interval(square_D[0], variance, max(1.0, dof), level)
+    low = max(0.0, min(1 - apart.high, whole.low))
+    high = min(1.0, max(1 - apart.low, whole.high))
+    if low <= 0 and high >= 1:
+        return UNKNOWN_DIRECTION
+    return Interval(min(1.0, max(0.0, 1 - apart.estimate)), low, high)
 
 
 def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
@@ -268,15 +304,22 @@ def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> In
     return jackknife_interval(values_D[0], without(values_D, metrics), level, positive=True)
 
 
-def ratio(above_D: Array, below_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
+def ratio(
+    above_D: Array,
+    below_D: Array,
+    metrics: int = 1,
+    level: float = CONFIDENCE,
+    undrawn: float = 0.0,
+) -> Interval:
     """A ratio of two statistics that are truly at least 0, see `ratio_interval`; nothing where one
     of them is infinite without some prompt.
     """
     if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
         return UNKNOWN
     return ratio_interval(
-        above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics), level
-    )
+        above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics), level,
+        undrawn=undrawn,
+    )  # fmt: skip
 
 
 def without(values_D: Array, metrics: int = 1) -> Array:

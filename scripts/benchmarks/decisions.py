@@ -31,8 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from populations import FITTED, UNSEEN, Population
-from scipy.stats import beta
+from populations import FITTED, UNSEEN, Population, clopper_pearson
 
 from grpo_ustat.estimators.group_size import USUAL_SIZES, scaling_estimate
 from grpo_ustat.estimators.noise import LEAST_GSTAR, noise_scale, prompt_share
@@ -95,18 +94,15 @@ def rows_of(name: str, studies: int) -> list[dict[str, object]]:
                 counts[sentence][0] += 1
                 counts[sentence][1] += wrong
         for sentence, (printed, wrong) in counts.items():
-            low, high = (
-                (beta.ppf(0.025, wrong, printed - wrong + 1) if wrong else 0.0),
-                (beta.ppf(0.975, wrong + 1, printed - wrong) if wrong < printed else 1.0),
-            )
+            low, high = clopper_pearson(wrong, printed)
             rows.append({
                 "population": name, "fitted": name in FITTED,
                 "gstar": round(population.best_group_size, 2), "prompts": prompts,
                 "completions": completions, "sentence": sentence, "studies": studies,
                 "printed": printed, "wrong": wrong,
                 "wrong_given_printed": round(wrong / printed, 4) if printed else None,
-                "low": round(float(low), 4) if printed else None,
-                "high": round(float(high), 4) if printed else None,
+                "low": round(low, 4) if printed else None,
+                "high": round(high, 4) if printed else None,
             })  # fmt: skip
     return rows
 

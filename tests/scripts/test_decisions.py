@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
 from decisions import SENTENCES, judged, rows_of  # noqa: E402
 from populations import FITTED, UNSEEN  # noqa: E402
+from worth import turned  # noqa: E402
 
 
 def counts(name, prompts, completions, studies):
@@ -55,3 +56,13 @@ def test_the_table_has_a_row_for_every_sentence_and_size():
     rows = rows_of("opposed", 20)
     assert {row["sentence"] for row in rows} == set(SENTENCES)
     assert all(row["wrong"] <= row["printed"] <= 20 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two prompts", "opposite camps", "partly turned"])
+def test_a_turned_direction_is_rarely_wrong_where_it_is_printed(name):
+    """Worth and direction of a mean over tokens, 200 studies of 200 x 16."""
+    for row in turned(name, [(200, 16)], 200, seed=3):
+        said, wrong = row["said"], row["wrong"]
+        assert said >= 100, row
+        assert wrong <= 0.05 * said + 3 * (0.05 * 0.95 * said) ** 0.5, row
