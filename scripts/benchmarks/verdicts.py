@@ -1,12 +1,14 @@
 """How often a verdict on a published claim is wrong, given that it is said, by simulation.
 
 Populations are those of populations.py, with the lengths of worth.py. The truth of a claim is where
-its number lies that all 8000 prompts with 64 completions each give. Of every study, m prompts with
+its number lies that all prompts with 64 completions each give. "opposed" and "few loud" served no
+choice. Of every study, m prompts with
 N completions each:
 
     truth    the number
     said     share of the studies in which a verdict is said
-    wrong    of these, those in which it is not the truth's
+    wrong    of these, those in which it is not the truth's, with its 95 % interval (Clopper &
+             Pearson 1934)
     any      share of all studies in which any verdict is wrong
 
 Claims on stale rollouts are judged by the same rule; worth.py --lag has their intervals.
@@ -21,7 +23,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from populations import LIGHT, PROMPTS
+from populations import LIGHT, UNSEEN, clopper_pearson
 from worth import ROLLOUTS, cell, lengths_of, study
 
 from grpo_ustat.estimators.moments import centred
@@ -30,6 +32,7 @@ from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.study_parts import FAILS, HOLDS, ClaimVerdict
 
+POPULATIONS = {**LIGHT, **UNSEEN}
 CELLS = ((100, 18), (200, 32))
 SIZE = 8
 
@@ -55,20 +58,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=100, help="of each cell")
     parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
-    parser.add_argument("--populations", nargs="+", default=list(LIGHT))
+    parser.add_argument("--populations", nargs="+", default=list(POPULATIONS))
     parser.add_argument("--cells", nargs="+", type=cell, default=CELLS, help="such as 64x18")
     asked = parser.parse_args()
     print(f"n = {ROLLOUTS}, G = {SIZE}, {asked.studies} studies a cell")
     for name in asked.populations:
-        population = LIGHT[name]()
+        population = POPULATIONS[name]()
+        prompts_in_all = len(population.p_PY)
         lengths_PY = lengths_of(population)
-        large = study(population, lengths_PY, np.arange(PROMPTS), 64, np.random.default_rng(9))
+        large = study(
+            population, lengths_PY, np.arange(prompts_in_all), 64, np.random.default_rng(9)
+        )
         truth = {row.claim: row for row in verdicts(large, 2000, 1)}
         for prompts, completions in asked.cells:
             rng, said = np.random.default_rng(10), defaultdict(list)
             wrong_studies = 0
             for number in range(asked.studies):
-                chosen = rng.integers(PROMPTS, size=prompts)
+                chosen = rng.integers(prompts_in_all, size=prompts)
                 pool = study(population, lengths_PY, chosen, completions, rng)
                 wrong = False
                 for row in verdicts(pool, asked.draws, number):
@@ -87,9 +93,12 @@ def main() -> None:
             for claim, known in truth.items():
                 value = f"{known.number[0]:.3g}" if known.number is not None else "-"
                 shares = said[claim]
-                text = f"{np.mean(shares):.3f}" if shares else "-"
+                text = "      -"
+                if shares:
+                    low, high = clopper_pearson(sum(shares), len(shares))
+                    text = f"{np.mean(shares):7.3f} [{low:.3f}, {high:.3f}]"
                 print(f"{name:12}{f'{prompts} x {completions}':>10}  {claim:58}{value:>8}"
-                      f"{len(shares) / asked.studies:7.2f}{text:>7}", flush=True)  # fmt: skip
+                      f"{len(shares) / asked.studies:7.2f}{text}", flush=True)  # fmt: skip
             print(f"{name:12}{f'{prompts} x {completions}':>10}  any: "
                   f"{wrong_studies / asked.studies:.3f}", flush=True)  # fmt: skip
 

@@ -218,8 +218,11 @@ def main_lag(asked: argparse.Namespace) -> None:
 def lengths_of(population: Population):
     """Lengths of 1 to 60 tokens by prompt and outcome, shorter where the reward is 1."""
     rng = np.random.default_rng(8)
-    spread = rng.normal(size=(PROMPTS, 1)) * 0.4 + rng.normal(size=(PROMPTS, OUTCOMES)) * 0.4
-    spread = np.concatenate([spread, spread], axis=1) - 0.3 * population.rewards_PY
+    prompts, outcomes = population.rewards_PY.shape
+    doubled = population.scores_PYD[:, : outcomes // 2] == population.scores_PYD[:, outcomes // 2 :]
+    distinct = outcomes // 2 if outcomes % 2 == 0 and doubled.all() else outcomes
+    spread = rng.normal(size=(prompts, 1)) * 0.4 + rng.normal(size=(prompts, distinct)) * 0.4
+    spread = np.tile(spread, (1, outcomes // distinct)) - 0.3 * population.rewards_PY
     return np.clip(20 * np.exp(spread), 1, LONGEST).astype(np.int64)
 
 
