@@ -52,7 +52,7 @@ UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
 # Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`: with few prompts the
 # direction looks sharp mostly where those that turn it were not drawn. Chosen on populations of
 # `scripts/benchmarks/worth.py --turned`.
-UNDRAWN_VARIANCE = 1.0
+UNDRAWN_VARIANCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class LossError:
         mean_sq_D: ||mu||^2.
         energy_D: E||ghat||^2.
         known: whether kappa differs from 0 significantly, or is known.
+        cross_D, signal_D: numerator and denominator of an estimated kappa; None where it is given.
     """
 
     error_D: Array
@@ -90,6 +91,8 @@ class LossError:
     mean_sq_D: Array
     energy_D: Array
     known: bool
+    cross_D: Array | None = None
+    signal_D: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,9 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
         error_D = moments.energy_D / kappa_D**2 - signal_D
         apart_D = moments.mean_sq_D - kappa_D * moments.cross_D
     known = kappa.low > 0 and math.isfinite(kappa.high)
-    return LossError(error_D, apart_D, moments.mean_sq_D, moments.energy_D, known)
+    return LossError(
+        error_D, apart_D, moments.mean_sq_D, moments.energy_D, known, moments.cross_D, signal_D
+    )
 
 
 def worth(
@@ -226,11 +231,7 @@ def worth(
         metrics: K, see `ScorePool.metrics`.
         level: of each interval.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        against = {
-            size: positive(error_D / loss.error_D, metrics, level)
-            for size, error_D in unbiased.items()
-        }
+    against = {size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()}
     best, others = alike(unbiased, metrics)
     at_best = against[best]._replace(low=min(against[size].low for size in others))
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
@@ -240,6 +241,35 @@ def worth(
         direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
+
+
+def relative(
+    unbiased_D: Array, loss: LossError, metrics: int = 1, level: float = CONFIDENCE
+) -> Interval:
+    """The error of the unbiased estimate over that of a loss.
+
+    It is said where an estimated kappa is above 0, so mostly where that is overestimated; of these
+    the jackknife's interval misses up to one in five. It is therefore made to hold the ratios at
+    both ends of kappa's one-sided intervals, all else as estimated; without a lower end nothing is
+    said. Checked by `scripts/benchmarks/worth.py --turned`.
+
+    Args:
+        unbiased_D: error of the unbiased estimate.
+        loss: its error.
+        metrics: K, see `ScorePool.metrics`.
+        level: of the interval, and of each end of kappa's.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = positive(unbiased_D / loss.error_D, metrics, level)
+    if loss.cross_D is None or loss.signal_D is None:
+        return found
+    kappa = ratio(loss.cross_D, loss.signal_D, metrics, max(0.0, 2 * level - 1))
+    with np.errstate(divide="ignore"):
+        most, least = loss.energy_D[0] / np.square(kappa[1:]) - loss.signal_D[0]
+    if not least > 0:
+        return UNKNOWN
+    low, high = float(unbiased_D[0] / most), float(unbiased_D[0] / least)
+    return Interval(found.estimate, min(found.low, low), max(found.high, high))
 
 
 def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:

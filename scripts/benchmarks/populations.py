@@ -269,7 +269,7 @@ def two_prompts() -> tuple[Population, Array]:
     return Population(np.full((2, 2), 0.5), rewards, scores), np.array([[10, 10], [100, 100]])
 
 
-# The first three and "nearly right" served the choice of `worth.UNDRAWN_VARIANCE`, others none.
+# The first four and "right" were looked at when `worth.UNDRAWN_VARIANCE` was chosen, others not.
 TURNED: Mapping[str, Callable[[], tuple[Population, Array]]] = {
     "two prompts": two_prompts,
     "camps": partial(camps, 100.0),

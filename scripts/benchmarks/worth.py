@@ -44,7 +44,7 @@ from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
 from grpo_ustat.estimators.worth import Worth
 from grpo_ustat.mse.recipes import recipe_worths
-from grpo_ustat.records import ScorePool
+from grpo_ustat.records import Array, ScorePool
 
 ROLLOUTS, LONGEST = 64, 60
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
@@ -89,25 +89,55 @@ def study(population: Population, lengths_PY, chosen, completions: int, rng) -> 
     )
 
 
+def group_moments(population: Population, vectors_PYD: Array, size: int) -> tuple[Array, float]:
+    """The mean of a group's `sum_i A_i u_i / G`, A leave-one-out, and its mean squared norm.
+
+    The sum is the U-statistic of `h(i, j) = (R_i - R_j) (u_i - u_j) / 2`, whose variance follows
+    from those of h and of its mean over j (Hoeffding 1948).
+
+    Args:
+        population: of prompts and outcomes, which are enumerated.
+        vectors_PYD: u of every outcome.
+        size: G.
+    """
+    p_PY, rewards_PY = population.p_PY, population.rewards_PY
+    centred_PY = rewards_PY - (p_PY * rewards_PY).sum(axis=1, keepdims=True)
+    centred_PYD = vectors_PYD - np.einsum("py,pyd->pd", p_PY, vectors_PYD)[:, None]
+    products_PYD = centred_PY[..., None] * centred_PYD
+    mean_PD = np.einsum("py,pyd->pd", p_PY, products_PYD)
+    square_P = np.square(mean_PD).sum(axis=1)
+    of_row_PYD = (products_PYD + mean_PD[:, None]) / 2
+    first_P = np.einsum("py,pyd->p", p_PY, np.square(of_row_PYD)) - square_P
+    distance_PYY = np.square(vectors_PYD[:, :, None] - vectors_PYD[:, None]).sum(axis=3)
+    apart_PYY = np.square(rewards_PY[:, :, None] - rewards_PY[:, None])
+    second_P = np.einsum("py,pz,pyz->p", p_PY, p_PY, distance_PYY * apart_PYY) / 4 - square_P
+    variance_P = (4 * (size - 2) * first_P + 2 * second_P) / (size * (size - 1))
+    return mean_PD.mean(axis=0), float((square_P + variance_P).mean())
+
+
+def truth_by_tokens(
+    population: Population, lengths_PY: Array, size: int, rollouts: int
+) -> dict[str, float]:
+    """Worth and direction of the mean over each completion's tokens, all outcomes enumerated."""
+    scores_PYD, groups = population.scores_PYD, rollouts / size
+    gradient, energy = group_moments(population, scores_PYD, size)
+    signal = float(gradient @ gradient)
+    mean, energy_by_tokens = group_moments(population, scores_PYD / lengths_PY[..., None], size)
+    square, kappa = float(mean @ mean), float(mean @ gradient) / signal
+    error = (square + (energy_by_tokens - square) / groups) / kappa**2 - signal
+    return {
+        "worth": (energy - signal) / groups / error,
+        "direction": kappa**2 * signal / square,
+    }
+
+
 def turned(
     name: str, cells: Sequence[tuple[int, int]], studies: int, seed: int = 10
 ) -> list[dict[str, Any]]:
     """How often worth and direction of a mean over tokens are printed and wrong, a row a cell."""
     population, lengths_PY = TURNED[name]()
     prompts = len(population.p_PY)
-    rng = np.random.default_rng(9)
-    large = study(population, lengths_PY, np.arange(max(PROMPTS, prompts)) % prompts, 64, rng)
-    (row,) = loss_worths(large, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, 1)
-    assert row.worth is not None
-    centred_PY = population.rewards_PY - (population.p_PY * population.rewards_PY).sum(
-        axis=1, keepdims=True
-    )
-    gradient, mean = (
-        np.einsum("py,pyd->d", population.p_PY * centred_PY / length, population.scores_PYD)
-        for length in (1, lengths_PY)
-    )
-    square = float((gradient @ mean) ** 2 / (gradient @ gradient) / (mean @ mean))
-    truth = {"worth": row.worth.worth.estimate, "direction": square}
+    truth = truth_by_tokens(population, lengths_PY, TURNED_SIZE, ROLLOUTS)
     rows: list[dict[str, Any]] = []
     for count, completions in cells:
         rng = np.random.default_rng([seed, count, completions])

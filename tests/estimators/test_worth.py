@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ import pytest
 from grpo_ustat.estimators.group_terms import GroupTerms
 from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import (
+    UNKNOWN,
     UpdateMoments,
     alike,
     direction,
     loss_error,
     mean_over_prompts,
     product_of_means,
+    ratio,
+    relative,
     update_moments,
     worth,
 )
@@ -273,3 +277,24 @@ def test_few_prompts_tell_no_direction():
     """Of four prompts of one kind nothing is known of a kind that was not drawn."""
     found = direction(turned_sample(4, 11))
     assert np.isnan(found.estimate) and found[1:] == (0.0, 1.0)
+
+
+def test_a_worth_holds_those_at_both_ends_of_kappa():
+    """Of an update whose noise is three times its mean; without a lower end nothing is said."""
+    mean_alone = turned_sample(100, 3)
+    energy_D = 4 * mean_alone.energy_D
+    kappa_D = mean_alone.cross_D / mean_alone.signal_D
+    loss = replace(
+        mean_alone, energy_D=energy_D, error_D=energy_D / kappa_D**2 - mean_alone.signal_D
+    )
+    unbiased = 2 * loss.signal_D
+    assert relative(unbiased, mean_alone) == UNKNOWN
+    kappa = ratio(loss.cross_D, loss.signal_D, level=0.9)
+    found = relative(unbiased, loss)
+    for end in kappa[1:]:
+        value = unbiased[0] / (loss.energy_D[0] / end**2 - loss.signal_D[0])
+        assert found.low <= value * (1 + 1e-9) and value <= found.high * (1 + 1e-9)
+    without_ends = relative(unbiased, replace(loss, cross_D=None, signal_D=None))
+    assert found.low <= without_ends.low < without_ends.high <= found.high
+    narrow = relative(unbiased, loss, level=0.5)
+    assert found.low <= narrow.low < narrow.high <= found.high
