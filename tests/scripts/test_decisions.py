@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
 from decisions import SENTENCES, judged, rows_of  # noqa: E402
 from populations import FITTED, TURNED, UNSEEN  # noqa: E402
+from verdicts import rows_of as verdict_rows  # noqa: E402
 from worth import (  # noqa: E402
     BY_TOKENS,
     ROLLOUTS,
@@ -90,3 +91,15 @@ def test_the_truth_of_a_turned_mean_is_that_of_a_large_study():
     for what, truth in truth_by_tokens(population, lengths_PY, TURNED_SIZE, ROLLOUTS).items():
         found = getattr(row.worth, what)
         assert found.low < truth < found.high and found.high - found.low < 0.3
+
+
+@pytest.mark.nightly
+def test_verdicts_on_claims_are_rarely_wrong_where_they_are_said():
+    """40 studies of 100 x 16 of "opposed", where right answers' gradients are as long as others."""
+    left_out = "any", "right answers have the longer gradients"
+    every = verdict_rows("opposed", [(100, 16)], 40, 20)
+    rows = [row for row in every if row["claim"] not in left_out]
+    assert sum(row["said"] for row in rows) >= 100
+    for row in rows:
+        said, wrong = row["said"], row["wrong"]
+        assert wrong <= 0.05 * said + 3 * (0.05 * 0.95 * said) ** 0.5, row
