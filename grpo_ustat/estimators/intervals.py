@@ -93,6 +93,7 @@ def ratio_interval(
     delete_one_below_Kn: Array,
     level: float = CONFIDENCE,
     factor: float = 1.0,
+    undrawn: float = 0.0,
 ) -> Interval:
     """The ratio of two means that are truly at least 0, both estimated, with `fieller_set`.
 
@@ -102,6 +103,8 @@ def ratio_interval(
             independent parts.
         level: coverage.
         factor: on the critical value.
+        undrawn: share of `below^2 / n + Var(below)` that is added to the variance of `below`, for
+            units that the sample may lack.
 
     Returns:
         The estimate is NaN where the denominator's is not positive or where every ratio is
@@ -122,7 +125,9 @@ def ratio_interval(
         for i, j in ((0, 0), (0, 1), (1, 1))
     )
     dof = min(pooled_dof(above_K, count - 1), pooled_dof(below_K, count - 1))
-    variances = (float(above_K.sum()), float(mixed_K.sum()), float(below_K.sum()))
+    of_below = float(below_K.sum())
+    of_below += undrawn * (below**2 / delete_one_below_Kn.size + of_below)
+    variances = (float(above_K.sum()), float(mixed_K.sum()), of_below)
     low, high = fieller_set(above, below, variances, factor * float(stdtrit(dof, (1 + level) / 2)))
     known = below > 0 and not (low == 0 and math.isinf(high))
     return Interval(max(0.0, above / below) if known else math.nan, low, high)

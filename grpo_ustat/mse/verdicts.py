@@ -24,7 +24,7 @@ from grpo_ustat.estimators.noise import equal_noise_size, noise_scale, prompt_sh
 from grpo_ustat.estimators.proxies import corrected_correlation, correlation, within_covariances
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.estimators.worth import LossError, positive, worth
+from grpo_ustat.estimators.worth import LossError, positive, relative, worth
 from grpo_ustat.mse.closed_form import ClosedForm
 from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.off_policy import OffPolicy
@@ -197,8 +197,7 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
                 f"; {share:.2f} of the rollouts count, so one of these is worth "
                 f"{found.worth.estimate / share:.2f}"
             )
-        relative_D = unbiased[size] / error.error_D
-        at = partial(positive, relative_D, pool.metrics)
+        at = partial(relative, unbiased[size], error, pool.metrics)
         rows.append(replace(claim, interval_at=at, beside=beside))
     return rows
 

@@ -97,7 +97,7 @@ def group_size_advice(
     extra, low, high = estimate.extra_error(group_size, best)
     names = ("extra_error", "extra_error_low", "extra_error_high")
     ends = (value if math.isfinite(value) else None for value in (extra, low, high))
-    numbers |= dict(zip(names, ends, strict=True))
+    numbers |= {"best_num_generations": best, **dict(zip(names, ends, strict=True))}
     if group_size != best and low > 0:
         verdict, word = (RAISE, "Raise") if group_size < best else (LOWER, "Lower")
         saved = extra / (1 + extra)

@@ -43,6 +43,8 @@ LOSS_TYPE_WORDS = {
     "vespo": "mean over the update's tokens",
     "bnpo": "mean over each micro-batch's tokens",
 }
+# Of a cosine of which nothing is said.
+NOT_KNOWN = "not known"
 FILTER_WORDS = {  # of the keys of a row that say which rows count, where not all do
     "drop": "zero-variance groups dropped",
     "replace": "zero-variance groups replaced",
@@ -131,7 +133,10 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]], wrote: str, compared: 
         )
     direction = "its direction is unbiased"
     if not row["unbiased_direction"]:
-        direction = f"its direction is right to cos {cosine_text(row)}"
+        cosine = cosine_text(row)
+        direction = f"its direction is right to cos {cosine}"
+        if cosine == NOT_KNOWN:
+            direction = f"how far its direction is right is {NOT_KNOWN}"
     sizes = [row["group_size"] for row in measured if row["alike"]]
     best = next(row["group_size"] for row in measured if row["best"])
     others = [str(size) for size in sizes if size != best]
@@ -356,6 +361,6 @@ def cosine_text(row: Mapping[str, Any], gap: str = " ") -> str:
         return "unbiased"
     square = row_interval(row, "direction")
     if not math.isfinite(square.estimate):
-        return f"at least {math.sqrt(max(0.0, square.low)):.2f}" if square.low > 0 else "not known"
+        return f"at least {math.sqrt(max(0.0, square.low)):.2f}" if square.low > 0 else NOT_KNOWN
     estimate, low, high = (math.sqrt(max(0.0, x)) for x in square)
     return f"{estimate:.3f}{gap}[{low:.3f}, {high:.3f}]"

@@ -11,6 +11,8 @@ completions of each, from populations whose constants are enumerated (`populatio
     noise            the interval of n_c(8) misses it
     noise at least   n_c(8) is below the printed lower bound
     share            the interval of the prompts' share of the noise at G = 8 misses it
+    change           `advise` says raise or lower, from any of 4 to 64, to a size that is no better
+    keep             `advise` keeps a size whose error is 30 % above the least one, or more
 
 A cell has the share of studies that print the sentence, the share of these that are wrong, and the
 95 % interval of the latter (Clopper & Pearson 1934). `--needs` compares the numbers of prompts that
@@ -31,21 +33,29 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from populations import FITTED, UNSEEN, Population
-from scipy.stats import beta
+from populations import FITTED, UNSEEN, Population, clopper_pearson
 
-from grpo_ustat.estimators.group_size import USUAL_SIZES, scaling_estimate
+from grpo_ustat.estimators.group_size import USUAL_SIZES, ScalingEstimate, scaling_estimate
 from grpo_ustat.estimators.noise import LEAST_GSTAR, noise_scale, prompt_share
+from grpo_ustat.pages.advice import (
+    KEEP,
+    LOWER,
+    RAISE,
+    TOLERABLE_EXTRA_ERROR,
+    group_size_advice,
+)
 from grpo_ustat.pages.findings import NEIGHBOUR_OFFSETS
 
 POPULATIONS = {**FITTED, **UNSEEN}
 CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))
 SENTENCES = (
     "G", "G*", "costs", "worse", "at least", "noise", "noise at least", "share",
+    "change", "keep",
 )  # fmt: skip
 SIZE = 8
 # Share of a step of 256 rollouts below which "at least so much is noise" is not worth printing.
 LEAST_SHARE, STEP = 0.05, 256
+IN_USE = (4, 8, 16, 32, 64)
 
 
 def judged(population: Population, study: tuple, prompts: int) -> Iterator[tuple[str, bool]]:
@@ -81,6 +91,32 @@ def judged(population: Population, study: tuple, prompts: int) -> Iterator[tuple
     share = prompt_share(estimate, SIZE)
     if math.isfinite(share.low):
         yield "share", not share.low <= population.prompt_share(SIZE) <= share.high
+    yield from advised(population, estimate)
+
+
+def advised(population: Population, estimate: ScalingEstimate) -> Iterator[tuple[str, bool]]:
+    """Whether any advice on a size in use is wrong, for steps of 256 rollouts."""
+    scaling = {
+        **dict(zip(("c1", "c2", "c3"), map(float, estimate.constants_3), strict=True)),
+        "covariance": estimate.covariance_33.tolist(),
+        "dof": estimate.dof,
+        "prompts": estimate.prompts,
+    }
+    least = min(population.n_mse(2**power) for power in range(1, 9))
+    change: list[bool] = []
+    keep: list[bool] = []
+    for size in IN_USE:
+        verdict, _, numbers = group_size_advice(scaling, size, STEP)
+        if verdict in (RAISE, LOWER):
+            change.append(
+                population.n_mse(numbers["best_num_generations"]) >= population.n_mse(size)
+            )
+        elif verdict == KEEP:
+            keep.append(population.n_mse(size) / least - 1 > TOLERABLE_EXTRA_ERROR)
+    if change:
+        yield "change", any(change)
+    if keep:
+        yield "keep", any(keep)
 
 
 def rows_of(name: str, studies: int) -> list[dict[str, object]]:
@@ -95,18 +131,15 @@ def rows_of(name: str, studies: int) -> list[dict[str, object]]:
                 counts[sentence][0] += 1
                 counts[sentence][1] += wrong
         for sentence, (printed, wrong) in counts.items():
-            low, high = (
-                (beta.ppf(0.025, wrong, printed - wrong + 1) if wrong else 0.0),
-                (beta.ppf(0.975, wrong + 1, printed - wrong) if wrong < printed else 1.0),
-            )
+            low, high = clopper_pearson(wrong, printed)
             rows.append({
                 "population": name, "fitted": name in FITTED,
                 "gstar": round(population.best_group_size, 2), "prompts": prompts,
                 "completions": completions, "sentence": sentence, "studies": studies,
                 "printed": printed, "wrong": wrong,
                 "wrong_given_printed": round(wrong / printed, 4) if printed else None,
-                "low": round(float(low), 4) if printed else None,
-                "high": round(float(high), 4) if printed else None,
+                "low": round(low, 4) if printed else None,
+                "high": round(high, 4) if printed else None,
             })  # fmt: skip
     return rows
 

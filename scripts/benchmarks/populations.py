@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
+from scipy.stats import beta
 
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT
@@ -104,6 +105,17 @@ class Population:
                     dict(zip(CONSTANTS_AND_GRADIENT, map(float, whole_4S[:, study]), strict=True)),
                     dict(zip(CONSTANTS_AND_GRADIENT, without_4SP[:, study, None], strict=True)),
                 )
+
+
+def clopper_pearson(wrong: int, said: int) -> tuple[float, float]:
+    """The 95 % interval of a share of independent trials (Clopper & Pearson 1934).
+
+    >>> [round(x, 3) for x in clopper_pearson(0, 100)]
+    [0.0, 0.036]
+    """
+    low = float(beta.ppf(0.025, wrong, said - wrong + 1)) if wrong else 0.0
+    high = float(beta.ppf(0.975, wrong + 1, said - wrong)) if wrong < said else 1.0
+    return low, high
 
 
 def with_flips(p: Array, rewards: Array, scores: Array, share: float) -> Table:
@@ -223,6 +235,51 @@ def few_loud() -> Population:
     return Population(p, rewards, scores * np.where(loud, 5.0, 1.0)[:, None, None])
 
 
+def camps(
+    second: float, share: float = 0.5, angle: float = 90.0, tail: float = 0.0, within: float = 0.0
+) -> tuple[Population, Array]:
+    """Two kinds of prompts whose gradients differ in direction, with lengths by prompt and outcome;
+    a mean over tokens turns towards the kind with the short completions.
+
+    Args:
+        second: mean length of the second kind, of the first 10.
+        share: of the first kind.
+        angle: between their gradients, in degrees.
+        tail: sigma of a prompt's lognormal score factor.
+        within: sigma of a completion's lognormal length factor.
+    """
+    rng = np.random.default_rng(13)
+    p, scores = softmax_table(rng, width=12)
+    first = rng.random((len(p), 1)) < share
+    radians = math.radians(angle)
+    other = math.cos(radians) * scores[..., 0] + math.sin(radians) * scores[..., 1]
+    signal = 1.2 * np.where(first, scores[..., 0], other)
+    rewards = (signal + 0.7 * rng.normal(size=p.shape) > 0).astype(float)
+    factor = np.exp(within * rng.normal(size=p.shape))
+    lengths = np.maximum(1, np.round(np.where(first, 10.0, second) * factor)).astype(np.int64)
+    scores = scores * np.exp(tail * rng.normal(size=(len(p), 1, 1)))
+    return Population(p, rewards, scores), lengths
+
+
+def two_prompts() -> tuple[Population, Array]:
+    """Prompts of 10 and 100 tokens, orthogonal gradients: cos^2 of a mean over tokens is .599."""
+    scores = np.zeros((2, 2, 2))
+    scores[0, :, 0], scores[1, :, 1] = (-1.0, 1.0), (-1.0, 1.0)
+    rewards = np.array([[0.0, 1.0], [0.0, 1.0]])
+    return Population(np.full((2, 2), 0.5), rewards, scores), np.array([[10, 10], [100, 100]])
+
+
+# The first four and "right" were looked at when `worth.UNDRAWN_VARIANCE` was chosen, others not.
+TURNED: Mapping[str, Callable[[], tuple[Population, Array]]] = {
+    "two prompts": two_prompts,
+    "camps": partial(camps, 100.0),
+    "camps, lognormal": partial(camps, 100.0, tail=0.7),
+    "nearly right": partial(camps, 12.3, tail=0.7),
+    "far, a quarter": partial(camps, 200.0, share=0.25, tail=0.5),
+    "opposite camps": partial(camps, 40.0, share=0.4, angle=120.0),
+    "partly turned": partial(camps, 30.0, share=0.7, angle=60.0, tail=0.9, within=0.4),
+    "right": partial(camps, 10.0, tail=0.5, within=0.6),
+}
 LIGHT: Mapping[str, Callable[[], Population]] = {
     "light, G* 3.1": partial(light, 0.0),
     "light, G* 5.5": partial(light, 0.257),

@@ -16,7 +16,12 @@ N completions each:
 With `--lag` the completions are of another policy, whose chances of the outcomes are those of the
 population times a log-normal factor (sigma .3), and as many fresh ones are compared with.
 
+With `--turned` the loss is the mean over each completion's tokens and the populations those whose
+mean it turns. A row has the shares of studies that print the worth and the direction, of these the
+share that is wrong, and its 95 % interval (Clopper & Pearson 1934).
+
     python scripts/benchmarks/worth.py --studies 300
+    python scripts/benchmarks/worth.py --turned --studies 500 --cells 40x16 100x16 400x16
     python scripts/benchmarks/worth.py --lag
 """
 
@@ -25,11 +30,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
-from populations import LIGHT, OUTCOMES, PROMPTS, Population
+from populations import LIGHT, OUTCOMES, PROMPTS, TURNED, Population, clopper_pearson
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import LossRow, loss_worths
@@ -37,7 +44,7 @@ from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
 from grpo_ustat.estimators.worth import Worth
 from grpo_ustat.mse.recipes import recipe_worths
-from grpo_ustat.records import ScorePool
+from grpo_ustat.records import Array, ScorePool
 
 ROLLOUTS, LONGEST = 64, 60
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
@@ -50,6 +57,7 @@ LAGGED = [
     Loss("clipped, dapo", "group_std", {"epsilon": 1e-4}, "dapo", LONGEST,
          tokens=TokenWeights("token", "clip", 0.2, 0.2)),
 ]  # fmt: skip
+BY_TOKENS, TURNED_SIZE = Loss("by tokens", "leave_one_out", {}, "grpo", LONGEST), 8
 COLUMNS = [*(field.name for field in fields(Worth)), "best G"]
 STD = {"epsilon": 1e-4}
 LOSSES = [
@@ -79,6 +87,76 @@ def study(population: Population, lengths_PY, chosen, completions: int, rng) -> 
         features_PNR=scores,
         centred_sums_PR=np.zeros((prompts, 1)),
     )
+
+
+def group_moments(population: Population, vectors_PYD: Array, size: int) -> tuple[Array, float]:
+    """The mean of a group's `sum_i A_i u_i / G`, A leave-one-out, and its mean squared norm.
+
+    The sum is the U-statistic of `h(i, j) = (R_i - R_j) (u_i - u_j) / 2`, whose variance follows
+    from those of h and of its mean over j (Hoeffding 1948).
+
+    Args:
+        population: of prompts and outcomes, which are enumerated.
+        vectors_PYD: u of every outcome.
+        size: G.
+    """
+    p_PY, rewards_PY = population.p_PY, population.rewards_PY
+    centred_PY = rewards_PY - (p_PY * rewards_PY).sum(axis=1, keepdims=True)
+    centred_PYD = vectors_PYD - np.einsum("py,pyd->pd", p_PY, vectors_PYD)[:, None]
+    products_PYD = centred_PY[..., None] * centred_PYD
+    mean_PD = np.einsum("py,pyd->pd", p_PY, products_PYD)
+    square_P = np.square(mean_PD).sum(axis=1)
+    of_row_PYD = (products_PYD + mean_PD[:, None]) / 2
+    first_P = np.einsum("py,pyd->p", p_PY, np.square(of_row_PYD)) - square_P
+    distance_PYY = np.square(vectors_PYD[:, :, None] - vectors_PYD[:, None]).sum(axis=3)
+    apart_PYY = np.square(rewards_PY[:, :, None] - rewards_PY[:, None])
+    second_P = np.einsum("py,pz,pyz->p", p_PY, p_PY, distance_PYY * apart_PYY) / 4 - square_P
+    variance_P = (4 * (size - 2) * first_P + 2 * second_P) / (size * (size - 1))
+    return mean_PD.mean(axis=0), float((square_P + variance_P).mean())
+
+
+def truth_by_tokens(
+    population: Population, lengths_PY: Array, size: int, rollouts: int
+) -> dict[str, float]:
+    """Worth and direction of the mean over each completion's tokens, all outcomes enumerated."""
+    scores_PYD, groups = population.scores_PYD, rollouts / size
+    gradient, energy = group_moments(population, scores_PYD, size)
+    signal = float(gradient @ gradient)
+    mean, energy_by_tokens = group_moments(population, scores_PYD / lengths_PY[..., None], size)
+    square, kappa = float(mean @ mean), float(mean @ gradient) / signal
+    error = (square + (energy_by_tokens - square) / groups) / kappa**2 - signal
+    return {
+        "worth": (energy - signal) / groups / error,
+        "direction": kappa**2 * signal / square,
+    }
+
+
+def turned(
+    name: str, cells: Sequence[tuple[int, int]], studies: int, seed: int = 10
+) -> list[dict[str, Any]]:
+    """How often worth and direction of a mean over tokens are printed and wrong, a row a cell."""
+    population, lengths_PY = TURNED[name]()
+    prompts = len(population.p_PY)
+    truth = truth_by_tokens(population, lengths_PY, TURNED_SIZE, ROLLOUTS)
+    rows: list[dict[str, Any]] = []
+    for count, completions in cells:
+        rng = np.random.default_rng([seed, count, completions])
+        said, wrong = dict.fromkeys(truth, 0), dict.fromkeys(truth, 0)
+        for number in range(studies):
+            chosen = rng.integers(prompts, size=count)
+            pool = study(population, lengths_PY, chosen, completions, rng)
+            (row,) = loss_worths(pool, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, number)
+            for what, right in truth.items():
+                found = getattr(row.worth, what)
+                if math.isfinite(found.estimate):
+                    said[what] += 1
+                    wrong[what] += not covers(found, right)
+        rows += [
+            {"population": name, "cell": f"{count} x {completions}", "what": what,
+             "truth": right, "said": said[what], "wrong": wrong[what], "studies": studies}
+            for what, right in truth.items()
+        ]  # fmt: skip
+    return rows
 
 
 def lagged(population: Population, lengths_PY, prompts: int, completions: int, rng):
@@ -114,12 +192,26 @@ def lagged(population: Population, lengths_PY, prompts: int, completions: int, r
     return fresh, pools
 
 
+def main_turned(asked: argparse.Namespace) -> None:
+    """The table of losses whose mean is turned."""
+    print(f"n = {ROLLOUTS}, G = {TURNED_SIZE}, {asked.studies} studies a cell")
+    for name in asked.populations or TURNED:
+        for row in turned(name, asked.cells, asked.studies):
+            share, ends = math.nan, (math.nan, math.nan)
+            if row["said"]:
+                share = row["wrong"] / row["said"]
+                ends = clopper_pearson(row["wrong"], row["said"])
+            print(f"{name:18}{row['cell']:>9} {row['what']:10}{row['truth']:7.3f}"
+                  f"{row['said'] / asked.studies:8.3f}{share:8.3f} [{ends[0]:.3f}, {ends[1]:.3f}]",
+                  flush=True)  # fmt: skip
+
+
 def main_lag(asked: argparse.Namespace) -> None:
     """The table of rollouts that another policy wrote."""
     print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
     print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':26}{'truth':>7}{'decided':>9}{'worth':>10}"
           f"{'direction':>10}")  # fmt: skip
-    for name in asked.populations:
+    for name in asked.populations or LIGHT:
         population = LIGHT[name]()
         lengths_PY = lengths_of(population)
         fresh, pools = lagged(population, lengths_PY, PROMPTS, 64, np.random.default_rng(9))
@@ -156,8 +248,11 @@ def main_lag(asked: argparse.Namespace) -> None:
 def lengths_of(population: Population):
     """Lengths of 1 to 60 tokens by prompt and outcome, shorter where the reward is 1."""
     rng = np.random.default_rng(8)
-    spread = rng.normal(size=(PROMPTS, 1)) * 0.4 + rng.normal(size=(PROMPTS, OUTCOMES)) * 0.4
-    spread = np.concatenate([spread, spread], axis=1) - 0.3 * population.rewards_PY
+    prompts, outcomes = population.rewards_PY.shape
+    doubled = population.scores_PYD[:, : outcomes // 2] == population.scores_PYD[:, outcomes // 2 :]
+    distinct = outcomes // 2 if outcomes % 2 == 0 and doubled.all() else outcomes
+    spread = rng.normal(size=(prompts, 1)) * 0.4 + rng.normal(size=(prompts, distinct)) * 0.4
+    spread = np.tile(spread, (1, outcomes // distinct)) - 0.3 * population.rewards_PY
     return np.clip(20 * np.exp(spread), 1, LONGEST).astype(np.int64)
 
 
@@ -185,17 +280,21 @@ def main() -> None:
     )
     parser.add_argument("--studies", type=int, default=300, help="of each cell")
     parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
-    parser.add_argument("--populations", nargs="+", default=list(LIGHT))
+    parser.add_argument("--populations", nargs="+")
     parser.add_argument("--lag", action="store_true", help="completions of another policy")
+    parser.add_argument("--turned", action="store_true", help="losses whose mean is turned")
     parser.add_argument("--cells", nargs="+", type=cell, default=CELLS, help="such as 64x8")
     asked = parser.parse_args()
+    if asked.turned:
+        main_turned(asked)
+        return
     if asked.lag:
         main_lag(asked)
         return
     print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
     print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':22}{'truth':>7}{'decided':>9}", end="")
     print("".join(f"{name:>12}" for name in COLUMNS))
-    for name in asked.populations:
+    for name in asked.populations or LIGHT:
         population = LIGHT[name]()
         lengths_PY = lengths_of(population)
         large = study(population, lengths_PY, np.arange(PROMPTS), 64, np.random.default_rng(9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,15 @@ import pytest
 from grpo_ustat.estimators.group_terms import GroupTerms
 from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import (
+    UNKNOWN,
     UpdateMoments,
     alike,
+    direction,
     loss_error,
     mean_over_prompts,
     product_of_means,
+    ratio,
+    relative,
     update_moments,
     worth,
 )
@@ -230,3 +235,66 @@ def test_sizes_that_are_not_worse_are_named_with_the_best():
         for number, (size, value) in enumerate({2: 2.0, 4: 1.0, 8: 1.01}.items())
     }
     assert alike(errors) == (4, [4, 8])
+
+
+def turned_sample(prompts, seed):
+    """Means over tokens of prompts of 10 and 100 tokens with orthogonal gradients."""
+    rng = np.random.default_rng(seed)
+    kind = rng.integers(2, size=prompts)
+    gradient = np.eye(2)[kind] * rng.normal(1.0, 0.35, size=(prompts, 1))
+    mean = gradient / np.array([10, 100])[kind, None]
+    moments = UpdateMoments(
+        product_of_means(mean, mean), product_of_means(mean, mean),
+        product_of_means(mean, gradient), None,
+    )  # fmt: skip
+    return loss_error(moments, product_of_means(gradient, gradient))
+
+
+def test_a_truly_turned_direction_lies_in_its_interval():
+    """cos^2 = (1/10 + 1/100)^2 / (2 (1/100 + 1/10000)); Fieller's set alone misses 11 %."""
+    square = 0.11**2 / 2 / 0.0101
+    found = [direction(turned_sample(100, seed)) for seed in range(300)]
+    said = [x for x in found if np.isfinite(x.estimate)]
+    assert len(said) >= 285
+    assert np.mean([not x.low <= square <= x.high for x in said]) <= 0.05
+    assert np.median([x.high - x.low for x in said]) < 0.8
+
+
+def test_a_right_direction_stays_known():
+    """Lengths that go with nothing: the interval reaches 1 and is short."""
+    rng = np.random.default_rng(5)
+    gradient = rng.normal(size=(200, 5)) * 0.5 + np.eye(5)[0]
+    mean = gradient * np.exp(0.3 * rng.normal(size=(200, 1)))
+    moments = UpdateMoments(
+        product_of_means(mean, mean), product_of_means(mean, mean),
+        product_of_means(mean, gradient), None,
+    )  # fmt: skip
+    found = direction(loss_error(moments, product_of_means(gradient, gradient)))
+    assert 0.97 < found.low < found.estimate <= found.high == 1
+
+
+def test_few_prompts_tell_no_direction():
+    """Of four prompts of one kind nothing is known of a kind that was not drawn."""
+    found = direction(turned_sample(4, 11))
+    assert np.isnan(found.estimate) and found[1:] == (0.0, 1.0)
+
+
+def test_a_worth_holds_those_at_both_ends_of_kappa():
+    """Of an update whose noise is three times its mean; without a lower end nothing is said."""
+    mean_alone = turned_sample(100, 3)
+    energy_D = 4 * mean_alone.energy_D
+    kappa_D = mean_alone.cross_D / mean_alone.signal_D
+    loss = replace(
+        mean_alone, energy_D=energy_D, error_D=energy_D / kappa_D**2 - mean_alone.signal_D
+    )
+    unbiased = 2 * loss.signal_D
+    assert relative(unbiased, mean_alone) == UNKNOWN
+    kappa = ratio(loss.cross_D, loss.signal_D, level=0.9)
+    found = relative(unbiased, loss)
+    for end in kappa[1:]:
+        value = unbiased[0] / (loss.energy_D[0] / end**2 - loss.signal_D[0])
+        assert found.low <= value * (1 + 1e-9) and value <= found.high * (1 + 1e-9)
+    without_ends = relative(unbiased, replace(loss, cross_D=None, signal_D=None))
+    assert found.low <= without_ends.low < without_ends.high <= found.high
+    narrow = relative(unbiased, loss, level=0.5)
+    assert found.low <= narrow.low < narrow.high <= found.high

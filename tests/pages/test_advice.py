@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +16,11 @@ SCALING = {
     "c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5, "gstar_high": 4.6,
     "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
 }  # fmt: skip
+# The advised size in a sentence.
+NAMED_SIZE = re.compile(
+    r"(?: to |best size, |Use num_generations = |Keep num_generations = (?=\d+: its error is w))"
+    r"(\d+)"
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +36,23 @@ def test_the_verdict_follows_the_extra_error(size, verdict, start):
     answer, sentence, numbers = group_size_advice(SCALING, size, 256)
     assert answer == verdict and sentence.startswith(start)
     assert numbers["best_num_generations"] == 4 and numbers["gstar"] == 4.0
+
+
+@pytest.mark.parametrize("c1", [0.02, 0.2, 1.0, 4.0])
+@pytest.mark.parametrize("variance", [0.0001, 0.05, 0.3, 2.0])
+def test_the_advised_size_is_that_of_the_sentence(c1, variance):
+    """Also where no size is decided but one is surely better than that in use."""
+    covariance = np.diag([variance * c1, 0.01, 0.01]).tolist()
+    scaling = SCALING | {"c1": c1, "gstar": None, "gstar_high": None, "covariance": covariance}
+    named = 0
+    for size, rollouts in itertools.product([2, 3, 5, 8, 16, 64, None], (64, 240, 256)):
+        verdict, sentence, numbers = group_size_advice(scaling, size, rollouts)
+        found = NAMED_SIZE.search(sentence)
+        assert found or verdict == UNKNOWN
+        if found:
+            named += 1
+            assert numbers["best_num_generations"] == int(found[1])
+    assert named
 
 
 def test_fewer_rollouts_have_the_same_error_with_the_best_size():
