@@ -196,13 +196,14 @@ def test_the_lines_in_words():
 
 def test_several_rewards_are_compared_with_their_weighted_sum():
     """Groups whose sums are equal and whose functions differ have advantages as well."""
-    pool = a_pool(60)
+    pool = a_pool(122)
     second, third = (pool.lengths_PN < 5).astype(float), np.full(pool.rewards_PN.shape, np.nan)
     second[:2, 3:] = np.nan  # as TRL logs what a function returned None for
     pool = replace(pool, rewards_PNF=np.stack([pool.rewards_PN - second, second, third], axis=-1))
     assert own_loss(pool, Loss("grpo", "gdpo", STD, "grpo", 9), 64, "").worth is None
     pool = with_functions(pool, np.ones(3))
-    assert pool.rewards_PNF.shape == (58, 8, 3) and len(pool.gram_PNN) == len(pool.lengths_PN) == 58
+    assert pool.rewards_PNF.shape == (120, 8, 3)
+    assert len(pool.gram_PNN) == len(pool.lengths_PN) == 120
     each = Loss("grpo", "gdpo", STD, "grpo", 9)
     words = described(trains_with(multi_objective_aggregation="normalize_then_sum"))
     found = own_loss(pool, each, 64, words)
