@@ -333,6 +333,9 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
         share: (A_V - A_b*) / A_V.
         corr: corr(q, Z), averaged over prompts.
     """
-    return bool(
-        share.low > 0 or abs(corr.estimate) > CORRELATION_MARGIN * (corr.high - corr.estimate)
-    )
+    return share.low > 0 or is_correlated(corr)
+
+
+def is_correlated(corr: Interval) -> bool:
+    """Whether the 99.9 % interval of a correlation leaves 0 out, by that of 95 %."""
+    return bool(abs(corr.estimate) > CORRELATION_MARGIN * (corr.high - corr.estimate))

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZES, ScalingEstimate
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.moments import refutes_assumption2
+from grpo_ustat.estimators.moments import is_correlated, refutes_assumption2
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
     LEAST_GSTAR,
@@ -263,16 +263,16 @@ def assumption2_sentence(result: Mapping[str, Any]) -> str:
     better = "right" if right_or_wrong else "high-reward"
     ordering, follows = "which of vanilla and GRPO is better is not known", False
     if difference.low > 0:
-        ordering, follows = "vanilla beats GRPO here", corr.high < 0
+        ordering, follows = "vanilla beats GRPO here", corr.estimate < 0
     elif difference.high < 0 and math.isfinite(passes.high):
         from_size = f"{passes.estimate:.1f} [{passes.low:.1f}, {passes.high:.1f}]"
         ordering = f"GRPO beats vanilla from G > {from_size} on here"
-        follows = corr.low > 0
+        follows = corr.estimate > 0
     elif not assumption.get("refuted"):
         return ""
     if not assumption.get("refuted"):
         return f"Assumption 2 is not refuted; {ordering}."
-    if corr.low <= 0 <= corr.high:
+    if not is_correlated(corr):
         return f"Assumption 2 fails, in different directions at different prompts; {ordering}."
     loud = worse if corr.estimate < 0 else better
     so = ", so " if follows else "; "

@@ -27,7 +27,7 @@ import numpy as np
 from populations import LIGHT, UNSEEN, clopper_pearson
 from worth import ROLLOUTS, cell, lengths_of, study
 
-from grpo_ustat.estimators.moments import centred
+from grpo_ustat.estimators.moments import centred, is_correlated
 from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.records import ScorePool
@@ -80,8 +80,10 @@ def said_of(pool: ScorePool, draws: int, seed: int) -> dict[str, str]:
     rows, population = verdicts(pool, draws, seed)
     answers = {row.claim: row.verdict for row in rows if row.verdict in (HOLDS, FAILS)}
     for claim, name in SIGNS.items():
-        if population[name].low > 0 or population[name].high < 0:
-            answers[claim] = HOLDS if population[name].low > 0 else FAILS
+        number = population[name]
+        is_said = is_correlated(number) if name == "corr" else number.low > 0 or number.high < 0
+        if is_said:
+            answers[claim] = HOLDS if number.estimate > 0 else FAILS
     return answers
 
 
