@@ -264,7 +264,7 @@ def relative(
     if loss.cross_D is None or loss.signal_D is None:
         return found
     kappa = ratio(loss.cross_D, loss.signal_D, metrics, max(0.0, 2 * level - 1))
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         most, least = loss.energy_D[0] / np.square(kappa[1:]) - loss.signal_D[0]
     if not least > 0:
         return UNKNOWN

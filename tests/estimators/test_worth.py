@@ -12,6 +12,7 @@ from grpo_ustat.estimators.group_terms import GroupTerms
 from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import (
     UNKNOWN,
+    LossError,
     UpdateMoments,
     alike,
     direction,
@@ -298,3 +299,10 @@ def test_a_worth_holds_those_at_both_ends_of_kappa():
     assert found.low <= without_ends.low < without_ends.high <= found.high
     narrow = relative(unbiased, loss, level=0.5)
     assert found.low <= narrow.low < narrow.high <= found.high
+
+
+def test_updates_that_are_all_0_are_worth_nothing_that_is_known():
+    """Rewards equal within every prompt: no energy, no signal, no kappa."""
+    zeros_D = np.zeros(6)
+    nothing = LossError(zeros_D, zeros_D, zeros_D, zeros_D, False, zeros_D, zeros_D)
+    assert relative(zeros_D, nothing) == UNKNOWN
