@@ -24,7 +24,7 @@ from grpo_ustat.estimators.noise import equal_noise_size, noise_scale, prompt_sh
 from grpo_ustat.estimators.proxies import corrected_correlation, correlation, within_covariances
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.estimators.worth import LossError, positive, relative, worth
+from grpo_ustat.estimators.worth import LossError, relative, worth
 from grpo_ustat.mse.closed_form import ClosedForm
 from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.off_policy import OffPolicy
@@ -253,7 +253,7 @@ def _of_ratios(
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
         if not both or not all(error.known for error in both):
             return None
-        return partial(positive, both[0].error_D / both[1].error_D, 1)
+        return partial(relative, both[0].error_D, both[1], 1)
 
     rows: list[Judged] = []
     words = {"none": "without ratios", "token": "weighted by tokens' ratios"}

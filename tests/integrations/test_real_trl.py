@@ -305,17 +305,23 @@ def test_nothing_was_measured_with_its_reason(tmp_path, monkeypatch, capsys):
     assert "train_dataset has 3 prompts, fewer than the 8 of a generation batch" in line
 
 
-def test_dropout_on_two_processes(tmp_path):
-    """Scores of a rank's rows have the masks of that rank."""
-    changes = dict(num_generations=4, per_device_train_batch_size=10, gradient_accumulation_steps=2,
-                   max_steps=2, dropout=0.1, measuring={"audit_every": 1})  # fmt: skip
+def train_on_two_processes(folder, **changes):
+    """Two steps of ten rows a rank and micro-batch in groups of four; see `trl_run`."""
+    changes |= {"num_generations": 4, "per_device_train_batch_size": 10, "max_steps": 2}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                f"--master_port={free_port()}", str(ROOT / "tests/helpers/trl_run.py"),
-               str(tmp_path), json.dumps(changes)]  # fmt: skip
+               str(folder), json.dumps(changes)]  # fmt: skip
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_dropout_on_two_processes(tmp_path):
+    """Scores of a rank's rows have the masks of that rank."""
+    train_on_two_processes(
+        tmp_path, gradient_accumulation_steps=2, dropout=0.1, measuring={"audit_every": 1}
+    )
     found = [json.loads((tmp_path / f"audit-{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1] and len(found[0]) == 2
     assert all(abs(ratio - 1) < 1e-5 and cosine > 1 - 1e-9 for _, ratio, cosine, *_ in found[0])
@@ -323,15 +329,7 @@ def test_dropout_on_two_processes(tmp_path):
 
 def test_groups_straddle_two_processes(tmp_path):
     """Ten rows a rank, five groups of four: the third is half on each."""
-    changes = dict(num_generations=4, per_device_train_batch_size=10, gradient_accumulation_steps=1,
-                   max_steps=2)  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-               f"--master_port={free_port()}", str(ROOT / "tests/helpers/trl_run.py"),
-               str(tmp_path), json.dumps(changes)]  # fmt: skip
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    train_on_two_processes(tmp_path, gradient_accumulation_steps=1)
     rows = logged_rows(tmp_path, 1)
     assert len(rows) == 20
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
