@@ -90,7 +90,8 @@ def check_words(words: Sequence[str], schema: type) -> None:
         if inner is not None:
             written = f"{key}.{inner}=..." if inner else f"hydra/{part}={value}"
             raise ConfigError(f"{word}: {key} has fields of its own, write {written}")
-        if key in _groups_of(schema) and re.fullmatch(r"-?[\d.]+|true|false", value):
+        no_name = re.fullmatch(r"-?[\d.]+|true|false|null", value, re.IGNORECASE)
+        if key in _groups_of(schema) and no_name:
             raise ConfigError(f"{word}: a name is needed, see --help {key}")
         field = field_at(key, all_fields(schema))
         number = re.fullmatch(r"-?[\d.]+", value) and value not in ("0", "1")

@@ -201,10 +201,10 @@ def check_distinct(path: str, values: list[Any]) -> None:
         raise ConfigError(f"{path}={values} names {repeated[0]} twice: once is enough")
 
 
-def check_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices."""
+def check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the choices, of whatever type it was typed."""
     if value not in choices:
-        hint = did_you_mean(value, choices)
+        hint = did_you_mean(str(value), choices)
         raise ConfigError(f"unknown {path} {value!r}: {hint}choose from {', '.join(choices)}")
 
 

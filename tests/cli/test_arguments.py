@@ -84,6 +84,11 @@ TRAIN = {
         "unknown dataset.kind 'arithmetik': did you mean arithmetic? "
         "choose from arithmetic, one_step, gsm8k, math, jsonl, own"
     ),
+    ("dataset.kind=0",): (
+        "unknown dataset.kind 0: choose from arithmetic, one_step, gsm8k, math, jsonl, own"
+    ),
+    ("dataset=null",): "dataset=null: a name is needed, see --help dataset",
+    ("dataset=True",): "dataset=True: a name is needed, see --help dataset",
     ("logger=wandbb",): (
         "unknown logger 'wandbb': did you mean wandb? choose from none, tensorboard, trackio, wandb"
     ),
