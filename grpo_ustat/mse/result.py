@@ -16,7 +16,6 @@ from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, pool_mean_reward, quantity
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
-from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.row_weights import RowFilter
 from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
 from grpo_ustat.estimators.ustatistic import silent_share
@@ -144,8 +143,7 @@ def study_result(
         off_policy=off_policy and _off_policy(config, off_policy),
         verdicts=verdicts or None,
         dynamic_sampling=_dynamic_sampling(population, pool),
-        proxies=_proxies(pool),
-        allocation=_allocation(pool),
+        allocation=_allocation(pool) if config.study.verdicts else None,
         assumption2=_assumption(statistics, population, pool),
         grad_sq=_gradient(statistics),
         metric=_metric(config, pool, facts, population, moved),
@@ -354,18 +352,6 @@ def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.Dyn
         groups = kept_groups(silent_P, size, population[f"noise/{size}"], most)
         rows.append(parts.DynamicSampling(group_size=size, **groups._asdict()))
     return rows
-
-
-def _proxies(pool: ScorePool) -> list[parts.Proxy]:
-    """How well p (1-p) and length go with what they stand for, see `proxy_correlations`."""
-    return [
-        parts.Proxy(
-            units=row.units, proxy=row.proxy, target=row.target, scale=row.scale,
-            correlation=row.correlation, uncorrected=row.uncorrected,
-            proxy_reliability=row.reliability[0], target_reliability=row.reliability[1],
-        )
-        for row in proxy_correlations(pool)
-    ]  # fmt: skip
 
 
 def _allocation(pool: ScorePool) -> list[parts.Allocation]:

@@ -21,7 +21,7 @@ from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group
 from grpo_ustat.estimators.intervals import Interval, decide, is_binary
 from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_errors, refusal
 from grpo_ustat.estimators.noise import equal_noise_size, noise_scale, prompt_share
-from grpo_ustat.estimators.proxies import corrected_correlation, correlation, within_covariances
+from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import LossError, relative, worth
@@ -36,7 +36,6 @@ USUAL_SIZE, LARGE_SIZE = 8, 64
 TOLERANCE = 0.1  # of rollouts, or of an error
 STEP, SPLITS = 8192, (16, 32, 64)  # rollouts of a step, and its group sizes, of arXiv 2510.01135
 VARIANCE_SHARE = 0.9  # top-p of RAGEN-2
-PROXY_PAIR = ("variance", "noise")
 NO_DIRECTION = "its direction is not known from these questions"
 FILTERED = Loss("filtered", "leave_one_out", {}, "sum", 1,
                 rows=RowFilter(reward_variance_share=VARIANCE_SHARE))  # fmt: skip
@@ -362,18 +361,16 @@ def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
     if count < LEAST_PROMPTS or completions < LEAST_COMPLETIONS:
         few = f"use {LEAST_PROMPTS} questions or more with {LEAST_COMPLETIONS} completions"
         return [replace(claim, reason=few) for claim in (of_variance, of_length)]
-    halves, whole = halves_of(pool)
-    for part in (halves, whole):
-        part["noise"] = group_error(part["first"], part["second"], size)
-    within = within_covariances(pool.lengths_PN.astype(float), pool.sq_norm_PN)
-    x_2SP, y_2SP, x_P, y_P = (part[name] for part in (halves, whole) for name in PROXY_PAIR)
+    halves, _ = halves_of(pool)
+    variance_2SP = halves["variance"]
+    noise_2SP = group_error(halves["first"], halves["second"], size)
+    lengths_PN = pool.lengths_PN.astype(float)
 
     def over_prompts(level: float) -> Interval:
-        return corrected_correlation(x_2SP, y_2SP, x_P, y_P, level)[0]
+        return corrected_correlation(variance_2SP, noise_2SP, level)
 
     def within_a_prompt(level: float) -> Interval:
-        xy, xx, yy = within
-        return correlation(xy, xx, yy, level)
+        return within_correlation(lengths_PN, pool.sq_norm_PN, level)
 
     return [
         replace(of_variance, interval_at=over_prompts),

@@ -306,7 +306,7 @@ def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE)
         result: content of the study's `result.json`; "" where the pool is too small.
         group_size: mean G, of the measured ones.
     """
-    rows = [row for row in result.get("allocation", []) if row["group_size"] == group_size]
+    rows = [row for row in result.get("allocation") or [] if row["group_size"] == group_size]
     known = [row for row in rows if row["change"] is not None]
     if not known:
         return ""

@@ -234,8 +234,6 @@ def mse_tables(run: RunRecord) -> list[Table]:
     tables.append(_noise_table(run.result["noise"]))
     if run.result.get("dynamic_sampling"):
         tables.append(dynamic_sampling_table(run.result["dynamic_sampling"]))
-    if run.result.get("proxies"):
-        tables.append(proxies_table(run.result["proxies"]))
     if run.result.get("allocation"):
         tables.append(allocation_table(run.result["allocation"]))
     if run.result["scaling"].get("rules"):
@@ -269,26 +267,6 @@ def dynamic_sampling_table(rows: Sequence[dict[str, Any]]) -> Table:
         "column 90 % at least.",
     ]
     return Table("Dynamic sampling", ["G", *RESAMPLING_COLUMNS.values()], cells, notes)
-
-
-def proxies_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """How well cheap proxies go with what they stand for, see `estimators.proxies`."""
-    plain = ("uncorrected", "proxy_reliability", "target_reliability")
-    cells = [
-        [row["units"], row["proxy"], row["target"], open_interval(row, "correlation")]
-        + ["-" if row[name] is None else f"{row[name]:.2f}" for name in plain]
-        for row in rows
-    ]
-    notes = [
-        "VIP and SPEED take p(1-p) of a prompt, VL-Norm the length of a completion, for its noise. "
-        "Over prompts: correlations of the true values, corrected for the errors of estimates by "
-        "halves of the pool; uncorrected, errors that both sides share count as agreement. Over "
-        "completions: Spearman's, of ranks. Reliability: of half a pool. In brackets 95 % "
-        "intervals for other prompts.",
-    ]
-    columns = ["over", "proxy", "stands for", "correlation", "uncorrected",
-               "reliability of the proxy", "of the target"]  # fmt: skip
-    return Table("Proxies", columns, cells, notes)
 
 
 def allocation_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -119,8 +119,7 @@ class StudyResult(RunResult):
     recipes: Sometimes[list[parts.LossWorth]] = None
     verdicts: Sometimes[list[parts.ClaimVerdict]] = None
     dynamic_sampling: list[parts.DynamicSampling]
-    proxies: list[parts.Proxy]
-    allocation: list[parts.Allocation]
+    allocation: Sometimes[list[parts.Allocation]] = None
     assumption2: parts.Assumption2
     grad_sq: parts.GradientNorm
     metric: parts.Metric

@@ -271,22 +271,6 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proxy:
-    """The correlation of a cheap proxy with what it stands for, without (`uncorrected`: with)
-    errors of estimates, and the reliability of half a pool, see `estimators.proxies`.
-    """
-
-    units: str
-    proxy: str
-    target: str
-    scale: str
-    correlation: Estimate
-    uncorrected: NumberOrNull
-    proxy_reliability: NumberOrNull
-    target_reliability: NumberOrNull
-
-
-@dataclass(frozen=True, kw_only=True)
 class Allocation:
     """The relative change of the error by a plan of unequal group sizes, held out and `in_sample`,
     see `estimators.allocation`.

@@ -1,4 +1,4 @@
-"""How verl's logit-space weight of a completion goes with its exact squared score norm.
+"""Correlation of verl's logit-space weight of a completion with its exact squared score norm.
 
     python scripts/tools/logit_weight.py model=tiny_base study.questions=100 pool=pools/tiny_base
 
@@ -7,7 +7,7 @@ and scores, no probabilities, so the model reads every completion once more, for
 it takes the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, the squared length of grad log pi
 with respect to the logits of that token (verl, `docs/algo/otb.md` and its metrics
 `variance_proxy`), here at the sampling temperature. Printed: Spearman's correlation with the
-squared score norm over all completions and over those of one prompt, length for comparison.
+squared score norm over the completions of one prompt, that of the length for comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from grpo_ustat.cli.compose import compose_config
-from grpo_ustat.estimators.proxies import completion_correlation, within_correlation
+from grpo_ustat.estimators.proxies import within_correlation
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.study import _prompts
@@ -77,12 +77,8 @@ def main() -> None:
         rows.append(weights_N[:size])
     proxies = {"logit weight": np.array(rows), "length": pool.lengths_PN.astype(float)}
     for name, values_PN in proxies.items():
-        for units, measure in (
-            ("completions", completion_correlation),
-            ("those of one prompt", within_correlation),
-        ):
-            estimate, low, high = measure(values_PN, pool.sq_norm_PN)
-            print(f"{name:13} over {units:20} {estimate:6.3f} [{low:.3f}, {high:.3f}]")
+        estimate, low, high = within_correlation(values_PN, pool.sq_norm_PN)
+        print(f"{name:13} {estimate:6.3f} [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":

@@ -9,40 +9,28 @@ import pytest
 from prompt_pools import pool_of, prompts
 from scipy import stats
 
-from grpo_ustat.estimators.moments import pool_moments
+from grpo_ustat.estimators.halves import group_error, halves_of
 from grpo_ustat.estimators.proxies import (
-    completion_correlation,
+    corrected_correlation,
     correlation,
-    grade_covariance,
+    grade_covariances,
     linear_covariance,
-    proxy_correlations,
     within_correlation,
 )
-from grpo_ustat.records import ScorePool
-
-
-def by_words(pool):
-    return {(row.units, row.proxy, row.target): row for row in proxy_correlations(pool)}
-
-
-VARIANCE = ("prompts", "p(1-p)", "the noise of a group of 8")
 
 
 def test_a_covariance_of_grades_is_the_mean_over_all_triples():
-    """With ties, whole and without each unit."""
+    """With ties, of each of two prompts."""
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 4, 9).astype(float), rng.integers(0, 4, 9).astype(float)
+    x, y = rng.integers(0, 4, (2, 2, 9)).astype(float)
 
-    def triples(units):
+    def triples(p):
         return np.mean([
-            np.sign(x[i] - x[j]) * np.sign(y[i] - y[k])
-            for i, j, k in itertools.permutations(units, 3)
+            np.sign(x[p, i] - x[p, j]) * np.sign(y[p, i] - y[p, k])
+            for i, j, k in itertools.permutations(range(9), 3)
         ])  # fmt: skip
 
-    found = grade_covariance(x, y)
-    assert found.whole == pytest.approx(triples(range(9)), rel=1e-12)
-    without = [triples([i for i in range(9) if i != c]) for c in range(9)]
-    np.testing.assert_allclose(found.delete_one_n, without, rtol=1e-12)
+    np.testing.assert_allclose(grade_covariances(x, y), [triples(0), triples(1)], rtol=1e-12)
 
 
 def test_its_mean_over_all_samples_is_that_of_the_law():
@@ -50,7 +38,7 @@ def test_its_mean_over_all_samples_is_that_of_the_law():
     x, y = np.array([0.0, 1.0, 1.0, 3.0]), np.array([2.0, 0.0, 5.0, 5.0])
     law = np.array([0.1, 0.2, 0.3, 0.4])
     mean = sum(
-        law[list(units)].prod() * grade_covariance(x[list(units)], y[list(units)]).whole
+        law[list(units)].prod() * grade_covariances(x[None, list(units)], y[None, list(units)])[0]
         for units in itertools.product(range(4), repeat=4)
     )
     grade_x, grade_y = (
@@ -73,77 +61,38 @@ def test_a_covariance_of_values_leaves_each_prompt_out():
     np.testing.assert_allclose(found.delete_one_n, without, rtol=1e-12)
 
 
-def test_ranks_of_completions_are_spearmans_of_many():
-    """200 prompts of 20: within 1/n of the textbook's, over all and where prompts are alike."""
+def test_ranks_within_a_prompt_are_spearmans_of_many_completions():
+    """200 prompts of 20: within 1/n of the textbook's; a prompt's own level does not count."""
     rng = np.random.default_rng(2)
     x = rng.normal(size=(200, 20))
     y = x + rng.normal(size=x.shape)
     textbook = stats.spearmanr(x.ravel(), y.ravel()).statistic
-    for found in (completion_correlation(x, y), within_correlation(x, y)):
-        assert found.estimate == pytest.approx(textbook, abs=0.02)
-        assert found.low < textbook < found.high
+    found = within_correlation(x, y)
+    assert found.estimate == pytest.approx(textbook, abs=0.02)
+    assert found.low < textbook < found.high
     shifted = within_correlation(x + np.arange(200)[:, None], y)
-    assert shifted.estimate == pytest.approx(within_correlation(x, y).estimate, rel=1e-12)
-    assert completion_correlation(x + np.arange(200)[:, None], y).estimate < 0.1
+    assert shifted.estimate == pytest.approx(found.estimate, rel=1e-12)
+    assert np.isnan(within_correlation(np.ones_like(x), y)).all()
 
 
 def test_errors_that_both_sides_share_are_taken_out():
-    """60 prompts of 16, 20 pools: the corrected one is at the truth, the uncorrected far above."""
+    """60 prompts of 16, 20 pools: the corrected one is at the truth, that of whole pools above."""
     rng = np.random.default_rng(4)
     moments = prompts(3000, rng, slope=3.0).moments()
     truth = np.corrcoef(moments.var_z, moments.mse("leave_one_out", 8))[0, 1]
-    rows = [by_words(pool_of(prompts(60, rng, slope=3.0), 16, rng))[VARIANCE] for _ in range(20)]
-    known = [row for row in rows if np.isfinite(row.correlation.estimate)]
-    corrected = np.array([row.correlation.estimate for row in known])
-    uncorrected = np.array([row.uncorrected for row in known])
-    error = corrected.std(ddof=1) / len(known) ** 0.5
+    corrected, of_whole_pools = [], []
+    for _ in range(20):
+        halves, whole = halves_of(pool_of(prompts(60, rng, slope=3.0), 16, rng))
+        noise = [group_error(part["first"], part["second"], 8) for part in (halves, whole)]
+        corrected.append(corrected_correlation(halves["variance"], noise[0]))
+        of_whole_pools.append(np.corrcoef(whole["variance"], noise[1])[0, 1])
+    known = [interval for interval in corrected if np.isfinite(interval.estimate)]
+    estimates = np.array([interval.estimate for interval in known])
+    error = estimates.std(ddof=1) / len(known) ** 0.5
     assert len(known) >= 19 and error < 0.06
-    assert abs(corrected.mean() - truth) < 3 * error
-    assert uncorrected.mean() > truth + 0.2
-    covers = [row.correlation.low <= truth <= row.correlation.high for row in known]
-    assert np.mean(covers) >= 0.8
-
-
-def test_every_part_is_what_its_words_say():
-    """Of whole pools the uncorrected number is the plain correlation of unbiased estimates."""
-    rng = np.random.default_rng(3)
-    pool = pool_of(prompts(20, rng), 12, rng)
-    rows, moments = by_words(pool), pool_moments(pool.rewards_PN, pool.gram_PNN)
-    noise = moments.mse("leave_one_out", 8)
-    lengths = pool.lengths_PN.mean(axis=1)
-    plain = {
-        VARIANCE: (moments.var_z, noise),
-        ("prompts", "mean length", VARIANCE[2]): (lengths, noise),
-        ("prompts", "the mean squared score norm", VARIANCE[2]): (moments.m0, noise),
-        ("prompts", "p(1-p)", "the squared length of the gradient"): (moments.var_z, moments.g_sq),
-    }
-    for words, (x, y) in plain.items():
-        assert rows[words].uncorrected == pytest.approx(np.corrcoef(x, y)[0, 1], rel=1e-9), words
-    assert rows["completions", "length", "the squared score norm"].correlation == (
-        completion_correlation(pool.lengths_PN.astype(float), pool.sq_norm_PN)
-    )
-    assert len(rows) == len(plain) + 2
-
-
-def test_small_pools_and_equal_lengths_say_nothing():
-    rng = np.random.default_rng(5)
-    assert proxy_correlations(pool_of(prompts(9, rng), 8, rng)) == []
-    assert proxy_correlations(pool_of(prompts(12, rng), 5, rng)) == []
-    pool = pool_of(prompts(12, rng), 8, rng)
-    alike = by_words(
-        ScorePool(
-            pool.rewards_PN, pool.gram_PNN, np.ones_like(pool.lengths_PN),
-            pool.features_PNR, pool.centred_sums_PR,
-        )
-    )  # fmt: skip
-    assert np.isnan(alike["completions", "length", "the squared score norm"].correlation).all()
-    partial = by_words(
-        ScorePool(
-            pool.rewards_PN / 2 + 0.1, pool.gram_PNN, pool.lengths_PN,
-            pool.features_PNR, pool.centred_sums_PR,
-        )
-    )  # fmt: skip
-    assert ("prompts", "the variance of rewards", VARIANCE[2]) in partial
+    assert abs(estimates.mean() - truth) < 3 * error
+    assert np.mean(of_whole_pools) > truth + 0.2
+    assert np.mean([interval.low <= truth <= interval.high for interval in known]) >= 0.8
 
 
 def test_an_interval_at_one_stays_within_it():

@@ -317,7 +317,7 @@ def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
     assert "holds 2000 completions; here are 7" in page.completions.note
 
 
-def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_rules(tmp_path):
+def test_the_page_of_a_study_has_noise_dynamic_sampling_allocation_and_rules(tmp_path):
     """Numbers with their intervals, unknown ends said, all in tables of their own."""
     noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
              "tokens": None, "tokens_low": None, "tokens_high": None,
@@ -325,9 +325,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_r
     dynamic = {"group_size": 4, "kept": 0.5, "kept_low": 0.25, "kept_high": 0.75,
                "generated": 2.0, "generated_low": 4 / 3, "generated_high": 4.0,
                "break_even": 0.01, "break_even_low": 0.0, "break_even_high": 0.02}  # fmt: skip
-    proxy = {"units": "prompts", "proxy": "p(1-p)", "target": "noise", "uncorrected": None,
-             "correlation": 0.5, "correlation_low": 0.25, "correlation_high": 0.75,
-             "proxy_reliability": 0.5, "target_reliability": 0.25}  # fmt: skip
     rule = {"baseline": "group_std", "target": "limit g/sigma", "measure": "mse", "grows": True,
             "growth": 0.5, "growth_low": 0.25, "growth_high": None,
             "sizes": [{"n": 64, "group_size": 4, "alike": [4, 8]},
@@ -337,7 +334,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_r
                   "best": noise | {"group_size": 4.25, "group_size_tokens": None},
                   "reason": "no upper end"},
         "dynamic_sampling": [dynamic],
-        "proxies": [proxy],
         "allocation": [
             {"plan": name, "group_size": 8, "change": 0.02, "change_low": -0.01,
              "change_high": 0.05, "in_sample": in_sample}
@@ -352,9 +348,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_r
     assert tables["Noise scale"].notes[1] == "no upper end"
     assert tables["Dynamic sampling"].rows == [
         ["4", "0.500 [0.250, 0.750]", "2.00 [1.33, 4.00]", "0.0100 [0.00, 0.0200]"]
-    ]
-    assert tables["Proxies"].rows == [
-        ["prompts", "p(1-p)", "noise", "0.500 [0.250, 0.750]", "-", "0.50", "0.25"]
     ]
     assert tables["Unequal group sizes"].rows == [
         ["measured noise", "+2 % [-1 %, +5 %]"],
