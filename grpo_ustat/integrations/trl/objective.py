@@ -17,7 +17,7 @@ import torch
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
-from grpo_ustat.estimators.worth import Worth, positive, worth
+from grpo_ustat.estimators.worth import Worth, between_sizes, worth
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
@@ -249,11 +249,7 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     )
     level = 1 - (1 - CONFIDENCE) / max(1, len(sizes))
     at_size = errors[loss, size]
-    against = {
-        g: positive(at_size.error_D / errors[loss, g].error_D, level=level)
-        for g in sizes
-        if at_size.known and errors[loss, g].known
-    }
+    against = {g: between_sizes(at_size, errors[loss, g], level=level) for g in sizes}
     unbiased = {size: errors[UNBIASED, size].error_D}
     return OwnLoss(
         words, size, rollouts, groups,
