@@ -65,7 +65,7 @@ from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_facto
 from grpo_ustat.estimators.worth import Worth
 from grpo_ustat.mse.recipes import recipe_worths
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
-from grpo_ustat.records import Array, BaselineContext, ScorePool
+from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
 # What TRL's hooks compute needs no TRL: they ask for its version alone.
 version = metadata.version
@@ -171,7 +171,7 @@ def group_moments(
 
 
 def true_error(
-    population: Population, lengths_PY: Array, loss: Loss, size: int, rollouts: int
+    population: Population, lengths_PY: Integers, loss: Loss, size: int, rollouts: int
 ) -> tuple[float, float]:
     """The error of a loss's update of n rollouts and cos^2 of its mean, all outcomes enumerated."""
     gradient, _ = group_moments(population, population.scores_PYD, UNBIASED, size)
@@ -184,7 +184,7 @@ def true_error(
 
 
 def truth_by_tokens(
-    population: Population, lengths_PY: Array, size: int, rollouts: int
+    population: Population, lengths_PY: Integers, size: int, rollouts: int
 ) -> dict[str, float]:
     """Worth and direction of the mean over each completion's tokens, all outcomes enumerated."""
     error, direction = true_error(population, lengths_PY, BY_TOKENS, size, rollouts)

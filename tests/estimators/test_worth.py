@@ -310,9 +310,7 @@ def test_updates_that_are_all_0_are_worth_nothing_that_is_known():
 
 
 def test_what_few_prompts_decide_of_smaller_groups_is_known_less_well():
-    """Two errors of one loss over 60 prompts of equal jackknife variances: one with 3 that carry
-    it, one with all.
-    """
+    """Two errors of 60 prompts with one jackknife variance, which 4 of them or all carry."""
 
     def error(deviations_P):
         values_D = 1 + np.concatenate([[0.0], deviations_P])
