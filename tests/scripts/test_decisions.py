@@ -166,7 +166,7 @@ def test_advice_is_judged_by_the_true_errors():
     assert judged_from(high, low, 8) == ("keep", True)
 
 
-@pytest.mark.nightly(minutes=0.5)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize(
     "name, least", [("opposed", 80), ("few loud", 10), ("light, G* 8.8", 90), ("Pareto, high", 90)]
 )
