@@ -39,6 +39,7 @@ from grpo_ustat.estimators.intervals import (
     Interval,
     jackknife_interval,
     jackknife_variance,
+    positive_interval,
     ratio_interval,
     t_interval,
     tails,
@@ -272,6 +273,32 @@ def relative(
     return Interval(found.estimate, min(found.low, low), max(found.high, high))
 
 
+def between_sizes(
+    loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
+) -> Interval:
+    """The error of a loss over its own in smaller groups: what a rollout in these is worth.
+
+    On the log scale, with Student's t of the effective number of prompts behind the standard error:
+    where few of them carry the signal it is too short, and with t of all of them the interval
+    missed 9 % (`scripts/benchmarks/worth.py --smaller`, 64 groups). Nothing where either
+    kappa may be 0, or the ratio is not above 0 without some prompt.
+
+    Args:
+        loss: its error at n rollouts in groups of G.
+        smaller: that of the same loss and n in groups of g.
+        metrics: K, see `ScorePool.metrics`.
+        level: of the interval.
+    """
+    if not (loss.known and smaller.known):
+        return UNKNOWN
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio_D = loss.error_D / smaller.error_D
+    if not (np.isfinite(ratio_D).all() and (ratio_D > 0).all()):
+        return UNKNOWN
+    variance, dof = effective_variance(ratio_D, metrics)
+    return positive_interval(ratio_D[0], variance, dof, level)
+
+
 def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
     """cos^2 of a loss's mean and the gradient.
 
@@ -293,15 +320,23 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
         square_D = 1 - loss.apart_D / loss.mean_sq_D
     if not (math.isfinite(apart.estimate) and np.isfinite(square_D).all()):
         return UNKNOWN_DIRECTION
-    square_Kh = without(square_D, metrics)
-    variance = float(jackknife_variance(square_Kh, axis=1).sum())
-    dof = min(square_Kh.size, tails(square_Kh, [square_Kh]).carriers) - 1
-    whole = t_interval(square_D[0], variance, max(1.0, dof), level)
+    variance, dof = effective_variance(square_D, metrics)
+    whole = t_interval(square_D[0], variance, dof, level)
     low = max(0.0, min(1 - apart.high, whole.low))
     high = min(1.0, max(1 - apart.low, whole.high))
     if low <= 0 and high >= 1:
         return UNKNOWN_DIRECTION
     return Interval(min(1.0, max(0.0, 1 - apart.estimate)), low, high)
+
+
+def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
+    """The jackknife variance of a statistic, with the degrees of freedom of the effective number of
+    prompts that carry it, at least 1.
+    """
+    values_Kh = without(values_D, metrics)
+    variance = float(jackknife_variance(values_Kh, axis=1).sum())
+    dof = min(values_Kh.size, tails(values_Kh, [values_Kh]).carriers) - 1
+    return variance, max(1.0, dof)
 
 
 def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:

@@ -1,124 +1,108 @@
-"""How often `advise` is wrong about a training run, by simulation.
+"""How often `advise` is wrong about a training run, given that it says something, by simulation.
 
-A population of prompts has 8 outcomes each, with features for scores and rewards 0 and 1, some of
-which are flipped: that adds to C3, so G* grows. C1, C2 and C3 are enumerated. At the flips of "tie"
-G = 4 and G = 8 are equally good, where a wrong verdict is most likely.
+Runs of 4, 8 or 20 monitored steps of n / G prompts x G completions, from populations whose
+constants are enumerated (`populations.py`). A step's C1, C2 and C3 are those that
+`monitor.gradient_mse_every` measures, and the steps are averaged as `advise` does. G is each of 4
+to 64 that divides n and leaves a step 4 prompts. *Wrong* is as of "change" and "keep" in
+`decisions.py`.
 
-A run draws n / G prompts and G completions of each, 4, 8 or 20 times; each step is measured as
-`monitor.gradient_mse_every` does, and the steps are averaged as `advise` does. Where G is truly the
-best of the sizes from 4 that divide n, "raise" and "lower" are wrong.
+A row has the share of the runs that say a verdict, the share of these that are wrong, and the 95 %
+interval of the latter (Clopper & Pearson 1934). The last lines have, for each population, the worst
+cells of those where 1 % or more of the runs say it.
 
-    python scripts/benchmarks/advice.py --runs 1000
+    python scripts/benchmarks/advice.py --runs 300
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
+from decisions import IN_USE, POPULATIONS, judged_advice
+from populations import Population, clopper_pearson
 
-from grpo_ustat.advise.sources import scaling_of_steps
-from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
-from grpo_ustat.estimators.scaling import prompt_scaling
-from grpo_ustat.pages.advice import group_size_advice
+from grpo_ustat.advise.sources import LEAST_STEPS, scaling_of_steps
+from grpo_ustat.estimators.group_size import CONSTANTS
+from grpo_ustat.pages.advice import KEEP, LOWER, RAISE
+from grpo_ustat.records import Array
 
-POPULATION, OUTCOMES, WIDTH = 400, 8, 24
-
-
-class Bed:
-    """Prompts with their scores, rewards and probabilities.
-
-    Args:
-        rng: draws them.
-        flips: how often a reward is 1 less itself.
-        tail: of the prompts' score norms, the sigma of a log-normal factor.
-    """
-
-    def __init__(self, rng: np.random.Generator, flips: float, tail: float):
-        shape = (POPULATION, OUTCOMES)
-        p_PY = rng.dirichlet(np.ones(OUTCOMES), POPULATION)
-        z_PY = (rng.random(shape) < rng.beta(1, 1, (POPULATION, 1))).astype(float)
-        features = rng.normal(size=(*shape, WIDTH)) * np.exp(
-            tail * rng.normal(size=(POPULATION, 1, 1))
-        )
-        self.p_PY = np.concatenate([(1 - flips) * p_PY, flips * p_PY], axis=1)
-        self.z_PY = np.concatenate([z_PY, 1 - z_PY], axis=1)
-        features = np.concatenate([features, features], axis=1)
-        self.s_PYR = features - np.einsum("py,pyr->pr", self.p_PY, features)[:, None]
-        self.q_PY = (self.s_PYR**2).sum(axis=2)
-        g_PR = np.einsum("py,py,pyr->pr", self.p_PY, self.z_PY, self.s_PYR)
-        moments = exact_moments(self.q_PY, self.z_PY, self.p_PY, (g_PR**2).sum(axis=1))
-        g_sq = float(moments.g_sq.mean())
-        c1 = g_sq - float((g_PR.mean(axis=0) ** 2).sum())
-        self.constants = (c1, float(moments.a_v.mean()) - g_sq, float(moments.d.mean()) + g_sq)
-
-    def n_mse(self, size: int) -> float:
-        """n times the error of groups of `size`."""
-        c1, c2, c3 = self.constants
-        return size * c1 + c2 + c3 / (size - 1)
-
-    def step(self, rng: np.random.Generator, prompts: int, size: int) -> list[float]:
-        """C1, C2 and C3 as a step's monitor estimates them; empty where no group has variance."""
-        chosen = rng.integers(POPULATION, size=prompts)
-        ends_PY = self.p_PY[chosen].cumsum(axis=1)
-        draws_PG = (rng.random((prompts, size))[..., None] > ends_PY[:, None]).sum(axis=2)
-        draws_PG = draws_PG.clip(max=2 * OUTCOMES - 1)
-        rewards_PG = np.take_along_axis(self.z_PY[chosen], draws_PG, axis=1)
-        if (rewards_PG == rewards_PG[:, :1]).all():
-            return []
-        q_PG = np.take_along_axis(self.q_PY[chosen], draws_PG, axis=1)
-        s_PGR = np.take_along_axis(self.s_PYR[chosen], draws_PG[..., None], axis=1)
-        ghat_PR = np.einsum("pg,pgr->pr", pool_gradient_weights(rewards_PG), s_PGR)
-        found = prompt_scaling(rewards_PG, q_PG, ghat_PR @ ghat_PR.T).constants
-        return [found[name].estimate for name in ("c1", "c2", "c3")]
+STEPS, BUDGETS, LEAST_PROMPTS = (4, 8, 20), (64, 256), 4
+ASKED = ("opposed", "few loud", "light, G* 3.1", "light, G* 8.8", "Pareto, high", "sparse, high")
 
 
-def tie(seed: int, tail: float) -> float:
-    """The share of flips at which G = 4 and G = 8 have the same error, C3 = 21 C1."""
+def monitored_runs(
+    population: Population, prompts: int, size: int, steps: int, runs: int, rng: np.random.Generator
+) -> Iterator[Array]:
+    """C1, C2 and C3 of every step of a run, [3, S]; NaN where no group has variance."""
+    every = population.studies(prompts, size, runs * steps, rng)
+    while values := [[whole[name] for name in CONSTANTS] for whole, _ in islice(every, steps)]:
+        values_3S = np.array(values).T
+        yield np.where(values_3S[2] == 0, np.nan, values_3S)
 
-    def excess(flips: float) -> float:
-        c1, _, c3 = Bed(np.random.default_rng(seed), flips, tail).constants
-        return c3 / c1 - 21
 
-    return float(brentq(excess, 0.0, 0.45, xtol=1e-6))
+def rows_of(
+    name: str, runs: int, budgets: tuple[int, ...] = BUDGETS, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """A row for every n, G, number of steps and verdict."""
+    population = POPULATIONS[name]()
+    cells = [(n, size) for n in budgets for size in IN_USE if n >= LEAST_PROMPTS * size]
+    for n, size in cells:
+        rng = np.random.default_rng([seed, n, size])
+        said, wrong = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+        for values_3S in monitored_runs(population, n // size, size, max(STEPS), runs, rng):
+            for steps in STEPS:
+                measured_3S = values_3S[:, :steps]
+                measured_3S = measured_3S[:, np.isfinite(measured_3S[0])]
+                if measured_3S.shape[1] < LEAST_STEPS:
+                    continue
+                scaling = scaling_of_steps(measured_3S, n // size)
+                verdict, is_wrong = judged_advice(population, scaling, size, n)
+                said[steps, verdict] += 1
+                wrong[steps, verdict] += is_wrong
+        sizes = [other for other in range(2, n + 1) if n % other == 0]
+        extra = population.n_mse(size) / min(map(population.n_mse, sizes)) - 1
+        for steps in STEPS:
+            for verdict in (RAISE, LOWER, KEEP):
+                yield {
+                    "population": name, "gstar": population.best_group_size, "rollouts": n,
+                    "size": size, "extra": extra, "steps": steps, "verdict": verdict, "runs": runs,
+                    "said": said[steps, verdict], "wrong": wrong[steps, verdict],
+                }  # fmt: skip
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    said, wrong = row["said"], row["wrong"]
+    low, high = clopper_pearson(wrong, said)
+    return (
+        f"| {row['population']} | {row['gstar']:.1f} | {row['rollouts']} | {row['size']} | "
+        f"{100 * row['extra']:.0f} % | {row['steps']} | {row['verdict']} | "
+        f"{said / row['runs']:.3f} | {wrong / said:.3f} [{low:.3f}, {high:.3f}] |"
+    )
 
 
 def main() -> None:
-    """Print, for each kind of run, how often each verdict is given."""
+    """Print a row for every cell in which a run says a verdict, and the worst ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=300, help="of a cell")
+    parser.add_argument("--populations", nargs="+", default=list(ASKED))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng = np.random.default_rng(options.seed)
-    print("| flips | tail | G* | n | G of the run | true extra error | steps | verdicts |")
-    for name, tail in (("none", 0.0), ("tie", 0.0), ("tie", 0.7), ("0.35", 0.0)):
-        flips = {"none": 0.0, "tie": tie(options.seed, tail), "0.35": 0.35}[name]
-        bed = Bed(np.random.default_rng(options.seed), flips, tail)
-        gstar = 1 + np.sqrt(bed.constants[2] / bed.constants[0])
-        for n in (64, 256):
-            sizes = [size for size in range(4, n // 4 + 1) if n % size == 0]
-            best = min(sizes, key=bed.n_mse)
-            far = [size for size in sizes if bed.n_mse(size) > 1.3 * bed.n_mse(best)]
-            for size in (best, *far[-1:]):
-                extra = bed.n_mse(size) / bed.n_mse(best) - 1
-                for steps in (4, 8, 20):
-                    verdicts = Counter()
-                    for _ in range(options.runs):
-                        drawn = (bed.step(rng, n // size, size) for _ in range(steps))
-                        values_3S = np.array([one for one in drawn if one]).T
-                        if values_3S.ndim < 2 or values_3S.shape[1] < 4:
-                            verdicts["fewer than 4 steps"] += 1
-                            continue
-                        scaling = scaling_of_steps(values_3S, n // size)
-                        verdicts[group_size_advice(scaling, size, n)[0]] += 1
-                    shares = ", ".join(
-                        f"{name} {100 * count / options.runs:.1f} %"
-                        for name, count in verdicts.most_common()
-                    )
-                    row = (f"{flips:.3f}", tail, f"{gstar:.1f}", n, size, f"{100 * extra:.0f} %")
-                    print("|", *(f"{cell} |" for cell in (*row, steps, shares)), flush=True)
+    print("| population | G* | n | G | true extra error | steps | verdict | said by | wrong |")
+    print("|---" * 9 + "|")
+    worst: list[dict[str, Any]] = []
+    for name in options.populations:
+        rows = [row for row in rows_of(name, options.runs, seed=options.seed) if row["said"]]
+        print(*map(row_text, rows), sep="\n", flush=True)
+        often = [row for row in rows if row["said"] >= 0.01 * row["runs"]]
+        for verdict in (RAISE, LOWER, KEEP):
+            of = [row for row in often if row["verdict"] == verdict]
+            worst += sorted(of, key=lambda row: row["wrong"] / row["said"])[-1:]
+    print("worst:", *map(row_text, worst), sep="\n")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from populations import FITTED, UNSEEN, Population, clopper_pearson
@@ -102,21 +103,26 @@ def advised(population: Population, estimate: ScalingEstimate) -> Iterator[tuple
         "dof": estimate.dof,
         "prompts": estimate.prompts,
     }
-    least = min(population.n_mse(2**power) for power in range(1, 9))
-    change: list[bool] = []
-    keep: list[bool] = []
-    for size in IN_USE:
-        verdict, _, numbers = group_size_advice(scaling, size, STEP)
-        if verdict in (RAISE, LOWER):
-            change.append(
-                population.n_mse(numbers["best_num_generations"]) >= population.n_mse(size)
-            )
-        elif verdict == KEEP:
-            keep.append(population.n_mse(size) / least - 1 > TOLERABLE_EXTRA_ERROR)
-    if change:
-        yield "change", any(change)
-    if keep:
-        yield "keep", any(keep)
+    verdicts = [judged_advice(population, scaling, size, STEP) for size in IN_USE]
+    for sentence, words in (("change", (RAISE, LOWER)), ("keep", (KEEP,))):
+        wrong = [is_wrong for verdict, is_wrong in verdicts if verdict in words]
+        if wrong:
+            yield sentence, any(wrong)
+
+
+def judged_advice(
+    population: Population, scaling: Mapping[str, Any], size: int, rollouts: int
+) -> tuple[str, bool]:
+    """The verdict of `advise` on a size in use, and whether it is wrong: "raise" or "lower" to a
+    size that is no better, "keep" of one whose error is 30 % above the least one, or more.
+    """
+    verdict, _, numbers = group_size_advice(scaling, size, rollouts)
+    error = population.n_mse(size)
+    if verdict in (RAISE, LOWER):
+        return verdict, population.n_mse(numbers["best_num_generations"]) >= error
+    sizes = (other for other in range(2, rollouts + 1) if rollouts % other == 0)
+    least = min(map(population.n_mse, sizes))
+    return verdict, verdict == KEEP and error / least - 1 > TOLERABLE_EXTRA_ERROR
 
 
 def rows_of(name: str, studies: int) -> list[dict[str, object]]:

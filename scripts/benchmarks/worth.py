@@ -20,31 +20,57 @@ With `--turned` the loss is the mean over each completion's tokens and the popul
 mean it turns. A row has the shares of studies that print the worth and the direction, of these the
 share that is wrong, and its 95 % interval (Clopper & Pearson 1934).
 
+With `--smaller` a study is what TRL's callback keeps, m groups of N, and is asked what it says of
+smaller groups of two losses. Rows as with `--turned`; *any* is an interval of several sizes,
+*better* is wrong where the named size is truly no better, *none better* where one is so by 30 %.
+
     python scripts/benchmarks/worth.py --studies 300
     python scripts/benchmarks/worth.py --turned --studies 500 --cells 40x16 100x16 400x16
     python scripts/benchmarks/worth.py --lag
+    python scripts/benchmarks/worth.py --smaller --cells 64x8 128x8 256x8 64x16 128x16 256x16
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
+from importlib import metadata
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
-from populations import LIGHT, OUTCOMES, PROMPTS, TURNED, Population, clopper_pearson
+from populations import (
+    FITTED,
+    LIGHT,
+    OUTCOMES,
+    PROMPTS,
+    TURNED,
+    UNSEEN,
+    Population,
+    clopper_pearson,
+)
+from scipy.special import gammaln
 
+from grpo_ustat.estimators.baselines import advantages
+from grpo_ustat.estimators.group_terms import compositions
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.losses import LossRow, loss_worths
+from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_worths
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
 from grpo_ustat.estimators.worth import Worth
 from grpo_ustat.mse.recipes import recipe_worths
-from grpo_ustat.records import Array, ScorePool
+from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
+from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
+
+# What TRL's hooks compute needs no TRL: they ask for its version alone.
+version = metadata.version
+with mock.patch.object(metadata, "version", lambda x: "1.16" if x == "trl" else version(x)):
+    from grpo_ustat.integrations.trl.objective import OwnLoss, own_loss
 
 ROLLOUTS, LONGEST = 64, 60
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
@@ -60,6 +86,15 @@ LAGGED = [
 BY_TOKENS, TURNED_SIZE = Loss("by tokens", "leave_one_out", {}, "grpo", LONGEST), 8
 COLUMNS = [*(field.name for field in fields(Worth)), "best G"]
 STD = {"epsilon": 1e-4}
+TRAINED = [
+    Loss("grpo", "group_std", STD, "grpo", LONGEST),
+    Loss("dr_grpo", "group_mean", {}, "dr_grpo", LONGEST),
+]
+SMALLER = (
+    "opposed", "few loud", "light, G* 3.1", "light, G* 8.8", "Pareto, high", "sparse, high",
+    "camps, lognormal", "opposite camps", "partly turned",
+)  # fmt: skip
+POPULATIONS, BLOCK = {**FITTED, **UNSEEN}, 500  # prompts that are enumerated at once
 LOSSES = [
     Loss("none, sum", "none", {}, "sum", LONGEST),
     Loss("group_std, sum", "group_std", STD, "sum", LONGEST),
@@ -89,46 +124,72 @@ def study(population: Population, lengths_PY, chosen, completions: int, rng) -> 
     )
 
 
-def group_moments(population: Population, vectors_PYD: Array, size: int) -> tuple[Array, float]:
-    """The mean of a group's `sum_i A_i u_i / G`, A leave-one-out, and its mean squared norm.
+def group_moments(
+    population: Population, vectors_PYD: Array, loss: Loss, size: int
+) -> tuple[Array, float]:
+    """The mean of a group's `sum_i A_i u_i / G`, and its mean squared norm.
 
-    The sum is the U-statistic of `h(i, j) = (R_i - R_j) (u_i - u_j) / 2`, whose variance follows
-    from those of h and of its mean over j (Hoeffding 1948).
+    With k the counts of the rewards' levels in a group, of multinomial chance P(k), m_l the mean of
+    u over the outcomes of level l and V_l that of its squared norm,
+
+        G   E T      = sum_k P(k) sum_l a_l k_l m_l
+        G^2 E||T||^2 = sum_k P(k) { sum_l a_l^2 k_l V_l
+                                    + sum_lm a_l a_m k_l (k_m - 1(l=m)) <m_l, m_m> }
 
     Args:
         population: of prompts and outcomes, which are enumerated.
         vectors_PYD: u of every outcome.
+        loss: whose rule gives equal rewards equal advantages a_l.
         size: G.
     """
-    p_PY, rewards_PY = population.p_PY, population.rewards_PY
-    centred_PY = rewards_PY - (p_PY * rewards_PY).sum(axis=1, keepdims=True)
-    centred_PYD = vectors_PYD - np.einsum("py,pyd->pd", p_PY, vectors_PYD)[:, None]
-    products_PYD = centred_PY[..., None] * centred_PYD
-    mean_PD = np.einsum("py,pyd->pd", p_PY, products_PYD)
-    square_P = np.square(mean_PD).sum(axis=1)
-    of_row_PYD = (products_PYD + mean_PD[:, None]) / 2
-    first_P = np.einsum("py,pyd->p", p_PY, np.square(of_row_PYD)) - square_P
-    distance_PYY = np.square(vectors_PYD[:, :, None] - vectors_PYD[:, None]).sum(axis=3)
-    apart_PYY = np.square(rewards_PY[:, :, None] - rewards_PY[:, None])
-    second_P = np.einsum("py,pz,pyz->p", p_PY, p_PY, distance_PYY * apart_PYY) / 4 - square_P
-    variance_P = (4 * (size - 2) * first_P + 2 * second_P) / (size * (size - 1))
-    return mean_PD.mean(axis=0), float((square_P + variance_P).mean())
+    p_PY = population.p_PY
+    level_L, level_PY = np.unique(population.rewards_PY, return_inverse=True)
+    member_PYL = p_PY[..., None] * (level_PY[..., None] == np.arange(len(level_L)))
+    chance_PL = member_PYL.sum(axis=1)
+    share_PYL = member_PYL / np.maximum(chance_PL, 1e-300)[:, None]
+    mean_PLD = np.einsum("pyl,pyd->pld", share_PYL, vectors_PYD)
+    square_PL = np.einsum("pyl,py->pl", share_PYL, np.square(vectors_PYD).sum(axis=2))
+    inner_PLL = mean_PLD @ mean_PLD.transpose(0, 2, 1)
+    counts_CL = compositions(len(level_L), size)
+    rewards_CG = np.array([np.repeat(level_L, counts) for counts in counts_CL])
+    advantage_CG = advantages(loss.rule, rewards_CG, BaselineContext(), loss.options)
+    first_CL = np.minimum(np.cumsum(counts_CL, axis=1) - counts_CL, size - 1)
+    a_CL = np.take_along_axis(advantage_CG, first_CL, axis=1)
+    pairs_CLL = counts_CL[:, :, None] * (counts_CL[:, None] - np.eye(len(level_L)))
+    pairs_CLL = pairs_CLL * a_CL[:, :, None] * a_CL[:, None]
+    ways_C = gammaln(size + 1) - gammaln(counts_CL + 1).sum(axis=1)
+    total_D, energy = np.zeros(vectors_PYD.shape[2]), 0.0
+    for first in range(0, len(p_PY), BLOCK):
+        part = slice(first, first + BLOCK)
+        log_PL = np.log(np.maximum(chance_PL[part], 1e-300))
+        chance_PC = np.exp(ways_C + log_PL @ counts_CL.T)
+        once_PL, twice_PL = chance_PC @ (a_CL * counts_CL), chance_PC @ (a_CL**2 * counts_CL)
+        pairs_PLL = np.tensordot(chance_PC, pairs_CLL, axes=1)
+        total_D += np.einsum("pl,pld->d", once_PL, mean_PLD[part])
+        energy += (twice_PL * square_PL[part]).sum() + (pairs_PLL * inner_PLL[part]).sum()
+    return total_D / size / len(p_PY), float(energy) / size**2 / len(p_PY)
+
+
+def true_error(
+    population: Population, lengths_PY: Integers, loss: Loss, size: int, rollouts: int
+) -> tuple[float, float]:
+    """The error of a loss's update of n rollouts and cos^2 of its mean, all outcomes enumerated."""
+    gradient, _ = group_moments(population, population.scores_PYD, UNBIASED, size)
+    vectors_PYD = population.scores_PYD * loss.length_factors(lengths_PY)[..., None]
+    mean, energy = group_moments(population, vectors_PYD, loss, size)
+    signal, square = float(gradient @ gradient), float(mean @ mean)
+    kappa = float(mean @ gradient) / signal
+    error = (square + (energy - square) * size / rollouts) / kappa**2 - signal
+    return error, kappa**2 * signal / square
 
 
 def truth_by_tokens(
-    population: Population, lengths_PY: Array, size: int, rollouts: int
+    population: Population, lengths_PY: Integers, size: int, rollouts: int
 ) -> dict[str, float]:
     """Worth and direction of the mean over each completion's tokens, all outcomes enumerated."""
-    scores_PYD, groups = population.scores_PYD, rollouts / size
-    gradient, energy = group_moments(population, scores_PYD, size)
-    signal = float(gradient @ gradient)
-    mean, energy_by_tokens = group_moments(population, scores_PYD / lengths_PY[..., None], size)
-    square, kappa = float(mean @ mean), float(mean @ gradient) / signal
-    error = (square + (energy_by_tokens - square) / groups) / kappa**2 - signal
-    return {
-        "worth": (energy - signal) / groups / error,
-        "direction": kappa**2 * signal / square,
-    }
+    error, direction = true_error(population, lengths_PY, BY_TOKENS, size, rollouts)
+    unbiased, _ = true_error(population, lengths_PY, UNBIASED, size, rollouts)
+    return {"worth": unbiased / error, "direction": direction}
 
 
 def turned(
@@ -192,18 +253,89 @@ def lagged(population: Population, lengths_PY, prompts: int, completions: int, r
     return fresh, pools
 
 
+def smaller(
+    name: str, groups: Sequence[int], size: int, studies: int, seed: int = 10
+) -> list[dict[str, Any]]:
+    """How often what the callback says of smaller groups is wrong, a row a loss and sentence."""
+    if name in TURNED:
+        population, lengths_PY = TURNED[name]()
+    else:
+        population = POPULATIONS[name]()
+        lengths_PY = lengths_of(population)
+    rows: list[dict[str, Any]] = []
+    for loss, count in product(TRAINED, groups):
+        errors = {
+            g: true_error(population, lengths_PY, loss, g, ROLLOUTS)[0]
+            for g in (size // 8, size // 4, size // 2, size) if g >= 2
+        }  # fmt: skip
+        truth = {g: errors[size] / error for g, error in errors.items() if g < size}
+        said, wrong = Counter[str](), Counter[str]()
+        rng = np.random.default_rng([seed, count, size])
+        for _ in range(studies):
+            chosen = rng.integers(len(population.p_PY), size=count)
+            pool = study(population, lengths_PY, chosen, size, rng)
+            for sentence, is_wrong in judged_sizes(own_loss(pool, loss, ROLLOUTS, ""), truth):
+                said[sentence] += 1
+                wrong[sentence] += is_wrong
+        sentences = [*(f"groups of {g}" for g in truth), "any", "better", "none better"]
+        truths = [*truth.values(), *[max(truth.values())] * 3]
+        rows += [
+            {"population": name, "loss": loss.name, "groups": count, "size": size,
+             "sentence": sentence, "truth": true, "said": said[sentence],
+             "wrong": wrong[sentence], "studies": studies}
+            for sentence, true in zip(sentences, truths, strict=True)
+        ]  # fmt: skip
+    return rows
+
+
+def judged_sizes(found: OwnLoss, truth: Mapping[int, float]) -> Iterator[tuple[str, bool]]:
+    """Each thing that is said of smaller groups, and whether it is wrong.
+
+    Args:
+        found: by the callback.
+        truth: the worth of a rollout in smaller groups, by g.
+    """
+    known = {g: x for g, x in found.against.items() if math.isfinite(x.estimate)}
+    if not (found.decided and known):
+        return
+    missed = {g: not covers(interval, truth[g]) for g, interval in known.items()}
+    yield from ((f"groups of {g}", is_wrong) for g, is_wrong in missed.items())
+    yield "any", any(missed.values())
+    if found.unbiased:
+        return
+    if (g := found.better) is not None:
+        yield "better", truth[g] <= 1
+    elif found.none_better:
+        yield "none better", max(truth.values()) > 1 + TOLERABLE_EXTRA_ERROR
+
+
+def print_shares(heading: str, row: Mapping[str, Any]) -> None:
+    """A row: the truth, the share of studies that say it, that of these which are wrong."""
+    share, ends = math.nan, (math.nan, math.nan)
+    if row["said"]:
+        share = row["wrong"] / row["said"]
+        ends = clopper_pearson(row["wrong"], row["said"])
+    print(f"{heading}{row['truth']:7.3f}{row['said'] / row['studies']:8.3f}{share:8.3f} "
+          f"[{ends[0]:.3f}, {ends[1]:.3f}]", flush=True)  # fmt: skip
+
+
+def main_smaller(asked: argparse.Namespace) -> None:
+    """The table of what the callback says of smaller groups."""
+    print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
+    sizes = {size: [m for m, n in asked.cells if n == size] for _, size in asked.cells}
+    for name, (size, groups) in product(asked.populations or SMALLER, sizes.items()):
+        for row in smaller(name, groups, size, asked.studies):
+            heading = f"{name:18}{row['groups']:5} x {size:<3} {row['loss']:8}{row['sentence']:13}"
+            if row["said"]:
+                print_shares(heading, row)
+
+
 def main_turned(asked: argparse.Namespace) -> None:
     """The table of losses whose mean is turned."""
     print(f"n = {ROLLOUTS}, G = {TURNED_SIZE}, {asked.studies} studies a cell")
     for name in asked.populations or TURNED:
         for row in turned(name, asked.cells, asked.studies):
-            share, ends = math.nan, (math.nan, math.nan)
-            if row["said"]:
-                share = row["wrong"] / row["said"]
-                ends = clopper_pearson(row["wrong"], row["said"])
-            print(f"{name:18}{row['cell']:>9} {row['what']:10}{row['truth']:7.3f}"
-                  f"{row['said'] / asked.studies:8.3f}{share:8.3f} [{ends[0]:.3f}, {ends[1]:.3f}]",
-                  flush=True)  # fmt: skip
+            print_shares(f"{name:18}{row['cell']:>9} {row['what']:10}", row)
 
 
 def main_lag(asked: argparse.Namespace) -> None:
@@ -283,10 +415,14 @@ def main() -> None:
     parser.add_argument("--populations", nargs="+")
     parser.add_argument("--lag", action="store_true", help="completions of another policy")
     parser.add_argument("--turned", action="store_true", help="losses whose mean is turned")
+    parser.add_argument("--smaller", action="store_true", help="what is said of smaller groups")
     parser.add_argument("--cells", nargs="+", type=cell, default=CELLS, help="such as 64x8")
     asked = parser.parse_args()
     if asked.turned:
         main_turned(asked)
+        return
+    if asked.smaller:
+        main_smaller(asked)
         return
     if asked.lag:
         main_lag(asked)

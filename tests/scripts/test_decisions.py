@@ -8,19 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_ustat.advise.sources import scaling_of_steps
+from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.scaling import prompt_scaling
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
-from decisions import SENTENCES, judged, rows_of  # noqa: E402
+from advice import monitored_runs  # noqa: E402
+from advice import rows_of as advice_rows  # noqa: E402
+from decisions import SENTENCES, judged, judged_advice, rows_of  # noqa: E402
 from populations import FITTED, TURNED, UNSEEN  # noqa: E402
 from verdicts import rows_of as verdict_rows  # noqa: E402
 from worth import (  # noqa: E402
     BY_TOKENS,
     ROLLOUTS,
+    TRAINED,
     TURNED_SIZE,
     loss_worths,
+    own_loss,
+    smaller,
     study,
+    true_error,
     truth_by_tokens,
     turned,
 )
+
+
+def rarely(wrong, said):
+    """Whether at most 5 % are wrong, and three standard errors."""
+    return wrong <= 0.05 * said + 3 * (0.05 * 0.95 * said) ** 0.5
 
 
 def counts(name, prompts, completions, studies):
@@ -43,11 +58,11 @@ def counts(name, prompts, completions, studies):
      ("mixed, nearly sure", 60, 32, 0.0), ("opposed", 100, 16, 0.1), ("few loud", 200, 16, 0.01)],
 )  # fmt: skip
 def test_what_is_printed_is_rarely_wrong(name, prompts, completions, least):
-    """At most 5 % of what 300 studies print, and three standard errors; and it is printed."""
+    """Of what 300 studies print; and it is printed."""
     found = counts(name, prompts, completions, 300)
     assert found["G"][0] >= 300 * least
     for sentence, (printed, wrong) in found.items():
-        assert wrong <= 0.05 * printed + 3 * (0.05 * 0.95 * printed) ** 0.5, (sentence, found)
+        assert rarely(wrong, printed), (sentence, found)
 
 
 def test_a_population_is_enumerated():
@@ -80,7 +95,7 @@ def test_worth_and_direction_of_a_turned_mean_are_rarely_wrong_where_they_are_pr
     for row in turned(name, [(prompts, 16)], 200, seed=3):
         said, wrong = row["said"], row["wrong"]
         assert said >= 80, row
-        assert wrong <= 0.05 * said + 3 * (0.05 * 0.95 * said) ** 0.5, row
+        assert rarely(wrong, said), row
 
 
 def test_the_truth_of_a_turned_mean_is_that_of_a_large_study():
@@ -102,4 +117,88 @@ def test_verdicts_on_claims_are_rarely_wrong_where_they_are_said():
     assert sum(row["said"] for row in rows) >= 100
     for row in rows:
         said, wrong = row["said"], row["wrong"]
-        assert wrong <= 0.05 * said + 3 * (0.05 * 0.95 * said) ** 0.5, row
+        assert rarely(wrong, said), row
+
+
+def test_a_monitored_step_has_the_constants_of_the_monitor():
+    """Steps of 4 groups of 4, some without variance, drawn again from the same numbers."""
+    population, steps = FITTED["sparse, high"](), 40
+    (run_3S,) = monitored_runs(population, 4, 4, steps, 1, np.random.default_rng(5))
+    rng = np.random.default_rng(5)
+    chosen_SP = rng.integers(len(population.p_PY), size=(steps, 4))
+    draws_SPG = rng.random((steps, 4, 4))
+    silent = 0
+    for found_3, chosen_P, draws_PG in zip(run_3S.T, chosen_SP, draws_SPG, strict=True):
+        ends_PY = population.ends_PY[chosen_P][:, None, :-1]
+        outcomes_PG = (draws_PG[..., None] > ends_PY).sum(axis=2)
+        rewards_PG, norms_PG = (
+            np.take_along_axis(x[chosen_P], outcomes_PG, axis=1)
+            for x in (population.rewards_PY, population.norms_PY)
+        )
+        if (rewards_PG == rewards_PG[:, :1]).all():
+            silent += 1
+            assert np.isnan(found_3).all()
+            continue
+        scores = np.take_along_axis(population.scores_PYD[chosen_P], outcomes_PG[..., None], axis=1)
+        ghat_PD = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards_PG), scores)
+        constants = prompt_scaling(rewards_PG, norms_PG, ghat_PD @ ghat_PD.T).constants
+        expected = [constants[name].estimate for name in ("c1", "c2", "c3")]
+        assert found_3 == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert 0 < silent < steps
+
+
+def test_advice_is_judged_by_the_true_errors():
+    """Of G* = 3.1, from steps whose constants are known exactly, and from others of G* = 3.1."""
+    low, high = FITTED["light, G* 3.1"](), FITTED["light, G* 8.8"]()
+
+    def judged_from(said, truth, size):
+        """The verdict of steps that measure one population, judged by another's."""
+        constants_3 = np.array([said.constants[name] for name in ("c1", "c2", "c3")])
+        noise_S = 1 + 1e-3 * np.random.default_rng(0).normal(size=(1, 8))
+        scaling = scaling_of_steps(constants_3[:, None] * noise_S, 64)
+        return judged_advice(truth, scaling, size, 256)
+
+    assert judged_from(low, low, 64) == ("lower", False)
+    assert judged_from(high, high, 2) == ("raise", False)
+    assert judged_from(high, low, 4) == ("raise", True)
+    assert judged_from(low, high, 8) == ("lower", True)
+    assert judged_from(high, high, 8) == ("keep", False)
+    assert judged_from(high, low, 8) == ("keep", True)
+
+
+@pytest.mark.nightly(minutes=1)
+@pytest.mark.parametrize(
+    "name, least", [("opposed", 80), ("few loud", 10), ("light, G* 8.8", 90), ("Pareto, high", 90)]
+)
+def test_advice_on_monitored_steps_is_rarely_wrong_where_it_is_said(name, least):
+    """100 runs of 4, 8, 20 steps of 256 rollouts; most of them lower 64 after 20."""
+    for row in advice_rows(name, 100, (256,), seed=3):
+        assert rarely(row["wrong"], row["said"]), row
+        if (row["size"], row["steps"], row["verdict"]) == (64, 20, "lower"):
+            assert row["said"] >= least, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, groups, size, better",
+    [("light, G* 3.1", 128, 8, 80), ("opposed", 64, 16, 0), ("sparse, high", 64, 8, 0)],
+)
+def test_what_is_said_of_smaller_groups_is_rarely_wrong(name, groups, size, better):
+    """100 studies of a callback's groups."""
+    rows = smaller(name, [groups], size, 100, seed=3)
+    for row in rows:
+        assert rarely(row["wrong"], row["said"]), row
+    said = {(row["loss"], row["sentence"]): row["said"] for row in rows}
+    assert said["dr_grpo", "any"] == 100 and said["grpo", "better"] >= better
+    assert said["dr_grpo", "better"] == 0  # its best size is that of the unbiased gradient
+
+
+def test_the_truth_of_smaller_groups_is_that_of_a_large_study():
+    """Of TRL's two losses, enumerated, on two kinds of prompts."""
+    population, lengths_PY = TURNED["camps"]()
+    pool = study(population, lengths_PY, np.arange(2000), 8, np.random.default_rng(1))
+    for loss in TRAINED:
+        errors = {g: true_error(population, lengths_PY, loss, g, ROLLOUTS)[0] for g in (2, 4, 8)}
+        for g, found in own_loss(pool, loss, ROLLOUTS, "").against.items():
+            assert found.low < errors[8] / errors[g] < found.high, (loss.name, g)
+            assert found.high - found.low < 0.2

@@ -17,7 +17,7 @@ import torch
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
-from grpo_ustat.estimators.worth import Worth, positive, worth
+from grpo_ustat.estimators.worth import Worth, between_sizes, worth
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
@@ -156,6 +156,19 @@ class OwnLoss:
             return Interval(math.nan, 0.0, 1.0)
         return Interval(*(math.sqrt(max(0.0, square)) for square in self.worth.direction))
 
+    @property
+    def better(self) -> int | None:
+        """The best of the smaller sizes that are significantly better; None where none is."""
+        better = {g: x.estimate for g, x in self._known.items() if x.low > 1}
+        return max(better, key=lambda g: better[g], default=None)
+
+    @property
+    def none_better(self) -> bool:
+        """Whether every smaller size is known, and better by `TOLERABLE_EXTRA_ERROR` at most."""
+        if self.better is not None:
+            return False
+        return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._known.values())
+
     def line(self) -> str:
         """The worth and the direction, in a sentence; what is missing where there is no worth."""
         loss = f"Your loss ({self.words})"
@@ -176,17 +189,14 @@ class OwnLoss:
         """What smaller groups would do for this loss, in a sentence; nothing where nothing is
         known, or its direction is unbiased: it has the best size of the unbiased gradient.
         """
-        known = {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
-        if not self.decided or self.unbiased or not known:
+        if not self.decided or self.unbiased or not self._known:
             return ""
-        better = {g: x for g, x in known.items() if x.low > 1}
         verdict = "the data do not say which size is best for it"
-        if better:
-            g = max(better, key=lambda one: better[one].estimate)
-            verdict = f"groups of {g} are better for it"
-        elif all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in known.values()):
+        if self.better is not None:
+            verdict = f"groups of {self.better} are better for it"
+        elif self.none_better:
             verdict = "none is significantly better for it"
-        each = ", ".join(f"{_two_digits(x)} in groups of {g}" for g, x in known.items())
+        each = ", ".join(f"{_two_digits(x)} in groups of {g}" for g, x in self._known.items())
         return (
             f"A rollout of your loss in smaller groups is worth, of one in groups of "
             f"{self.group_size}: {each}; {verdict}."
@@ -202,6 +212,11 @@ class OwnLoss:
             "loss/noise": self.worth.noise.estimate,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    @property
+    def _known(self) -> dict[int, Interval]:
+        """Of `against` those with an interval."""
+        return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
     def _noise(self) -> str:
         """The share of an update that is noise, in words; nothing where it is not known."""
@@ -234,11 +249,7 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     )
     level = 1 - (1 - CONFIDENCE) / max(1, len(sizes))
     at_size = errors[loss, size]
-    against = {
-        g: positive(at_size.error_D / errors[loss, g].error_D, level=level)
-        for g in sizes
-        if at_size.known and errors[loss, g].known
-    }
+    against = {g: between_sizes(at_size, errors[loss, g], level=level) for g in sizes}
     unbiased = {size: errors[UNBIASED, size].error_D}
     return OwnLoss(
         words, size, rollouts, groups,
