@@ -16,13 +16,9 @@ RESAMPLES = 4000
 def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
     """Compute Spearman's correlation over G of mean evaluation with minus the predicted error.
 
-    The evaluation is averaged over seeds.
-
-    The interval is the percentile bootstrap's over seeds; all G of a seed are drawn together. Noise
-    in the means weakens a rank correlation, so the interval leans towards 0.
-
-    The interval is the percentile bootstrap's over seeds; all G of a seed are drawn together. Noise
-    in the means weakens a rank correlation, so the interval leans towards 0.
+    The evaluation is averaged over seeds. The interval is the percentile bootstrap's over seeds;
+    all G of a seed are drawn together. Noise in the means weakens a rank correlation, so the
+    interval leans towards 0.
 
     Args:
         mean_SG: mean evaluation of each seed and group size.
