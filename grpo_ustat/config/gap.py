@@ -307,7 +307,6 @@ class Experiment:
     study: Any
     # The test problem, a class of `config.beds`.
     bed: Any
-    # Seed of every draw.
     seed: int
     # Local processes.
     workers: int

@@ -40,11 +40,9 @@ class TaskOptions:
     prompt: PromptConfig
     # Functions that judge a completion, the data set's own first.
     reward_funcs: list[str]
-    # Weight of each in the weighted sum.
     reward_weights: list[float]
     # Tokens after which a completion is cut.
     max_completion_length: int
-    # Processes of a judge that needs them.
     judge_workers: int
 
 

@@ -68,7 +68,6 @@ class Work:
     evaluation: int | None
     # Completions to sample at a time, `sampler.rows` of them side by side.
     sampled_together: int
-    # Tokens of a backward pass.
     pass_tokens: int
     # True if a backward pass holds one layer's graph at a time; None: if the whole graph is more
     # than `MOST_GRAPH_BYTES`.

@@ -41,7 +41,6 @@ class Plan:
     device: str
     # Ranks or local workers that share the run.
     processes: int
-    # Number of GPUs in use.
     gpus: int
     # In tokens.
     max_completion_length: int
@@ -71,7 +70,6 @@ class Duration:
     start: float
     # The earlier run, or what to run to have one.
     basis: str
-    # Number of GPUs in use.
     gpus: int
 
     @property

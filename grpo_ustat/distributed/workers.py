@@ -45,7 +45,6 @@ _FORK_SERVER: dict[str, int] = {}  # "owner": its process; none where workers st
 class WorkCost:
     """Cost of a piece of work; seconds are a worker's own, so their sum exceeds the clock's."""
 
-    # Completions.
     rollouts: int = 0
     # Of all completions.
     tokens: int = 0

@@ -56,9 +56,7 @@ class Conversion:
 
     # Name of the framework.
     name: str
-    # Number of files read.
     files: int
-    # Rows in these files.
     rows: int
     # Rows written.
     kept: int

@@ -26,13 +26,10 @@ TRAINER_STATE = "trainer_state.json"
 class Pairing:
     """A file's rows and the checkpoint beside the run that is nearest to their policy."""
 
-    # Name of the file.
     file: str
     # Updates of the policy that wrote the rows.
     policy_step: int
-    # Folder of the checkpoint.
     checkpoint: Path
-    # Updates of the checkpoint.
     checkpoint_step: int
 
     @property

@@ -21,7 +21,6 @@ from grpo_ustat.records import Rollouts
 class Rows:
     """B rows of L + T columns: prompts left-padded to L, completions right-padded to T."""
 
-    # Token ids.
     input_ids_BT: torch.Tensor
     # 1 on prompt and completion tokens.
     attention_mask_BT: torch.Tensor
@@ -62,11 +61,9 @@ class ContiguousRows:
     Completions are predicted in windows of T columns.
     """
 
-    # Token ids.
     input_ids_BL: torch.Tensor
     # The column whose output predicts each completion token; the last column on padding.
     columns_BT: torch.Tensor
-    # Completion tokens.
     targets_BT: torch.Tensor
     # 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
     mask_BT: torch.Tensor

@@ -176,9 +176,7 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
 class Comparison:
     """Predicted and trained group sizes."""
 
-    # The prediction.
     start: Start
-    # Results of training, at each n.
     budgets: Sequence[BudgetResult]
     # With the verdicts that they have as a family, see `correct_family`.
     claims: Sequence[Claim]

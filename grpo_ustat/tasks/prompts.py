@@ -28,7 +28,6 @@ def render(template: str, question: Question) -> str:
 class Prompting:
     """Rule by which a question becomes a prompt."""
 
-    # Template of a question.
     template: str
     # Template of the text after a solved example's question; None: there are no examples.
     reply: str | None = None

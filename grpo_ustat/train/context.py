@@ -36,7 +36,6 @@ class Batch:
     answered_PG: np.ndarray
     # Tokens of the prompts.
     prompt_lengths_P: np.ndarray
-    # Weights of the reward functions in their sum.
     reward_weights_F: np.ndarray
 
     @property
@@ -55,9 +54,7 @@ class Batch:
 class SamplingCost:
     """Completions that a baseline sampled beside the step's own, over all ranks."""
 
-    # Completions.
     rollouts: int = 0
-    # Completion tokens.
     tokens: int = 0
 
 
