@@ -47,10 +47,10 @@ RANGES = {  # of those that have one
 
 
 def load_rule(key: str, name: str) -> Baseline:
-    """A baseline of ours, or one that an installed package offers.
+    """Return a baseline of ours, or one that an installed package offers.
 
     Args:
-        key: of the configuration, which names it.
+        key: configuration key that names it, for errors.
         name: one of the field's choices.
     """
     try:
@@ -61,7 +61,7 @@ def load_rule(key: str, name: str) -> Baseline:
 
 
 def check_group_size(baseline: str, group_size: int, key: str = "group_size") -> None:
-    """Refuse a group that is too small for the baseline; `key` is what to raise."""
+    """Refuse a group that is too small for the baseline; `key` is the setting to raise."""
     smallest = BASELINES[baseline].min_group_size
     if group_size < smallest:
         raise ConfigError(

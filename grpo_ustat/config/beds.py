@@ -1,4 +1,4 @@
-"""Typed schemas of the test problems (`bed=`): small policies that studies of theorems run on.
+"""Typed schemas of the test problems (`bed=`): small policies on which studies of theorems run.
 
 A test problem's node is typed by its `kind`, see `BEDS`. Values live in `conf/bed/`.
 """
@@ -22,12 +22,12 @@ class BedConfig:
     )
 
     def check(self) -> None:
-        """Refuse what is no policy."""
+        """Refuse values that define no policy."""
 
 
 @dataclass
 class PlaneConfig(BedConfig):
-    """A policy that sees its parameters theta through u = Q theta alone."""
+    """A policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
         "D, of theta; those that u does not see leave a flat set of maximisers", "numbers"
@@ -37,7 +37,7 @@ class PlaneConfig(BedConfig):
     seed: int = field("of the directions Q")
 
     def check(self) -> None:
-        """See `BedConfig.check`."""
+        """Refuse a start that the parameters cannot have, and a reach that is not above 0."""
         if not self.start:
             raise ConfigError("bed.start=[] has no coordinate: give one number for each of u")
         if self.parameters < len(self.start):
@@ -55,7 +55,7 @@ class CoinPlaneConfig(PlaneConfig):
     values: list[float] = field("probability of a right answer at every maximiser, for each prompt")
 
     def check(self) -> None:
-        """See `BedConfig.check`."""
+        """Refuse probabilities that are not between 0 and 1."""
         super().check()
         if not self.values or not all(0 < value < 1 for value in self.values):
             raise ConfigError(f"bed.values={self.values} must be between 0 and 1")
@@ -70,7 +70,7 @@ class CoinsConfig(CoinPlaneConfig):
     curvature: list[float] = field("of -J along each coordinate of u, above 0")
 
     def check(self) -> None:
-        """See `BedConfig.check`."""
+        """Refuse slopes, styles and curvatures of wrong shapes."""
         super().check()
         shape = (len(self.values), len(self.start))
         for name in ("slopes", "styles"):
@@ -95,7 +95,7 @@ class RidgeCoinsConfig(CoinPlaneConfig):
     width: float = field("of the ridge: |w| stays within")
 
     def check(self) -> None:
-        """See `BedConfig.check`."""
+        """Refuse numbers of wrong shapes, and a start outside the ridge."""
         super().check()
         if len(self.start) != 2:
             raise ConfigError(f"bed.start={self.start}: give v and w, two numbers")
@@ -121,7 +121,7 @@ class SoftmaxConfig(PlaneConfig):
     rewards: list[Any] = field("of each outcome, for each prompt")
 
     def check(self) -> None:
-        """See `BedConfig.check`."""
+        """Refuse features, centres and rewards of wrong shapes."""
         super().check()
         prompts, outcomes, width = len(self.centres), len(self.features), len(self.start)
         self.features = _floats("features", self.features, (outcomes, width))
@@ -145,7 +145,7 @@ class SequencesConfig(BedConfig):
     seed: int = field("of parameters and rewards")
 
     def check(self) -> None:
-        """See `BedConfig.check`."""
+        """Refuse sizes that are too small or too large to enumerate."""
         positive(self, "prompts", "vocabulary", "length", "spread", "apart", prefix="bed.")
         if self.vocabulary < 2 or self.vocabulary**self.length > 2**14:
             raise ConfigError(
@@ -165,7 +165,7 @@ class SequencesConfig(BedConfig):
 
 
 def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[float]]:
-    """Rows of numbers, whole ones too, which OmegaConf's typed lists of lists refuse."""
+    """Return rows of numbers as floats; OmegaConf's typed lists of lists refuse whole numbers."""
     try:
         floats = [[float(number) for number in row] for row in rows]
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a reader types: a command again, or the installation of an extra, for messages and pages."""
+"""Text for a reader to type: a command again, or the installation of an extra."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TYPED_VARIABLE = "GRPO_USTAT_TYPED"  # the command line, for the processes that 
 
 
 def program() -> str:
-    """What a command line of this program begins with, as the user typed it."""
+    """Return the beginning of a command line of this program, as the user typed it."""
     return os.environ.get(PROGRAM) or "grpo-ustat"
 
 
 def command_line(verb: str, *overrides: str) -> str:
-    """A command line to copy into a shell.
+    """Return a command line to copy into a shell.
 
     Args:
         verb: a verb, such as `train`.
-        overrides: its arguments, each of which is quoted where a shell needs it.
+        overrides: its arguments; each is quoted if a shell needs it.
 
     >>> command_line("mse", "model=tiny", "group_sizes=[4, 8]")
     "grpo-ustat mse model=tiny 'group_sizes=[4, 8]'"
@@ -40,16 +40,16 @@ def note_typed(verb: str, arguments: Sequence[str]) -> None:
 
 
 def typed_command() -> str | None:
-    """The command line that was typed; None in a program that calls this package."""
+    """Return the command line that was typed; None in a program that calls this package."""
     return os.environ.get(TYPED_VARIABLE)
 
 
 def install_line(extra: str) -> str:
-    """The command that installs an optional dependency of this package.
+    """Return the command that installs an optional dependency of this package.
 
     Args:
-        extra: a name of `[project.optional-dependencies]`; one that only commands use comes with
-            `cli`.
+        extra: a name of `[project.optional-dependencies]`; an extra that only commands use comes
+            with `cli`.
     """
     names = extra if extra in ("cli", "torch") else f"cli,{extra}"
     return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"

@@ -67,17 +67,17 @@ class Common(Shared):
 
     @property
     def rewards_plan(self) -> str:
-        """The reward functions with their weights; "" of the task's alone."""
+        """The reward functions with their weights; "" for the task's own only."""
         return reward_text(self.reward_funcs, self.reward_weights)
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """What loads the policy."""
+        """Options for loading the policy."""
         return PolicyOptions(self.model, self.prompt, self.launch.device, self.launch.num_threads)
 
     @property
     def task_options(self) -> TaskOptions:
-        """What makes the task."""
+        """Options for making the task."""
         return TaskOptions(
             dataset=self.dataset,
             prompt=self.prompt,
@@ -89,8 +89,9 @@ class Common(Shared):
 
     @property
     def shared_settings(self) -> dict[str, str | float | None]:
-        """What a dry run shows of either command, as one types it; length is
-        max_completion_length.
+        """Settings that a dry run of either command shows, as one types them.
+
+        "length" is max_completion_length.
         """
         return {
             "model": self.model.name,
@@ -102,7 +103,7 @@ class Common(Shared):
         }
 
     def sampling_by(self, rollout: RolloutConfig) -> SamplerOptions:
-        """What samples, with an engine of `train` or of `mse`."""
+        """Return the options of sampling, with an engine of `train` or of `mse`."""
         return SamplerOptions(
             rollout=rollout,
             seed=self.seed,
@@ -114,11 +115,11 @@ class Common(Shared):
 
     @property
     def most_questions(self) -> int | None:
-        """How many questions of a split are asked at most, the first; None: all."""
+        """Number of the first questions of a split that are asked at most; None: all."""
         return None
 
     def check(self) -> None:
-        """See `Shared.check`."""
+        """Refuse rewards, data, prompts and models that cannot be used; see `Shared.check`."""
         super().check()
         check_reward_funcs(self.reward_funcs, self.reward_weights)
         check_choice("launch.device", self.launch.device.partition(":")[0], DEVICES)

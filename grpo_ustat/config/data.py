@@ -1,4 +1,4 @@
-"""Typed schemas of data sets, one per kind, with what can be checked of them.
+"""Typed schemas of data sets, one per kind, with the checks that need no questions.
 
 A data set's node is typed by its `kind`, see `DATASETS`. Values live in `conf/`.
 """
@@ -57,22 +57,22 @@ class DatasetConfig:
     )
 
     def check(self) -> None:
-        """Refuse what cannot be made."""
+        """Refuse a data set that cannot be made."""
         if self.reward is not None:
             check_reward(self.reward, "dataset.reward")
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of all test questions, where a publication says it."""
+        """Number of all test questions, if a publication gives it."""
         return None
 
 
 @dataclass
 class GeneratedConfig(DatasetConfig):
-    """Questions made by the program, of which there is no `all`."""
+    """Questions made by the program, which have no `all`."""
 
     def check(self) -> None:
-        """See `DatasetConfig.check`."""
+        """Refuse sizes that are null; see `DatasetConfig.check`."""
         for name in ("train_size", "test_size"):
             if getattr(self, name) is None:
                 raise ConfigError(f"dataset.{name}=null: dataset.kind={self.kind} needs a number")
@@ -93,7 +93,7 @@ class ArithmeticConfig(GeneratedConfig):
     max_digit: int = field("largest of them")
 
     def check(self) -> None:
-        """See `DatasetConfig.check`."""
+        """Refuse empty operand ranges; see `DatasetConfig.check`."""
         super().check()
         for name in ("term", "factor", "digit"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
@@ -115,7 +115,7 @@ class OneStepConfig(GeneratedConfig):
     tables: list[str] = field("kinds of questions", choices=TABLES)
 
     def check(self) -> None:
-        """See `DatasetConfig.check`."""
+        """Refuse a data set without tables; see `DatasetConfig.check`."""
         super().check()
         if not self.tables:
             raise ConfigError(f"dataset.tables=[] holds no question: use any of {TABLES}")
@@ -136,7 +136,7 @@ class Gsm8kConfig(DatasetConfig):
     test_split: str = field("name of the test rows there")
 
     def check(self) -> None:
-        """See `DatasetConfig.check`."""
+        """Refuse paths that do not exist or are the same; see `DatasetConfig.check`."""
         super().check()
         if self.test_path == self.path:
             raise ConfigError(
@@ -152,12 +152,12 @@ class Gsm8kConfig(DatasetConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path that questions come from."""
+        """Every path from which questions come."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
     @property
     def published_test_size(self) -> int | None:
-        """See `DatasetConfig.published_test_size`; of a hub id of `PUBLISHED_TESTS`."""
+        """Number of all test questions of a hub id in `PUBLISHED_TESTS`, else None."""
         if self.test_split != "test":
             return None
         if self.test_path is not None:
@@ -192,7 +192,7 @@ class MathConfig(Gsm8kConfig):
     )
 
     def check(self) -> None:
-        """See `DatasetConfig.check`."""
+        """Refuse filters that keep no row or cannot be read; see `DatasetConfig.check`."""
         super().check()
         for name in ("subjects", "levels"):
             if getattr(self, name) == []:
@@ -205,12 +205,12 @@ class MathConfig(Gsm8kConfig):
 
     @property
     def sources(self) -> list[str]:
-        """See `Gsm8kConfig.sources`."""
+        """Every path from which questions or test ids come."""
         return [*super().sources, *([self.test_ids] if self.test_ids else [])]
 
     @property
     def published_test_size(self) -> int | None:
-        """See `Gsm8kConfig.published_test_size`; None where test rows are left out."""
+        """Number of all test questions, if published; None if test rows are left out."""
         whole = not self.filter_test and self.test_ids is None
         return super().published_test_size if whole else None
 
@@ -234,7 +234,10 @@ class JsonlConfig(DatasetConfig):
     )
 
     def check(self) -> None:
-        """See `DatasetConfig.check`; sizes that are null become numbers."""
+        """Refuse missing files and sizes beyond their rows; set sizes that are null.
+
+        See `DatasetConfig.check`.
+        """
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
@@ -258,7 +261,7 @@ class JsonlConfig(DatasetConfig):
         """Refuse fewer rows than a step of training and a test need.
 
         Args:
-            prompts: of a step.
+            prompts: prompts of a step.
         """
         rows, test_rows = self.row_counts()
         study = self.study_size or 0
@@ -283,8 +286,9 @@ class JsonlConfig(DatasetConfig):
         )
 
     def row_counts(self) -> tuple[int, int | None]:
-        """How many rows there are to study and train on, and of tests; None where these are split
-        off from the others.
+        """Count the rows to study and train on, and the test rows.
+
+        The latter are None if they are split off from the others.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -313,7 +317,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def test_files(self) -> list[Path]:
-        """The files of the test rows; none where these are split off."""
+        """The files of the test rows; empty if these are split off."""
         if self.test_path is not None:
             return self._files("test_path", self.test_path, "test")
         folder = Path(self.path).expanduser().is_dir()
@@ -332,7 +336,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path that questions come from."""
+        """Every path from which questions come."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
 
@@ -343,7 +347,7 @@ class OwnConfig(DatasetConfig):
     options: dict[str, Any] = field("handed to the task, each by +dataset.options.NAME=VALUE")
 
     def check(self) -> None:
-        """See `DatasetConfig.check`."""
+        """Refuse a task that no package offers; see `DatasetConfig.check`."""
         super().check()
         check_entry_point(TASKS, self.name, "dataset.name")
 

@@ -1,5 +1,6 @@
-"""Typed schemas of the studies of the paper's theorems; a study's node is typed by its `kind`, see
-`STUDIES`. Values live in `conf/study/`.
+"""Typed schemas of the studies of the paper's theorems.
+
+A study's node is typed by its `kind`, see `STUDIES`. Values live in `conf/study/`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class TheoryConfig:
     kind: str = field("which of the paper's results; choose by study=NAME")
 
     def check(self) -> None:
-        """Refuse what cannot be run."""
+        """Refuse a study that cannot be run."""
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Lemma6Config(SimulatedConfig):
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse a group size that does not divide n, and a study without baselines."""
         super().check()
         _check_divisors("study.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
@@ -114,7 +115,7 @@ class Theorem7Config(SimulatedConfig):
     steps: list[int] = field("at which gaps are compared, T", "steps", positive=True)
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse sizes, steps and totals that do not divide each other, or that are given twice."""
         super().check()
         _check_steps(self.steps)
         distinct("study.rollouts", self.rollouts)
@@ -149,7 +150,7 @@ class Theorem8Config(SimulatedConfig):
     steps: list[int] = field("at which laws are compared; the last decides", "steps", positive=True)
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse group sizes that do not divide n, and steps that do not ascend."""
         super().check()
         _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
@@ -157,7 +158,7 @@ class Theorem8Config(SimulatedConfig):
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
-    """GRPO's limit beside the oracle's, and that beside other baselines'."""
+    """GRPO's limit compared with the oracle's, and that with other baselines'."""
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
@@ -166,14 +167,14 @@ class CorollariesConfig(SimulatedConfig):
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse group sizes that do not divide n."""
         super().check()
         _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
 
 
 @dataclass
 class Proposition13Config(SimulatedConfig):
-    """Options of the study of where normalised advantages lead."""
+    """Options of the study of the maximisers that normalised advantages lead to."""
 
     title = "Proposition 13, what normalised advantages maximise"
     beds = ("coins",)
@@ -199,7 +200,7 @@ class Proposition13Config(SimulatedConfig):
     steps: int = field("updates of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse sizes that do not ascend or double, and minibatches that do not divide prompts."""
         super().check()
         if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
             raise ConfigError(f"study.group_sizes={self.group_sizes}: name sizes, ascending")
@@ -218,7 +219,7 @@ class Lemma11Config(TheoryConfig):
     epsilon: float = field("added to a group's standard deviation", at_least=0)
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse fewer than three group sizes."""
         if len(set(self.group_sizes)) < 3:
             raise ConfigError(f"study.group_sizes={self.group_sizes}: use at least three sizes")
 
@@ -260,7 +261,7 @@ class Theorem12Config(TheoryConfig):
     shift: float = field("of a token's logit there")
 
     def check(self) -> None:
-        """See `TheoryConfig.check`."""
+        """Refuse sizes that do not fit each other, and a study without normalisations."""
         distinct("study.normalisations", self.normalisations)
         if not self.normalisations:
             raise ConfigError(
@@ -300,24 +301,20 @@ class GapLaunch(ProcessConfig):
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a theorem's study is asked.
+    """Input of a theorem's study."""
 
-    Attributes:
-        study: which result, with the numbers of its study; a class of this module.
-        bed: the test problem, a class of `config.beds`.
-        seed: of every draw.
-        workers: local processes.
-    """
-
+    # The result to study, with its numbers; a class of this module.
     study: Any
+    # The test problem, a class of `config.beds`.
     bed: Any
     seed: int
+    # Local processes.
     workers: int
 
 
 @dataclass
 class GapConfig(Shared):
-    """What `grpo-ustat gap` runs."""
+    """Configuration of `grpo-ustat gap`."""
 
     launch: GapLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         GapLaunch, "processes; none of it changes results"
@@ -329,12 +326,12 @@ class GapConfig(Shared):
 
     @property
     def experiment(self) -> Experiment:
-        """What its theorem's study is asked."""
+        """Input of its theorem's study."""
         return Experiment(self.study, self.bed, self.seed, self.launch.workers)
 
     @property
     def run_name(self) -> str:
-        """What was studied, in words."""
+        """Name of the study and its test problem."""
         return re.sub(r"[^\w.=-]+", "_", f"{self.study.kind}-{self.bed.name}")
 
     @property
@@ -345,7 +342,7 @@ class GapConfig(Shared):
         return words + (f", {replicates} replicates" if replicates else "")
 
     def check(self) -> None:
-        """See `Shared.check`."""
+        """Refuse a test problem on which the study cannot run; see `Shared.check`."""
         super().check()
         if self.bed.kind not in self.study.beds:
             raise ConfigError(

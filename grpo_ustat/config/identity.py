@@ -1,4 +1,4 @@
-"""What makes a run this run: identity keys, fingerprints and the folder's name."""
+"""Identity of a run: identity keys, fingerprints and the folder's name."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ OPERATIONAL_KEYS = (
 
 
 def operational_keys(keys: dict[str, Any]) -> set[str]:
-    """Keys that may differ between two parts of one run.
+    """Return the keys that may differ between two parts of one run.
 
-    A learning rate that falls towards max_steps makes the number of steps part of what the run is.
+    With a learning rate that falls towards max_steps, the number of steps belongs to the run's
+    identity.
 
     >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False
@@ -55,8 +56,9 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """What makes a run this run: the keys of its configuration that decide results, and hashes of
-    weights, data and own baselines.
+    """Return the identity of a run: the configuration keys that decide results, and hashes.
+
+    The hashes are of weights, data and own baselines.
     """
     keys = drop_unused_rules(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
@@ -74,15 +76,14 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's keys without those that change no result.
+    """Remove the keys of a configuration that change no result.
 
-    These are the model's size, from which costs are estimated; what a model or a data set has for
-    fields that are not set, since the fields count; options of a chat template where there are
-    none; where local data and a server are, of which
-    the content counts; which part of a pool is filled; a number of minibatches beside their size,
-    which counts then; settings of AdamW's metric, of a sampler's corrections and of verdicts where
-    these are not used; weights of reward functions that are all 1; and `tf32` where no product is
-    TF32.
+    These are the model's size, from which costs are estimated; the values that a model or a data
+    set suggests for unset fields, since the fields count; options of a chat template if there are
+    none; the places of local data, of which the content counts; the part of a pool that is filled;
+    a number of minibatches beside their size, which counts then; settings of AdamW's metric, of a
+    sampler's corrections and of verdicts if these are not used; weights of reward functions that
+    are all 1; and `tf32` if no product is TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -134,13 +135,13 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
-    """Reward functions, without where the files of one's own are: they count by their content."""
+    """Remove the places of the user's own files from reward functions: their content counts."""
     owns = {name: own for name in reward_funcs if (own := reward_file(name)) and own[0].exists()}
     return [f"local:{owns[name][1]}" if name in owns else name for name in reward_funcs]
 
 
 def drop_unused_rules(keys: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's keys, with `rules` of `baselines` alone: adding a rule changes no folder.
+    """Keep only `rules` of `baselines` among the keys: adding a rule changes no folder.
 
     >>> drop_unused_rules({"baselines": ["none"], "rules": {"none": {}, "opo": {}}})["rules"]
     {'none': {}}
@@ -152,12 +153,11 @@ def drop_unused_rules(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
-    """A hash of a model's files in a folder, embedded or cached: weights, configuration, tokenizer,
-    chat format, code; None for a hub id.
+    """Hash a model's files in a folder, embedded or cached; None for a hub id.
 
-    Adapters count with how they are added and with the model that they are added to.
-
-    Files count by their content, see `_hash_of`.
+    The files are weights, configuration, tokenizer, chat format and code. Adapters count with the
+    way in which they are added and with the model to which they are added. Files count by their
+    content, see `_hash_of`.
     """
     folder = model_folder(model_name_or_path)
     files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
@@ -171,10 +171,10 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 
 
 def data_fingerprint(dataset: Any) -> str | None:
-    """A hash of the local files that questions come from, and of the module of each own task or
-    reward; None where there are none, as of a hub id, which counts by name and revision.
+    """Hash the local files from which questions come, and the modules of own tasks or rewards.
 
-    Files count as those of `weights_fingerprint` do.
+    None if there are no such files, as for a hub id, which counts by name and revision. Files count
+    like those of `weights_fingerprint`.
     """
     files: list[Path] = []
     for place in (Path(path).expanduser() for path in getattr(dataset, "sources", ())):
@@ -192,7 +192,7 @@ def data_fingerprint(dataset: Any) -> str | None:
 
 
 def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
-    """A hash of the modules of reward functions of the user's own; None where there is none."""
+    """Hash the modules of the user's own reward functions; None if there are none."""
     names = [name for name in reward_funcs if name not in (TASK, *DATASET_FREE_REWARDS)]
     owns = ((reward_file(name), name) for name in names)
     files = [own[0] if own else _module(REWARDS, name) for own, name in owns]
@@ -200,14 +200,14 @@ def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
 
 
 def rules_fingerprint(config: Any) -> str | None:
-    """A hash of the modules of baselines that installed packages offer; None where none is used."""
+    """Hash the modules of baselines that installed packages offer; None if none is used."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
     files = [_module(PLUGIN_GROUP, name) for name in sorted(own_rules(used))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def _module(group: str, name: str) -> Path:
-    """The file of an entry point's module."""
+    """Return the file of an entry point's module."""
     file = module_file(group, name)
     if file is None:
         raise ConfigError(f"{name}: there is no file of the module that {group} names")
@@ -215,8 +215,10 @@ def _module(group: str, name: str) -> Path:
 
 
 def _hash_of(files: list[Path]) -> hashlib._Hash:  # pyright: ignore[reportPrivateUsage]
-    """SHA-256 of the files, in their order: of safetensors above 64 MiB, of which there may be
-    hundreds of GB, the size and 256 blocks of 64 KiB, evenly spaced from the first to the last.
+    """Compute SHA-256 of the files, in their order.
+
+    Of safetensors above 64 MiB, of which there may be hundreds of GB, it reads the size and 256
+    blocks of 64 KiB, evenly spaced from the first to the last.
     """
     total = hashlib.sha256()
     for path in files:
@@ -234,13 +236,13 @@ def _hash_of(files: list[Path]) -> hashlib._Hash:  # pyright: ignore[reportPriva
 
 
 def file_digest(path: str | Path) -> str:
-    """A short hash of a file's content."""
+    """Return a short hash of a file's content."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def fingerprint(identity_keys: dict[str, Any]) -> str:
-    """A short hash of `identity`, 12 hexadecimal digits.
+    """Return a short hash of `identity`, 12 hexadecimal digits.
 
     >>> fingerprint({"seed": 0, "group_size": 4}) == fingerprint({"group_size": 4, "seed": 0})
     True
@@ -250,10 +252,10 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 
 
 def folder_name(config: Any) -> str:
-    """The run folder's name without its seed: words, then a hash of the identity keys.
+    """Return the run folder's name without its seed: words, then a hash of the identity keys.
 
     A model's folder is among the words: of a long path the end, and no name begins with a dot. A
-    `=` of the words is a `-`, so that a path can be typed in an override without quotes.
+    `=` in the words becomes a `-`, so that a path can be typed in an override without quotes.
     """
     keys = identity(config)
     del keys["seed"]

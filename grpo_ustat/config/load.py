@@ -1,4 +1,4 @@
-"""The schema of each command, and how a composed configuration becomes one.
+"""The schema of each command, and the construction of a configuration from composed values.
 
 Values live in `conf/`; there is no default here. Nothing in this file imports torch, so a wrong
 configuration is refused before anything slow happens.
@@ -49,11 +49,11 @@ SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": R
 
 
 def build_config(config: Any, schema: type) -> Any:
-    """The composed configuration as a checked instance of its schema.
+    """Return the composed configuration as a checked instance of its schema.
 
     Args:
-        config: an OmegaConf node, or a plain dictionary, of which no text is looked up any more;
-            without the `hydra` node.
+        config: an OmegaConf node, or a plain dictionary, whose texts are taken literally; without
+            the `hydra` node.
         schema: one of `SCHEMAS`.
     """
     if not OmegaConf.is_config(config):
@@ -86,7 +86,7 @@ def build_config(config: Any, schema: type) -> Any:
 
 
 def _literal(value: Any) -> Any:
-    r"""A nested value in which OmegaConf looks nothing up: `\` before every `${`."""
+    r"""Escape a nested value so that OmegaConf looks nothing up: `\` before every `${`."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     if isinstance(value, dict):
@@ -95,13 +95,13 @@ def _literal(value: Any) -> Any:
 
 
 def type_error(error: ValidationError, schema: type, config: Any, typed: str | None = None) -> str:
-    """The line that refuses a value of a wrong type.
+    """Return the line that refuses a value of a wrong type.
 
     Args:
-        error: of OmegaConf.
+        error: OmegaConf's error.
         schema: one of `SCHEMAS`.
         config: an OmegaConf node or a plain dictionary that holds the value.
-        typed: the value as it was typed, where that is known.
+        typed: the value as it was typed; None if unknown.
     """
     field = field_at(error.full_key or "", all_fields(schema))
     if field is None:
@@ -112,7 +112,7 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
 
 
 def all_fields(schema: type) -> Iterator[FieldInfo]:
-    """Every field of a schema, those of all kinds of its nodes included."""
+    """Yield every field of a schema, those of all kinds of its nodes included."""
     yield from fields_of(schema)
     for name, kinds in kinds_of(schema).items():
         for kind in kinds.values():
@@ -120,7 +120,7 @@ def all_fields(schema: type) -> Iterator[FieldInfo]:
 
 
 def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
-    """The nodes of a schema that are typed by their kind, with the schema of each.
+    """Return the nodes of a schema that are typed by their kind, with the schema of each.
 
     >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
     (['dataset'], ['bed', 'study'])
@@ -130,7 +130,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
 
 
 def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
-    """The schema that a node's kind names, which must know all of the node's fields."""
+    """Return the schema that a node's kind names, which must have all of the node's fields."""
     nodes: Any = OmegaConf.create(config)
     values = nodes.get(name)
     if values is None:

@@ -20,22 +20,19 @@ TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}  # that
 
 @dataclass(frozen=True)
 class MeasuredLosses:
-    """What of a study's configuration decides its losses.
+    """The part of a study's configuration that decides its losses."""
 
-    Attributes:
-        objective, baseline: a loss and the rule of its advantages.
-        objectives: further presets.
-        study: with the policy, the reference and the corrections.
-        pool, imports_pool: where rollouts are from, and whether that is a file.
-        max_completion_length: tokens after which a completion is cut.
-    """
-
+    # A loss and the rule of its advantages.
     objective: ObjectiveConfig
     baseline: BaselineConfig
+    # Further presets.
     objectives: list[str]
+    # With the policy, the reference and the corrections.
     study: StudyConfig
+    # Source of the rollouts; `imports_pool` is True if it is a file.
     pool: str | None
     imports_pool: bool
+    # Tokens after which a completion is cut.
     max_completion_length: int
 
     @property
@@ -50,20 +47,22 @@ class MeasuredLosses:
 
     @property
     def first_update(self) -> list[Loss]:
-        """The losses at a batch's first update, but for the unbiased estimate itself."""
+        """The losses at a batch's first update, except the unbiased estimate itself."""
         losses = [loss for _, loss in self.chosen]
         unbiased = (self.objective.name, self.baseline.name) == ("algorithm1", "leave_one_out")
         return losses[1:] if unbiased else losses
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether losses are measured where tokens weigh unequally as well."""
+        """True if losses are also measured with unequal weights of tokens."""
         return bool(self.study.policy or self.study.reference or self.study.corrections)
 
     @property
     def off_policy(self) -> list[Loss]:
-        """The losses with the weights that their tokens have at `study.policy`, with a penalty from
-        `study.reference`, and with each of `study.corrections`.
+        """The losses off policy.
+
+        They have the weights of their tokens at `study.policy`, a penalty from `study.reference`,
+        and each of `study.corrections`.
         """
         losses: list[Loss] = []
         for objective, loss in self.chosen:
@@ -85,8 +84,10 @@ class MeasuredLosses:
 
     @property
     def judged(self) -> dict[str, Loss]:
-        """The losses that `study.verdicts` compares, by the level of the ratio that alone tells
-        them apart: of a later policy, or of the corrections of a sampler's gap.
+        """The losses that `study.verdicts` compares, by the level of their ratio.
+
+        They differ only by this level: that of a later policy, or of the corrections of a sampler's
+        gap.
         """
         study = self.study
         if study.verdicts and study.policy is not None:
@@ -100,7 +101,7 @@ class MeasuredLosses:
         return {level: replace(LAGGED["none"], tokens=tokens) for level, tokens in weights.items()}
 
     def check(self) -> None:
-        """Refuse losses that are none, or that a study of this pool cannot measure."""
+        """Refuse invalid losses, and those that a study of this pool cannot measure."""
         self.objective.check()
         check_distinct("study.corrections", self.study.corrections)
         if self.objective.name in self.objectives:
@@ -122,7 +123,7 @@ class MeasuredLosses:
             self._check_off_policy()
 
     def _check_off_policy(self) -> None:
-        """Refuse another policy, a reference or corrections where a study has no use for them."""
+        """Refuse another policy, a reference or corrections that a study cannot use."""
         study, losses = self.study, self.off_policy
         if study.metric == "adam":
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Typed schemas of models and prompts, with what can be checked of them."""
+"""Typed schemas of models and prompts, with their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 
 @dataclass
 class ModelSize:
-    """What costs depend on; read from config.json where the model is a folder."""
+    """Sizes behind costs; read from config.json if the model is a folder."""
 
     parameters: int | None = field("how many it has; null: unknown", positive=True)
     layers: int | None = field("how many it has; null: unknown", positive=True)
@@ -43,7 +43,7 @@ class ModelSize:
 
 @dataclass
 class ModelConfig:
-    """Which policy."""
+    """The policy."""
 
     name: str = field("in the run folder's name")
     model_name_or_path: str = field(
@@ -73,14 +73,14 @@ class ModelConfig:
     )
 
     def check(self, *, cached: bool = True) -> None:
-        """Refuse what cannot be loaded."""
+        """Refuse a model that cannot be loaded."""
         check_model(self.model_name_or_path, cached=cached, trusted=self.trust_remote_code)
         check_weights(self.model_name_or_path)
 
 
 @dataclass
 class PromptConfig:
-    """How a question is put to the model."""
+    """Formatting of a question for the model."""
 
     name: str = field("of the prompt, in messages")
     template: str = field("a question as the model reads it, with {question}")
@@ -116,11 +116,11 @@ class PromptConfig:
 
     @property
     def verbatim(self) -> bool:
-        """Return whether prompts are questions as they stand, with white space at their ends."""
+        """True if prompts are the bare questions, with white space at their ends."""
         return self.template == "{question}"
 
     def check(self) -> None:
-        """Refuse what shows no question or no answer."""
+        """Refuse a prompt that shows no question or no answer."""
         if "{question}" not in self.template:
             raise ConfigError(
                 f"prompt.template={self.template!r} never shows the question: "
@@ -159,7 +159,7 @@ TEMPLATE_ARGUMENTS = (  # of `apply_chat_template` and of templates, that are se
 
 
 def tf32_in_use(setting: bool | None, device: str, dtype: str) -> bool:
-    """Whether float32 products are TF32: as set, and where nothing is, on cuda alone.
+    """Return True if float32 products are TF32: as set, and by default only on cuda.
 
     >>> tf32_in_use(None, "cuda:1", "float32"), tf32_in_use(None, "cpu", "float32")
     (True, False)
@@ -189,15 +189,16 @@ FETCH_COMMANDS = {
 
 
 def cache_folder() -> Path:
-    """Folder that scripts put models in: GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or
-    ~/.cache.
+    """Return the folder for models made by scripts.
+
+    It is GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache.
     """
     own, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(own or Path(common or "~/.cache") / "grpo_ustat").expanduser()
 
 
 def model_folder(model_name_or_path: str) -> Path:
-    """The folder that a configured name stands for; a hub id's is not there."""
+    """Return the folder for which a configured name stands; that of a hub id does not exist."""
     for prefix, home in ((EMBEDDED, ASSETS), (CACHED, cache_folder())):
         if model_name_or_path.startswith(prefix):
             return home / model_name_or_path.removeprefix(prefix)
@@ -205,7 +206,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Name and revision of the model that a folder's LoRA adapters are of; None without."""
+    """Return name and revision of the base model of a folder's LoRA adapters; None without."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -231,12 +232,12 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
     """Refuse a model's own config.json that names native code, or shapes of no model.
 
     transformers loads a kernel of the hub that `attn_implementation` or `experts_implementation`
-    names, where the package `kernels` is installed.
+    names, if the package `kernels` is installed.
 
     Args:
         stored: its content.
-        place: of the model, for messages.
-        trusted: whether model.trust_remote_code=true stands on the command line.
+        place: place of the model, for messages.
+        trusted: model.trust_remote_code=true is on the command line.
     """
     level: list[tuple[str, object]] = [("config.json", stored)]
     if not isinstance(stored, dict):
@@ -278,7 +279,7 @@ def _refuse_shape(value: object, key: str, place: str) -> None:
 
 
 def read_config_json(folder: Path) -> object:
-    """Content of a model's config.json."""
+    """Read the content of a model's config.json."""
     file = folder / "config.json"
     try:
         if file.stat().st_size > MOST_CONFIG_BYTES:
@@ -290,7 +291,7 @@ def read_config_json(folder: Path) -> object:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model in save_pretrained layout is loaded from."""
+    """Return the safetensors files from which a model in save_pretrained layout is loaded."""
     whole, index = folder / WHOLE, folder / INDEX
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
     if os.path.lexists(whole):
@@ -321,12 +322,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> None:
-    """Refuse a folder, embedded or cached, whose files of weights cannot be read, and adapters of
-    such a model; only the beginnings of files are read.
+    """Refuse a folder, embedded or cached, whose files of weights cannot be read.
+
+    Adapters of such a model are refused, too. Only the beginnings of files are read.
 
     Args:
-        model_name_or_path: as configured; what is no folder here passes.
-        key: that it was typed for.
+        model_name_or_path: as configured; a name that is no folder here passes.
+        key: configuration key for which it was typed.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -357,8 +359,9 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The checkpoints in a run's folder that can be loaded, by their updates; below the working
-    folder as one types them there.
+    """Find the checkpoints in a run's folder that can be loaded, by their updates.
+
+    Paths below the working folder are relative, as one types them there.
     """
     here = Path.cwd()
     run = run.relative_to(here) if run.is_relative_to(here) else run
@@ -378,14 +381,14 @@ def check_model(
     bases: Sequence[str] = (),
     key: str = "model.model_name_or_path",
 ) -> None:
-    """Refuse what is no embedded or cached model, no folder of a model or of LoRA adapters, no id.
+    """Refuse a name of no embedded or cached model, no folder of a model or of adapters, no id.
 
     Args:
         model_name_or_path: as configured.
-        cached: whether the cache must hold a cached model already.
-        trusted: whether code that comes with the model may run.
-        bases: of which adapters it is the base.
-        key: that it was typed for.
+        cached: the cache must already hold a cached model.
+        trusted: code that comes with the model may run.
+        bases: folders of adapters of which it is the base.
+        key: configuration key for which it was typed.
     """
     name = model_name_or_path
     if name.startswith(CACHED):

@@ -51,7 +51,7 @@ STUDIED_BASELINES = tuple(name for name, rule in BASELINES.items() if not rule.o
 
 @dataclass
 class MseConfig(Common):
-    """What `grpo-ustat mse` runs."""
+    """Configuration of `grpo-ustat mse`."""
 
     launch: StudyLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         StudyLaunch, "processes and devices; none of it changes results"
@@ -87,7 +87,7 @@ class MseConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """What was measured, in words."""
+        """Name of the measured policy, data and methods."""
         data = "imported" if self.imports_pool else self.dataset.name
         return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
 
@@ -119,12 +119,12 @@ class MseConfig(Common):
 
     @property
     def computes_tf32(self) -> bool:
-        """Whether float32 products are TF32, see `tf32_in_use`."""
+        """True if float32 products are TF32, see `tf32_in_use`."""
         return tf32_in_use(self.tf32, self.launch.device, self.model.dtype)
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """See `Common.policy_options`."""
+        """Options for loading the policy, with those of a study; see `Common.policy_options`."""
         return replace(
             super().policy_options, tf32=self.computes_tf32, parameters=self.study.parameters,
             merge_adapters=self.study.merge_adapters,
@@ -132,7 +132,7 @@ class MseConfig(Common):
 
     @property
     def sampler_options(self) -> SamplerOptions:
-        """What samples completions."""
+        """Options of sampling completions."""
         return self.sampling_by(self.rollout)
 
     @property
@@ -145,12 +145,12 @@ class MseConfig(Common):
 
     @property
     def later_model(self) -> ModelConfig:
-        """The policy at hand: `study.policy`, or `model`."""
+        """The current policy: `study.policy`, or `model`."""
         return self._model_at(self.study.policy)
 
     @property
     def reference_model(self) -> ModelConfig:
-        """The model that a penalty is measured from."""
+        """The model from which a penalty is measured."""
         return self._model_at(self.study.reference)
 
     def _model_at(self, place: str | None) -> ModelConfig:
@@ -161,7 +161,7 @@ class MseConfig(Common):
 
     @property
     def scores_adapters(self) -> bool:
-        """Whether errors are those of LoRA adapters, with their model's weights as they are."""
+        """True if errors are those of LoRA adapters, with their model's weights as they are."""
         is_adapted = adapter_base(model_folder(self.model.model_name_or_path)) is not None
         return is_adapted and not self.study.merge_adapters
 
@@ -172,28 +172,28 @@ class MseConfig(Common):
 
     @property
     def sampling(self) -> StudySampling:
-        """What its processes sample with."""
+        """Options of the processes that sample."""
         return StudySampling(
             self.policy_options, self.sampler_options, self.task_options, self.sampling_workers
         )
 
     @property
     def most_questions(self) -> int | None:
-        """See `Common.most_questions`."""
+        """Number of the first questions that are asked at most; None: all."""
         return self.study.questions
 
     @property
     def fills_part(self) -> bool:
-        """Whether only a part of the pool is asked for, which several jobs may fill at once."""
+        """True if only a part of the pool is asked for; several jobs may fill parts at once."""
         return self.study.part is not None
 
     @property
     def imports_pool(self) -> bool:
-        """Whether `pool` is a file of rollouts made elsewhere rather than a folder of our own."""
+        """True if `pool` is a file of rollouts made elsewhere instead of a folder of our own."""
         return self.pool is not None and self.pool.endswith(".parquet")
 
     def check(self) -> None:
-        """See `Common.check`."""
+        """Refuse a study that cannot be measured; see `Common.check`."""
         for name in self.baselines:
             if name in BASELINES and BASELINES[name].only_trains:
                 raise _only_trains(name)
@@ -225,7 +225,7 @@ class MseConfig(Common):
             self._check_counts()
 
     def _check_tf32(self) -> None:
-        """Refuse TF32 where nothing has it."""
+        """Refuse TF32 where no product can be TF32."""
         if not self.tf32:
             return
         if not self.launch.device.startswith("cuda"):
@@ -240,7 +240,7 @@ class MseConfig(Common):
             )
 
     def _check_metric(self) -> None:
-        """Refuse another metric where gradients are whole, or where it cannot be had."""
+        """Refuse another metric if gradients are whole, or if it cannot be computed."""
         metric, pattern = self.study.metric, self.study.parameters
         try:
             re.compile(pattern or "")
@@ -264,7 +264,7 @@ class MseConfig(Common):
             self._check_second_moments()
 
     def _check_second_moments(self) -> None:
-        """Refuse a step that AdamW's second moments cannot be of, or that the pool cannot say."""
+        """Refuse a step for which AdamW's second moments do not exist, or are not in the pool."""
         rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
         if rollouts % size:
             raise ConfigError(
@@ -285,7 +285,7 @@ class MseConfig(Common):
             )
 
     def _check_rollout(self) -> None:
-        """Refuse vLLM on several ranks, or where nothing is sampled."""
+        """Refuse vLLM on several ranks, or if nothing is sampled."""
         self.rollout.check()
         if self.rollout.name != "vllm":
             return
@@ -323,7 +323,7 @@ class MseConfig(Common):
                 check_group_size(name, size, "group_sizes")
 
     def _check_losses(self) -> None:
-        """Refuse losses that are none or that a study cannot measure, and models that are none."""
+        """Refuse losses that are invalid or that a study cannot measure, and missing models."""
         load_rule("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
@@ -334,7 +334,7 @@ class MseConfig(Common):
                 check_weights(place, f"study.{key}")
 
     def _check_pool(self) -> None:
-        """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""
+        """Refuse a folder that is no pool, and methods that imported rollouts do not allow."""
         if self.study.cut_at is not None and not self.imports_pool:
             raise ConfigError(
                 f"study.cut_at={self.study.cut_at} is of rollouts made elsewhere, but pool="
@@ -414,7 +414,7 @@ class MseConfig(Common):
         """Refuse fewer questions than baselines, interval and settings need.
 
         Args:
-            count: how many questions there are.
+            count: number of questions.
         """
         key = "study.questions"
         if self.imports_pool:
@@ -445,11 +445,11 @@ def _only_trains(name: str) -> ConfigError:
 
 
 def check_pool_folder(pool: str) -> None:
-    """Refuse to fill a folder that holds files of somebody's own.
+    """Refuse to fill a folder that holds somebody's own files.
 
     Args:
         pool: the folder; it may be missing, empty, or a pool, which holds `pool.json` or has lost
-            it: its parts say which settings they are of.
+            it: its parts name their settings.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():

@@ -1,4 +1,4 @@
-"""The schema of an objective: how advantages and log-probabilities become a gradient."""
+"""The schema of an objective: the gradient from advantages and log-probabilities."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ALGORITHM1 = {  # what the paper's Algorithm 1 has none of
 
 @dataclass
 class ObjectiveConfig:
-    """How advantages and log-probabilities become a gradient; formulas in train/objective.py."""
+    """The gradient from advantages and log-probabilities; formulas in train/objective.py."""
 
     name: str = field("in the run folder's name; choose by objective=NAME", choices=OBJECTIVES)
     importance_sampling_level: str = field(
@@ -123,13 +123,13 @@ class ObjectiveConfig:
 
     @property
     def rows(self) -> RowFilter:
-        """Which rows of an update count."""
+        """Filter of the rows of an update that count."""
         return RowFilter(
             self.zero_variance_groups, self.reward_variance_share, self.advantage_threshold
         )
 
     def loss(self, rule: BaselineConfig, max_completion_length: int) -> Loss:
-        """The loss at a batch's first update, with the advantages of a rule."""
+        """Return the loss at a batch's first update, with the advantages of a rule."""
         return Loss(
             name=self.name,
             rule=rule.name,
@@ -142,7 +142,7 @@ class ObjectiveConfig:
         )
 
     def token_weights(self) -> TokenWeights:
-        """How tokens weigh where the policy at hand is not the one that wrote them."""
+        """Return the weights of tokens if the current policy is not the one that wrote them."""
         form = self.loss_type if self.loss_type in ("cispo", "sapo", "vespo") else "clip"
         return TokenWeights(
             level=self.importance_sampling_level,
@@ -155,11 +155,11 @@ class ObjectiveConfig:
         )
 
     def update_size(self, rollouts: int) -> int:
-        """Completions of one update, of a batch of `rollouts`."""
+        """Return the completions of one update, of a batch of `rollouts`."""
         return self.minibatch_size or rollouts // self.num_minibatches
 
     def check(self) -> None:
-        """Refuse what is no objective; the formulas are in train/objective.py."""
+        """Refuse an invalid objective; the formulas are in train/objective.py."""
         level, passes = self.importance_sampling_level, self.num_iterations
         if self.name == "algorithm1":
             for name, neutral in ALGORITHM1.items():
@@ -212,7 +212,7 @@ class ObjectiveConfig:
             )
 
     def _check_loss_type(self) -> None:
-        """Refuse a loss type with a ratio, clipping or micro-batches that it has not."""
+        """Refuse a loss type with a ratio, clipping or micro-batches that it does not have."""
         level, loss_type = self.importance_sampling_level, self.loss_type
         own_level = LEVEL_OF.get(loss_type, level)
         if level != own_level:
@@ -248,7 +248,7 @@ class ObjectiveConfig:
             )
 
     def _check_tokens(self) -> None:
-        """Refuse a share of the tokens where it has no meaning."""
+        """Refuse a share of the tokens that has no meaning."""
         share, level = self.top_entropy_quantile, self.importance_sampling_level
         if share > 1:
             raise ConfigError(
@@ -268,7 +268,7 @@ class ObjectiveConfig:
             )
 
     def _check_rows(self) -> None:
-        """Refuse a filter of rows where it has no meaning."""
+        """Refuse a filter of rows that has no meaning."""
         share, threshold = self.reward_variance_share, self.advantage_threshold
         if share > 1:
             raise ConfigError(
@@ -331,9 +331,7 @@ class ObjectiveConfig:
 
 
 def preset(name: str) -> tuple[ObjectiveConfig, BaselineConfig | None]:
-    """A preset as `conf/objective/NAME.yaml` has it, and the rule that it sets; None where it sets
-    none.
-    """
+    """Return a preset as in `conf/objective/NAME.yaml`, and the rule that it sets or None."""
     fields, rule = _fields(name), None
     if chosen := fields.pop("baseline", None):
         rule = baseline_preset(chosen)
@@ -341,12 +339,12 @@ def preset(name: str) -> tuple[ObjectiveConfig, BaselineConfig | None]:
 
 
 def baseline_preset(name: str) -> BaselineConfig:
-    """A rule as `conf/baseline/NAME.yaml` has it."""
+    """Return a rule as in `conf/baseline/NAME.yaml`."""
     return BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{name}.yaml").read_text()))
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """Fields of a preset and of those that it is based on, and the `baseline` that they choose."""
+    """Return the fields of a preset and of its bases, and the `baseline` that they choose."""
     own = yaml.safe_load((CONF / "objective" / f"{name}.yaml").read_text())
     fields: dict[str, Any] = {}
     for default in own.pop("defaults", ()):

@@ -1,4 +1,4 @@
-"""Functions and tasks of one's own, by FILE:FUNCTION or entry point, checked before they run."""
+"""The user's own functions and tasks, by FILE:FUNCTION or entry point, checked before they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry poi
 
 
 def reward_file(reward: str) -> tuple[Path, str] | None:
-    """File and function of a reward FILE:FUNCTION; None of an entry point's name.
+    """Return file and function of a reward FILE:FUNCTION; None for an entry point's name.
 
     >>> reward_file("rewards/my.py:score"), reward_file("lenient")
     ((PosixPath('rewards/my.py'), 'score'), None)
@@ -28,8 +28,8 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
 
     Args:
         reward: as configured.
-        field_name: of the configuration, which names it.
-        ours: what may stand there too.
+        field_name: configuration field that names it.
+        ours: further names that are allowed there.
     """
     if reward_file(reward):
         check_reward_file(reward, field_name)
@@ -44,12 +44,14 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
 
 
 def check_reward_file(reward: str, field_name: str) -> None:
-    """Refuse a reward FILE:FUNCTION whose file is not there, is no Python, has no such name, or
-    whose function takes something else than a prompt and a completion; the file is not run.
+    """Refuse a reward FILE:FUNCTION that is not usable; the file is not run.
+
+    The file must exist and be Python with that name, and the function must take a prompt and a
+    completion.
 
     Args:
         reward: FILE:FUNCTION.
-        field_name: of the configuration, which names it.
+        field_name: configuration field that names it.
     """
     own, key = reward_file(reward), f"{field_name}={reward}"
     assert own is not None
@@ -69,12 +71,13 @@ def check_reward_file(reward: str, field_name: str) -> None:
 
 
 def check_reward_call(name: str, signature: Signature) -> None:
-    """Refuse a reward that is not called with a prompt and a completion, as functions of TRL are
-    not, which take lists.
+    """Refuse a reward that is not called with a prompt and a completion.
+
+    TRL's functions take lists and are refused, too.
 
     Args:
-        name: of the reward, for the message.
-        signature: of its function.
+        name: name of the reward, for the message.
+        signature: signature of its function.
     """
     names = list(signature.parameters)
     try:
@@ -92,7 +95,7 @@ def check_reward_call(name: str, signature: Signature) -> None:
 
 
 def _module(key: str, file: Path) -> ast.Module:
-    """What a file holds, read without running it."""
+    """Parse a file without running it."""
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
     try:
@@ -103,7 +106,7 @@ def _module(key: str, file: Path) -> ast.Module:
 
 
 def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The functions of a file by name."""
+    """Return the functions of a file by name."""
     return {
         node.name: node
         for node in tree.body
@@ -112,7 +115,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctio
 
 
 def _signature(arguments: ast.arguments) -> Signature:
-    """What a function takes, from its text; every default is None, annotations are left out."""
+    """Return a function's signature from its text; defaults are None, annotations are left out."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     parameters = [
@@ -134,10 +137,10 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
     """Refuse a name that no installed package offers.
 
     Args:
-        group: of entry points.
-        name: of the entry point.
-        key: of the configuration, which has that name.
-        ours: what may stand there that is no entry point.
+        group: group of entry points.
+        name: name of the entry point.
+        key: configuration key with that name.
+        ours: further names that are allowed there.
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
@@ -153,7 +156,7 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
 
 
 def module_file(group: str, name: str) -> Path | None:
-    """The file of the module that an entry point is in, without importing that module."""
+    """Return the file of the module of an entry point, without importing that module."""
     try:
         spec = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
     except ImportError:

@@ -1,7 +1,7 @@
-"""What parts take of a configuration: the options of a policy, of a task and of a sampler.
+"""Parts of a configuration that other rooms need: options of a policy, a task and a sampler.
 
 A command's configuration makes them (`Common.policy_options` and its neighbours), so that policy,
-rollout, tasks and costs never see a whole one, nor ask which command it is of.
+rollout, tasks and costs never see a whole configuration, nor ask which command it belongs to.
 """
 
 from __future__ import annotations
@@ -15,78 +15,59 @@ from grpo_ustat.config.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Which policy is loaded, and how it computes.
-
-    Attributes:
-        model: its weights.
-        prompt: how questions are put to it.
-        device: torch device, as configured.
-        num_threads: of OpenMP, in this process.
-        tf32: whether float32 products are TF32.
-        parameters: regular expression of the names of those that have a gradient; None: all.
-        merge_adapters: whether LoRA adapters are added to the weights, which then have it.
-    """
+    """Options of the policy: its weights and its computation."""
 
     model: ModelConfig
     prompt: PromptConfig
+    # Torch device, as configured.
     device: str
+    # Threads of OpenMP, in this process.
     num_threads: int
+    # True if float32 products are TF32.
     tf32: bool = False
+    # Regular expression of the names of parameters that have a gradient; None: all.
     parameters: str | None = None
+    # True if LoRA adapters are added to the weights, which then have the gradient.
     merge_adapters: bool = True
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which questions are asked, how, and what judges their answers.
+    """Options of the task: its questions, their format, and the judges of answers."""
 
-    Attributes:
-        dataset: the questions, a class of `config.data`.
-        prompt: how a question is put to the model.
-        reward_funcs: that judge a completion, the data set's own first.
-        reward_weights: of each in the weighted sum.
-        max_completion_length: tokens after which a completion is cut.
-        judge_workers: processes of a judge that needs them.
-    """
-
+    # The questions, a class of `config.data`.
     dataset: Any
     prompt: PromptConfig
+    # Functions that judge a completion, the data set's own first.
     reward_funcs: list[str]
     reward_weights: list[float]
+    # Tokens after which a completion is cut.
     max_completion_length: int
     judge_workers: int
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """What writes completions, and from which draws.
-
-    Attributes:
-        rollout: the engine.
-        seed: keys the draws.
-        temperature: divides the logits.
-        max_prompt_length, max_completion_length: tokens; a prompt of any length where None.
-        rows: completions written side by side.
-    """
+    """Options of sampling completions: the engine and its draws."""
 
     rollout: RolloutConfig
+    # Keys the draws.
     seed: int
+    # Divides the logits.
     temperature: float
+    # In tokens; None: a prompt of any length.
     max_prompt_length: int | None
     max_completion_length: int
+    # Completions written side by side.
     rows: int
 
 
 @dataclass(frozen=True)
 class StudySampling:
-    """What every process of a study samples with, scores and judges.
-
-    Attributes:
-        policy, sampler, task: their options.
-        workers: local processes that share it out.
-    """
+    """Options with which every process of a study samples, scores and judges."""
 
     policy: PolicyOptions
     sampler: SamplerOptions
     task: TaskOptions
+    # Local processes that share the work.
     workers: int

@@ -12,25 +12,22 @@ CHANCE = 0.025  # that any worth misses its interval, and as much that a group s
 
 @dataclass(frozen=True)
 class Recipe:
-    """A loss that can be typed, and G.
+    """A loss that can be typed, and G."""
 
-    Attributes:
-        name: whose, and where it is published.
-        group_size: G.
-        objective: a preset of `conf/objective`.
-        baseline: of `conf/baseline`; None: the one that the objective sets.
-        zero_variance_groups: see `RowFilter`.
-    """
-
+    # Author or framework, and place of publication.
     name: str
+    # G.
     group_size: int
+    # A preset of `conf/objective`.
     objective: str
+    # A preset of `conf/baseline`; None: the one that the objective sets.
     baseline: str | None = None
+    # See `RowFilter`.
     zero_variance_groups: str = KEEP
 
     @property
     def overrides(self) -> list[str]:
-        """What chooses the loss on a command line.
+        """Overrides that choose the loss on a command line.
 
         >>> RECIPES["DAPO (arXiv 2503.14476)"].overrides[1:]
         ['baseline=group_std', 'objective.zero_variance_groups=replace']
@@ -43,7 +40,7 @@ class Recipe:
         return words
 
     def loss(self, max_completion_length: int) -> Loss:
-        """The loss at a batch's first update.
+        """Return the loss at a batch's first update.
 
         Args:
             max_completion_length: tokens after which a completion is cut.

@@ -1,4 +1,4 @@
-"""Which reward functions judge a completion, with which weights, and the checks of both."""
+"""Reward functions of a completion, their weights, and the checks of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATASET_FREE_REWARDS = ("format", "termination", "brevity")  # they need no expe
 
 
 def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | None) -> None:
-    """Refuse functions that there are not, and weights that make no sum of them."""
+    """Refuse functions that do not exist, and weights that do not fit them."""
     functions = as_typed(reward_funcs)
     if not reward_funcs:
         raise ConfigError(f"reward_funcs=[] names no function: use reward_funcs=[{TASK}]")
@@ -50,11 +50,11 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
 
 
 def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
-    """Refuse a rule that weighs several reward functions where there is one.
+    """Refuse a rule that weighs several reward functions if there is only one.
 
     Args:
         baseline: name of the rule.
-        key: of the configuration, which names it.
+        key: configuration key that names it.
         reward_funcs: the functions.
     """
     if "rewards_PGF" in BASELINES[baseline].needs and len(reward_funcs) < 2:
@@ -66,7 +66,7 @@ def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
 
 
 def as_typed(values: Sequence[str | float]) -> str:
-    """A list as one types it.
+    """Format a list as one types it.
 
     >>> as_typed(["task", "brevity"]), as_typed([1.0, 0.25])
     ('[task,brevity]', '[1,0.25]')
@@ -75,7 +75,7 @@ def as_typed(values: Sequence[str | float]) -> str:
 
 
 def counted(values: Sequence[str | float], noun: str) -> str:
-    """How many there are, in words.
+    """Return the number of values with their noun, in words.
 
     >>> counted([1.0], "weight"), counted(["task", "format"], "function")
     ('1 weight', '2 functions')
@@ -84,7 +84,7 @@ def counted(values: Sequence[str | float], noun: str) -> str:
 
 
 def reward_names(reward_funcs: list[str]) -> list[str]:
-    """The functions' names in metrics and tables; of FILE.py:FUNCTION that of the function.
+    """Return the functions' names in metrics and tables; for FILE.py:FUNCTION that of the function.
 
     >>> reward_names(["task", "brevity", "rewards/my.py:polite"])
     ['task', 'brevity', 'polite']
@@ -93,7 +93,7 @@ def reward_names(reward_funcs: list[str]) -> list[str]:
 
 
 def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> str:
-    """The sum that is the reward; "" where it is the data set's own.
+    """Return the sum that is the reward; "" if it is the data set's own.
 
     >>> reward_text(["task", "brevity"], [1.0, 0.5]), reward_text(["task"], None)
     ('1 task + 0.5 brevity', '')
@@ -105,5 +105,5 @@ def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> 
 
 
 def summed_weights(reward_funcs: list[str], reward_weights: list[float] | None) -> list[float]:
-    """The functions' weights in the sum; 1 each where none are given."""
+    """Return the functions' weights in the sum; 1 each if none are given."""
     return reward_weights or [1.0] * len(reward_funcs)

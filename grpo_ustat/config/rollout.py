@@ -1,4 +1,4 @@
-"""What writes completions: of `train`, and of the studies of `mse`."""
+"""Engines that write completions, of `train` and of the studies of `mse`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEUTRAL_FIELDS = ("cuda_graphs",)  # change no result
 
 @dataclass
 class RolloutConfig:
-    """What writes completions."""
+    """Engine that writes completions."""
 
     name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
     gpu_memory_utilization: float | None = field(

@@ -1,4 +1,4 @@
-"""Rows of files: json lines, json, CSV or Parquet, plain or compressed as fsspec knows it."""
+"""Rows of files: json lines, json, CSV or Parquet, plain or compressed in a format of fsspec."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ TOO_MANY = "more fields than the header"
 
 
 def read_rows(file: Path, key: str = "") -> Rows:
-    """The rows of a file, which is read once. Numbers are as Python's json reader has them, those
-    of single precision in a Parquet file the shortest that round to them; of CSV all are texts.
+    """Return the rows of a file, which is read once.
+
+    Numbers are as Python's json reader returns them; those of single precision in a Parquet file
+    are the shortest that round to them. Values of CSV are all texts.
 
     Args:
         file: json lines, or one json array; CSV with a header, or Parquet, by its name.
-        key: of the configuration, which names the file.
+        key: configuration key that names the file, for errors.
     """
     place = f"{key}={file}" if key else str(file)
     try:
@@ -44,7 +46,7 @@ def read_rows(file: Path, key: str = "") -> Rows:
 
 @lru_cache(maxsize=8)
 def _rows(file: Path, modified_ns: int) -> Rows:
-    """The rows of a file as it was at `modified_ns`."""
+    """Read the rows of a file as it was at `modified_ns`."""
     if file.suffix == ".zst" and not find_spec("zstandard"):
         raise ValueError("pip install zstandard, or use .gz")
     fsspec: Any = import_module("fsspec")
@@ -61,7 +63,7 @@ def _rows(file: Path, modified_ns: int) -> Rows:
 
 
 def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The entries of one array, or the lines that are not blank."""
+    """Yield the entries of one array, or the lines that are not blank."""
     if text.lstrip().startswith("["):
         try:
             yield from enumerate(json.loads(text), start=1)
@@ -78,7 +80,7 @@ def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(content: bytes) -> list[dict[str, Any]]:
-    """The rows of a table, single precision as the shortest decimal that rounds to it."""
+    """Read the rows of a table; single precision becomes the shortest decimal that rounds to it."""
     parquet: Any = import_module("pyarrow.parquet")
     table = parquet.read_table(io.BytesIO(content))
     rows = table.to_pylist()
@@ -91,7 +93,7 @@ def _parquet(content: bytes) -> list[dict[str, Any]]:
 
 
 def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> Rows:
-    """The rows, each an object of finite numbers and whole characters."""
+    """Check that each row is an object of finite numbers and whole characters; return the rows."""
     numbered: Rows = list(rows)
     for number, row in numbered:
         if not isinstance(cast(Any, row), dict):
@@ -116,7 +118,7 @@ def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> Rows:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """A value, or all that it holds."""
+    """Yield a value, or all that it holds."""
     if isinstance(value, dict):
         for name, inner in cast(dict[Any, Any], value).items():
             yield name
@@ -129,12 +131,12 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, list[Path]]:
-    """The files of each split of a folder, known by their names or by the folder's card.
+    """Find the files of each split of a folder, known by their names or by the folder's card.
 
     Args:
-        key: of the configuration, which names the folder.
-        folder: with files of rows.
-        subset: of a folder that has several, as its card names them.
+        key: configuration key that names the folder.
+        folder: folder with files of rows.
+        subset: subset of a folder that has several, as its card names them.
     """
     datasets: Any = import_module("datasets")
     place = str(Path(folder).expanduser())
@@ -159,7 +161,7 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
 
 @contextmanager
 def quiet_datasets() -> Generator[str]:
-    """Within, the library prints no bars and logs; yields a temporary folder for its cache."""
+    """Suppress the library's bars and logs; yield a temporary folder for its cache."""
     datasets: Any = import_module("datasets")
     huggingface_hub: Any = import_module("huggingface_hub")
     datasets.disable_progress_bars()
@@ -171,5 +173,5 @@ def quiet_datasets() -> Generator[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error of reading says, in a line."""
+    """Return the message of an error of reading, in one line."""
     return single_line(error.__cause__ or error, 200) or "no row was found"

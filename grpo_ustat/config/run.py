@@ -46,7 +46,7 @@ class LoggerConfig:
     )
 
     def check(self, *, needed: bool = True) -> None:
-        """Refuse a tracker that has no project or, where it is needed, is not installed.
+        """Refuse a tracker that has no project or, if it is needed, is not installed.
 
         The tracker's package is not imported.
         """
@@ -65,7 +65,7 @@ class LoggerConfig:
 
 @dataclass
 class ReportConfig:
-    """What a sweep leaves beside its runs."""
+    """Report of a sweep, beside its runs."""
 
     name: str | None = field("of the folder of its table and figure; null: none")
     steps: list[int] | None = field("at which evaluations are drawn; null: at all", "steps")
@@ -94,11 +94,11 @@ class Shared:
 
     @property
     def only_shows(self) -> bool:
-        """Whether nothing is to be run."""
+        """True if nothing is to be run."""
         return self.dry_run or bool(self.show_prompts)
 
     def check(self) -> None:
-        """Refuse what cannot be run."""
+        """Refuse a configuration that cannot be run."""
         check_fields(self)
         if self.report.name is not None:
             check_report_name("report.name", self.report.name)
@@ -120,14 +120,14 @@ def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.
 
 
 def check_report_name(key: str, name: str) -> None:
-    """Refuse a report's name that is none of a folder."""
+    """Refuse a report's name that cannot name a folder."""
     if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
         raise ConfigError(f"{key}={name!r}: use letters, digits, . _ -")
 
 
 @dataclass
 class ReportEntry:
-    """What `grpo-ustat report` shows."""
+    """Configuration of `grpo-ustat report`."""
 
     runs: Any = field("folders of runs, or patterns of them: one, or a list")
     name: str = field("of the report's folder")
@@ -143,7 +143,7 @@ class ReportEntry:
         return cast(list[Any], runs) if isinstance(runs, list) else [runs]
 
     def check(self) -> None:
-        """Refuse what is no list of folders."""
+        """Refuse a value that is no list of folders."""
         if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
             raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
         check_report_name("name", self.name)

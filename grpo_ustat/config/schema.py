@@ -1,4 +1,4 @@
-"""How a schema declares its fields, and the checks of one field.
+"""Declaration of a schema's fields, and the checks of one field.
 
 A field is declared as `name: type = field("meaning", unit="tokens", choices=("a", "b"))`, a node as
 `name: Schema = node(Schema, "meaning")`; `--help` and the tests read them here.
@@ -19,7 +19,7 @@ UNSET: Any = "???"  # omegaconf.MISSING
 
 
 def flatten(content: Mapping[str, Any], between: str = ".", prefix: str = "") -> dict[str, Any]:
-    """The values of nested dictionaries by path; an empty dictionary has none.
+    """Return the values of nested dictionaries by path; an empty dictionary has none.
 
     >>> flatten({"seed": 0, "model": {"name": "tiny", "size": {}}, "sizes": [2, 4]})
     {'seed': 0, 'model.name': 'tiny', 'sizes': [2, 4]}
@@ -46,18 +46,18 @@ def field(
     entries: Mapping[str, str] | None = None,
     factory: Any = WITHOUT,
 ) -> Any:
-    """A field of a schema; its value is in `conf/`, and `check_fields` enforces what is said here.
+    """Declare a field of a schema; its value is in `conf/`, and `check_fields` enforces its limits.
 
     Args:
-        meaning: in a few words, `null: ...` where it may be null.
-        unit: of a number.
-        choices: all values that are allowed, of the field or of a list's elements; none: anything.
-        plugins: further choices, those that installed packages offer.
-        positive: whether a number, or each of a list, must be above 0 and finite.
-        at_least: the smallest number that is allowed; a number must then be finite.
-        below: what a number must be smaller than.
-        entries: of a dictionary of options, the meaning of each.
-        factory: of the value of a field that is not in `conf/`.
+        meaning: in a few words, `null: ...` if it may be null.
+        unit: unit of a number.
+        choices: all allowed values, of the field or of a list's elements; empty: anything.
+        plugins: returns further choices, those that installed packages offer.
+        positive: a number, or each of a list, must be above 0 and finite.
+        at_least: the smallest allowed number; a number must then be finite.
+        below: a number must be smaller than this.
+        entries: meaning of each entry of a dictionary of options.
+        factory: makes the value of a field that is not in `conf/`.
     """
     limits = Limits(choices, plugins, positive, at_least, below)
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
@@ -68,7 +68,7 @@ def field(
 
 @dataclass(frozen=True)
 class Limits:
-    """Which values a field allows; see `field`."""
+    """Values that a field allows; see `field`."""
 
     choices: tuple[str, ...] = ()
     plugins: Callable[[], Collection[str]] = tuple
@@ -77,7 +77,7 @@ class Limits:
     below: float = math.inf
 
     def check(self, path: str, value: Any) -> None:
-        """Refuse a value, or a list with an entry, that is not allowed; null is."""
+        """Refuse a value, or a list with an entry, that is not allowed; null is allowed."""
         entries = cast(list[Any], value) if isinstance(value, list) else [value]
         for entry in entries:
             if entry is None:
@@ -105,7 +105,7 @@ def check_fields(node: Any, prefix: str = "") -> None:
 
     Args:
         node: an instance of a schema.
-        prefix: before every field's name.
+        prefix: prefix of every field's name.
     """
     for declared in dataclasses.fields(node):
         value, path = getattr(node, declared.name), f"{prefix}{declared.name}"
@@ -119,39 +119,36 @@ def check_fields(node: Any, prefix: str = "") -> None:
 
 
 def node(schema: type, meaning: str) -> Any:
-    """A node of a schema, with fields of its own."""
+    """Declare a node of a schema, with its own fields."""
     return dataclasses.field(default_factory=schema, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """What a schema says of one field.
+    """Description of one field by its schema."""
 
-    Attributes:
-        path: its name on the command line, `eval.decoding`.
-        kind: its type in words, `list of str`; empty for a node.
-        meaning, unit, choices, entries: see `field`; empty where the schema does not say.
-        schema: a node's; None for fields.
-    """
-
+    # Its name on the command line, `eval.decoding`.
     path: str
+    # Its type in words, `list of str`; empty for a node.
     kind: str
+    # See `field`, also for the next three; empty if the schema gives none.
     meaning: str
     unit: str
     choices: tuple[str, ...]
     entries: Mapping[str, str]
+    # Schema of a node; None for fields.
     schema: type | None
 
 
 def fields_of(
     schema: type, prefix: str = "", schemas: Mapping[str, type] | None = None
 ) -> Iterator[FieldInfo]:
-    """Every field of a schema, nodes before their fields.
+    """Yield every field of a schema, nodes before their fields.
 
     Args:
         schema: a dataclass.
-        prefix: before every path.
-        schemas: of nodes whose schema is not in their type, by path.
+        prefix: prefix of every path.
+        schemas: schemas of nodes whose type does not give them, by path.
     """
     schemas, hints = schemas or {}, get_type_hints(schema)
     for declared in dataclasses.fields(schema):
@@ -172,7 +169,7 @@ def fields_of(
 
 
 def kind_of(hint: Any) -> str:
-    """A type in words.
+    """Name a type in words.
 
     >>> kind_of(list[int] | None), kind_of(bool), kind_of(dict[str, float])
     ('list of int or null', 'bool', 'dict of float')
@@ -189,7 +186,7 @@ class ConfigError(ValueError):
 
 
 def check_positive(node: Any, *names: str, prefix: str = "") -> None:
-    """Refuse a named field of a node that is not above 0 and finite, where only then it counts."""
+    """Refuse a named field of a node that is not above 0 and finite, if it is in use."""
     for name in names:
         Limits(positive=True).check(f"{prefix}{name}", getattr(node, name))
 
@@ -209,7 +206,9 @@ def check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def did_you_mean(word: str, names: Collection[str]) -> str:
-    """The question after a misspelt or cut word, with a blank at its end; "" where no name is near.
+    """Return the question after a misspelt or cut word, with a blank at its end, or "".
+
+    It is "" if no name is near.
 
     >>> did_you_mean("qwen2_5_1_5", ("hub", "qwen2_5_1_5b_instruct")), did_you_mean("x", ("hub",))
     ('did you mean qwen2_5_1_5b_instruct? ', '')

@@ -1,7 +1,7 @@
-"""What is secret: refused in a configuration, hidden in what is shown or sent elsewhere.
+"""Secrets: refused in a configuration, hidden in what is shown or sent elsewhere.
 
-A value counts as secret if its option's name says so, if it is what a variable such as HF_TOKEN
-holds, or if it has one of six common forms, of which an address with a password is one.
+A value counts as secret if its option's name says so, if it is the content of a variable such as
+HF_TOKEN, or if it has one of six common forms, of which an address with a password is one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHORTEST_SECRET = 12  # characters of a variable's value; shorter ones may stand
 
 
 def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str = "") -> str | None:
-    """The dotted key of the first secret in a nested value; None where there is none.
+    """Return the dotted key of the first secret in a nested value; None if there is none.
 
     >>> find_secret({"seed": 0, "options": [{"password": "x"}]})
     'options.password'
@@ -56,7 +56,7 @@ def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str 
 
 
 def redact(content: Any, key: str = "", environ: Mapping[str, str] = os.environ) -> Any:
-    """A nested value with every secret in it replaced.
+    """Return a nested value with every secret in it replaced.
 
     >>> redact({"seed": 0, "options": {"password": "x", "url": "https://me:me@host/"}})
     {'seed': 0, 'options': {'password': '(redacted)', 'url': '(redacted)'}}
@@ -72,9 +72,9 @@ def redact(content: Any, key: str = "", environ: Mapping[str, str] = os.environ)
 
 
 def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """A text with every secret in it replaced.
+    """Return a text with every secret in it replaced.
 
-    Nothing says what a long hexadecimal number in a text is, so it counts as a key.
+    Nothing identifies a long hexadecimal number in a text, so it counts as a key.
 
     >>> redact_text("token=abc at https://me:pass@host", {})
     'token=*** at https://***@host'
@@ -83,9 +83,10 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """A program's text, its changes or an error of it, with every secret in it replaced.
+    """Return a program's text, its changes or an error of it, with every secret in it replaced.
 
-    Fingerprints stay, and so does what is assigned by name alone: `token=tokenizer.eos` is no key.
+    Fingerprints stay, and so does the value of an assignment that is secret only by its name:
+    `token=tokenizer.eos` is no key.
 
     >>> redact_code("commit 8f1d: api_key = 'abcdefgh1', token=next(tokens)", {})
     "commit 8f1d: api_key = '***', token=next(tokens)"
@@ -96,7 +97,7 @@ def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an option's value must not be shown.
+    """Return True if an option's value must not be shown.
 
     >>> is_secret("model.revision", "8f1d" * 10, {}), is_secret("api_key", "x", {})
     (False, True)
@@ -108,6 +109,6 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
-    """Values of variables that are named like keys and long enough to be one."""
+    """Return the values of variables that are named like keys and long enough to be one."""
     named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
     return [text for text in named if len(text) >= SHORTEST_SECRET]

@@ -1,4 +1,4 @@
-"""The parts of the schema of `mse`: a study's budget, what it measures, its processes."""
+"""The parts of the schema of `mse`: a study's budget, its measurements, its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METRICS = ("euclidean", "adam")
 
 @dataclass
 class StudyBudget:
-    """How many completions stand behind each number."""
+    """Numbers of completions behind each result."""
 
     pool_completions: int = field(
         "of each question, N, scored: behind closed_form and replay", "completions"
@@ -66,7 +66,7 @@ class StudyBudget:
 
 @dataclass
 class StudyConfig:
-    """What is measured, and how."""
+    """Measurements of a study."""
 
     methods: list[str] = field(
         "closed_form: exact formulas on the pool; replay: groups drawn from the pool, for every "
@@ -143,7 +143,7 @@ class StudyConfig:
 
     @property
     def share(self) -> tuple[int, int]:
-        """(k, n) of `part`, (1, 1) without; (0, 0) where it is not of the form k/n."""
+        """(k, n) of `part`, (1, 1) without; (0, 0) if it is not of the form k/n."""
         match = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 

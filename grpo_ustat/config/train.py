@@ -34,7 +34,7 @@ SHARINGS = ("ddp", "fsdp2")  # the files of launch/accelerate/
 
 @dataclass
 class OptimizerConfig:
-    """adamw (Loshchilov & Hutter 2019) or sgd, plain."""
+    """Optimizer: adamw (Loshchilov & Hutter 2019) or plain sgd."""
 
     name: str = field("what turns gradients into steps", choices=OPTIMIZERS)
     weight_decay: float = field(
@@ -48,7 +48,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """How the learning rate changes; schedules that fall towards an end take it from max_steps."""
+    """Schedule of the learning rate; schedules that fall towards an end take it from max_steps."""
 
     lr_scheduler_type: str = field(
         "of the learning rate, by transformers' name; linear and cosine fall to 0 at max_steps",
@@ -57,7 +57,7 @@ class ScheduleConfig:
     warmup_steps: int = field("of a linear rise at the start", "steps", at_least=0)
 
     def check(self) -> None:
-        """Refuse steps of warm-up where the schedule has none."""
+        """Refuse steps of warm-up in a schedule without warm-up."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
                 f"schedule.warmup_steps={self.warmup_steps} with lr_scheduler_type=constant has no "
@@ -88,7 +88,7 @@ class LoraConfig:
 
 @dataclass
 class EvalConfig:
-    """How held-out questions are answered."""
+    """Answering of held-out questions."""
 
     decoding: list[str] = field("one row of eval.csv for each", choices=DECODINGS)
     num_generations: int = field(
@@ -111,7 +111,7 @@ class EvalConfig:
 
 @dataclass
 class MonitorConfig:
-    """How good the gradients are, from a step's own rollouts."""
+    """Quality of the gradients, from a step's own rollouts."""
 
     gradient_mse_every: int = field(
         "between estimates of C1, C2, C3 and G*; 0: never", "steps", at_least=0
@@ -123,7 +123,7 @@ class MonitorConfig:
 
         Args:
             group_size: completions of a prompt.
-            prompts: of a step.
+            prompts: prompts of a step.
         """
         every = self.gradient_mse_every
         if not every:
@@ -143,7 +143,7 @@ class MonitorConfig:
 
 @dataclass
 class TrainBudget:
-    """What a step may sample."""
+    """Completions that a step may sample."""
 
     rollouts: int = field("of a step: n = prompts x group_size", "completions", positive=True)
     value_completions: int = field(
@@ -167,7 +167,7 @@ class TrainLaunch(LaunchConfig):
 
 @dataclass
 class TrainConfig(Common):
-    """What `grpo-ustat train` runs."""
+    """Configuration of `grpo-ustat train`."""
 
     launch: TrainLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         TrainLaunch, "processes and devices; none of it changes results"
@@ -208,7 +208,7 @@ class TrainConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """What is trained, in words."""
+        """Name of the trained model, data and algorithm."""
         words = (self.model.name, self.dataset.name, self.objective.name, self.baseline.name)
         return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
 
@@ -225,7 +225,7 @@ class TrainConfig(Common):
 
     @property
     def sampler_options(self) -> SamplerOptions:
-        """What samples completions."""
+        """Options of sampling completions."""
         return self.sampling_by(self.rollout)
 
     @property
@@ -234,7 +234,7 @@ class TrainConfig(Common):
         return self.budget.rollouts // self.group_size
 
     def check(self) -> None:
-        """See `Common.check`."""
+        """Refuse a training run that cannot work; see `Common.check`."""
         if self.launch.device.startswith("cuda:"):
             raise ConfigError(
                 f"launch.device={self.launch.device}: training takes its GPU from the launcher; "
@@ -275,7 +275,7 @@ class TrainConfig(Common):
                 )
 
     def _check_batch(self) -> None:
-        """Refuse a baseline's options, and a batch that has not what the baseline needs."""
+        """Refuse wrong options of a baseline, and a batch that lacks what the baseline needs."""
         rule = load_rule("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(rule.name, "baseline", self.reward_funcs)

@@ -1,4 +1,4 @@
-"""Values as a command line has them: how one is typed, and what to type instead of a wrong one."""
+"""Values in the form of a command line, and the fix for a wrong one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TYPE_PLURALS = {"int": "whole numbers", "float": "numbers", "str": "words"}
 
 
 def typed_value(value: Any) -> str:
-    """A value as one would type it.
+    """Format a value as one would type it.
 
     >>> typed_value(None), typed_value([1, 2]), typed_value(True), typed_value("a b")
     ('null', '[1,2]', 'true', "'a b'")
@@ -39,12 +39,12 @@ def typed_value(value: Any) -> str:
 
 
 def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
-    """The line that refuses a value of another type than a field's.
+    """Return the line that refuses a value of another type than a field's.
 
     Args:
-        field: of a schema.
+        field: field of a schema.
         value: as it was typed.
-        conf: the folder of configuration files, from which the example is.
+        conf: folder of configuration files, from which the example is taken.
     """
     path, kind = field.path, field.kind.removesuffix(" or null")
     typed = f"{path}={value}" if value else f"{path}= has no value"
@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(path: str, kind: str, conf: Path) -> str | None:
-    """A field's value in the first configuration file that has one of its kind, as one types it."""
+    """Return a field's value in the first configuration file with one of its kind, as typed."""
     node, _, name = path.rpartition(".")
     own, rest = sorted((conf / node).glob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *own, *rest]):
@@ -88,7 +88,7 @@ def example_value(path: str, kind: str, conf: Path) -> str | None:
 
 
 def quote_for_shell(key: str, value: str) -> str:
-    r"""`key=value` with quotes for Hydra, and around them those for a shell.
+    r"""Return `key=value` with quotes for Hydra, and around them those for a shell.
 
     >>> print(quote_for_shell("name", "a(b"), quote_for_shell("name", "${x"))
     "name='a(b'" 'name='"'"'\${x'"'"''
@@ -100,12 +100,12 @@ def quote_for_shell(key: str, value: str) -> str:
 
 
 def to_type(key: str, value: str, kind: str | None) -> str:
-    """`key=value` as one types it in a shell, so that it is one value.
+    """Return `key=value` as one types it in a shell, so that it is one value.
 
     Args:
-        key: of a field or a group.
-        value: as it is meant.
-        kind: of the field; None where it is not known.
+        key: key of a field or a group.
+        value: the intended value.
+        kind: kind of the field; None if unknown.
 
     >>> print(to_type("seed", "3", "int"), to_type("pool", "a b,c", "str or null"))
     seed=3 "pool='a b,c'"
@@ -118,7 +118,7 @@ def to_type(key: str, value: str, kind: str | None) -> str:
 
 
 def _is_of_kind(value: str, kind: str) -> bool:
-    """Whether a value can be read as `int`, `float`, `bool` or `str`."""
+    """Return True if a value can be read as `int`, `float`, `bool` or `str`."""
     if kind in ("int", "float"):
         try:
             float(value) if kind == "float" else int(value)
@@ -131,6 +131,6 @@ def _is_of_kind(value: str, kind: str) -> bool:
 
 
 def field_at(path: str, fields: Iterable[FieldInfo]) -> FieldInfo | None:
-    """The field of this path, or of the list in which the path is an entry; None of none."""
+    """Return the field of this path, or of the list in which the path is an entry, or None."""
     path = re.sub(r"\[\d+\].*", "", path)
     return next((field for field in fields if field.path == path), None)

@@ -1,1 +1,1 @@
-"""What a planned run costs: rollouts, tokens, memory, disk, time."""
+"""Costs of a planned run: rollouts, tokens, memory, disk, time."""

@@ -1,7 +1,7 @@
-"""What runs would cost in completions, tokens, memory and disk, from what they would do.
+"""Costs of runs in completions, tokens, memory and disk, computed from the planned work.
 
-Nothing is loaded. Prompts' tokens are not known without a tokenizer and are in none of the figures.
-A figure that is not known is None.
+Nothing is loaded. The number of prompt tokens needs a tokenizer and is left out of all figures.
+An unknown figure is None.
 """
 
 from __future__ import annotations
@@ -40,104 +40,92 @@ MOST_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer b
 
 @dataclass(frozen=True)
 class KeptPool:
-    """Scored completions that a study keeps.
-
-    Attributes:
-        questions: of the study.
-        completions: of each, N.
-        feature_sketch, gradient_sketch: numbers of the two sketches at most.
-        in_adams_metric: whether they are scored once more, in the metric of AdamW's step.
-    """
+    """Scored completions that a study keeps."""
 
     questions: int
+    # Of each question (N).
     completions: int
+    # Numbers of the two sketches, at most.
     feature_sketch: int
     gradient_sketch: int
+    # True if completions are scored once more, in the metric of AdamW's step.
     in_adams_metric: bool
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run samples, scores, updates and keeps; its command says it.
-
-    Attributes:
-        model: the policy.
-        sampler: what writes completions.
-        device: torch device, as configured.
-        rollouts: completions that gradients or errors are computed from.
-        values: others, behind baselines, at most.
-        evaluation: completions of test questions; None where their number is unknown.
-        sampled_together: completions to sample at a time, of which `sampler.rows` are side by side.
-        pass_tokens: of a backward pass.
-        by_layer: whether a backward pass holds one layer's graph at a time; None: where the whole
-            graph is more than `MOST_GRAPH_BYTES`.
-        bf16: whether it computes in bfloat16 over weights of a wider type.
-        kept_per_weight: numbers of gradient and optimizer.
-        has_reference: whether a frozen copy of the weights is kept.
-        most_checkpoints, last_checkpoints: on the disk at a time, and when it has finished.
-        pool: what a study keeps; None of training.
-    """
+    """The sampling, scoring, updating and storing of a run, as its command describes it."""
 
     model: ModelConfig
     sampler: SamplerOptions
+    # Torch device, as configured.
     device: str
+    # Completions from which gradients or errors are computed.
     rollouts: int
+    # Other completions, behind baselines, at most.
     values: int
+    # Completions of test questions; None if their number is unknown.
     evaluation: int | None
+    # Completions to sample at a time, `sampler.rows` of them side by side.
     sampled_together: int
     pass_tokens: int
+    # True if a backward pass holds one layer's graph at a time; None: if the whole graph is more
+    # than `MOST_GRAPH_BYTES`.
     by_layer: bool | None
+    # True if the run computes in bfloat16 over weights of a wider type.
     bf16: bool = False
+    # Numbers of gradient and optimizer for each weight.
     kept_per_weight: int = 0
+    # True if a frozen copy of the weights is kept.
     has_reference: bool = False
+    # On disk at a time, and after the run has finished.
     most_checkpoints: int = 0
     last_checkpoints: int = 0
+    # None for training.
     pool: KeptPool | None = None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run costs; bytes are of one process.
+    """Cost of one run; bytes are those of one process."""
 
-    Attributes:
-        rollouts: completions that gradients or errors are computed from.
-        values: fresh completions behind V, b* or a tracker, and greedy ones of remax; at most.
-        evaluation: completions of test questions; None where their number is unknown.
-        tokens: of all these completions, at most.
-        weights: bytes of the model.
-        reference: bytes of its frozen copy, 0 without one.
-        training: bytes of gradients and optimizer.
-        process: bytes of the program itself on a CPU, 0 on a GPU.
-        signs: bytes of the random signs behind a study's sketches.
-        cache: bytes of keys and values of the completions sampled side by side, 0 where vLLM does.
-        logits: bytes of the most logits at a time, and what is computed from them.
-        pool: bytes of a study's pool in the process that reads it, 0 on a GPU.
-        graph: bytes of activations that one backward pass holds: of an update, or of a question's
-            scores.
-        disk: bytes at most, while it runs: checkpoints, or the study's pool.
-        disk_after: bytes of them that stay when it has finished.
-    """
-
+    # Completions from which gradients or errors are computed.
     rollouts: int
+    # Fresh completions behind V, b* or a tracker, and greedy completions of remax; at most.
     values: int
+    # Completions of test questions; None if their number is unknown.
     evaluation: int | None
+    # Of all these completions, at most.
     tokens: int
+    # Bytes of the model.
     weights: int | None
+    # Bytes of the model's frozen copy, 0 without one.
     reference: int | None
+    # Bytes of gradients and optimizer.
     training: int | None
+    # Bytes of the program itself on a CPU, 0 on a GPU.
     process: int
+    # Bytes of the random signs behind a study's sketches.
     signs: int | None
+    # Bytes of keys and values of the completions sampled side by side, 0 with vLLM.
     cache: int | None
+    # Bytes of the most logits held at a time, and of what is computed from them.
     logits: int | None
+    # Bytes of activations that one backward pass holds: of an update, or of a question's scores.
     graph: int | None
+    # Bytes of a study's pool in the process that reads it, 0 on a GPU.
     pool: int | None
+    # Bytes at most during the run: checkpoints, or the study's pool.
     disk: int | None
+    # Bytes of these that stay when the run has finished.
     disk_after: int | None
 
     @property
     def memory(self) -> int | None:
-        """Bytes of all these together at the most: while completions are sampled, or in a backward
-        pass; of a study's first process where that is more.
+        """Bytes of all parts together at the peak.
+
+        The peak is while completions are sampled or in a backward pass, or in a study's first
+        process if that needs more.
         """
         if self.cache is None or self.graph is None:
             return None
@@ -148,7 +136,7 @@ class Cost:
 
 
 def cost(work: Work) -> Cost:
-    """What a run costs, from what it does.
+    """Compute the cost of a run from its work.
 
     Bytes, for P parameters of E bytes: weights E P; a reference E P; with AdamW a gradient and two
     moments, so training E P (1 + 2), 16 P in all with the weights in float32. A checkpoint has E P
@@ -212,9 +200,10 @@ def cost(work: Work) -> Cost:
 def score_memory(
     model: ModelConfig, completions: int, max_completion_length: int
 ) -> tuple[int, int, int] | None:
-    """Bytes to score N completions of a question, beside the weights and without prompts: with the
-    whole graph, layer by layer, and for one completion layer by layer. None if the sizes are
-    unknown.
+    """Compute the bytes needed to score N completions of a question.
+
+    Weights and prompts are left out. The three numbers are for the whole graph, layer by layer, and
+    for one completion layer by layer. None if the sizes are unknown.
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
@@ -229,7 +218,7 @@ def score_memory(
 
 
 def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
-    """Under FSDP2 on each process: bytes of shards, and of what stays whole while it samples.
+    """Return bytes of each FSDP2 process: of shards, and of whole weights while it samples.
 
     Weights, gradients and optimizer are sharded; weights are gathered to sample; a reference is
     whole throughout. All three must be known.
@@ -240,8 +229,10 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 
 
 def total(costs: list[Cost]) -> Cost:
-    """Total of runs executed one after another: tokens add up, memory is the maximum, disk is what
-    all keep and the largest temporary need beside it.
+    """Add up the costs of runs that are executed one after another.
+
+    Tokens add up. Memory is the maximum. Disk is what all runs keep, and the largest temporary need
+    beside it.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
     sums = {name: _sum([getattr(one, name) for one in costs]) for name in names}
@@ -255,10 +246,12 @@ def total(costs: list[Cost]) -> Cost:
 
 
 def model_size(model: ModelConfig) -> ModelSize:
-    """`model.size`; what it leaves open from the model's folder where there is one: from
-    config.json, in the names of Llama and its kin, and from the headers of the weight files, which
-    store tied weights once. Of a size that layers have each for itself the largest counts; what is
-    no number of either kind is not known.
+    """Return `model.size`, completed from the model's folder if there is one.
+
+    Open sizes come from config.json, in the names of Llama and its relatives, and the number of
+    parameters from the headers of the weight files, which store tied weights once. If each layer
+    has its own size, the largest counts. A value that is neither a number nor such a list is
+    unknown.
     """
     folder = model_folder(model.model_name_or_path)
     if not (folder / "config.json").is_file():
@@ -283,7 +276,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 
 def _largest(value: object) -> int | None:
-    """A size of config.json, or the largest of a list of one a layer; None: it is neither.
+    """Return a size of config.json, or the largest of a list with one size a layer, or None.
 
     >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
     (48, 48, None, None, None)
@@ -295,11 +288,14 @@ def _largest(value: object) -> int | None:
 
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
-    """Bytes of keys and values of the completions sampled side by side, prompts and room to grow
-    left out; CUDA graphs have buffers for the longest completion and `GRAPH_SPARE_COLUMNS` more.
+    """Return the bytes of keys and values of the completions sampled side by side.
 
-    A token leaves kv_width keys and as many values in each layer; keys have passed through rotary
-    embeddings, in the weights' type, values have the type of the computation, of `computed` bytes.
+    Prompts and room to grow are left out; CUDA graphs have buffers for the longest completion and
+    `GRAPH_SPARE_COLUMNS` more.
+
+    A token leaves kv_width keys and as many values in each layer. Keys have passed through rotary
+    embeddings and have the weights' type; values have the type of the computation, of `computed`
+    bytes.
     """
     sampler = work.sampler
     if sampler.rollout.name != "local":
@@ -313,8 +309,10 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
 
 
 def _logits(work: Work, size: ModelSize) -> int | None:
-    """Bytes of float32 logits: of the next token of all rows, or of one chunk of those of
-    log-probabilities with all that is computed from them, whichever is more.
+    """Return the bytes of float32 logits, the larger of two needs.
+
+    These are the logits of the next token of all rows, and one chunk of those behind
+    log-probabilities with all that is computed from them.
     """
     if size.vocabulary is None:
         return None
@@ -325,12 +323,13 @@ def _logits(work: Work, size: ModelSize) -> int | None:
 
 
 def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:
-    """Bytes of activations that a backward pass over so many tokens holds, as
-    `policy.memory.score_bytes` counts them.
+    """Return the bytes of activations that a backward pass over so many tokens holds.
+
+    They are counted as in `policy.memory.score_bytes`.
 
     Args:
-        entry: bytes of a number of the computation.
-        by_layer: whether the graph of one layer is held at a time, beside the inputs of all.
+        entry: bytes of a number in the computation.
+        by_layer: hold the graph of one layer at a time, beside the inputs of all layers.
     """
     if size.layers is None or size.hidden is None or size.inner is None:
         return None

@@ -1,7 +1,7 @@
-"""How long runs would take: their tokens, by the tokens a second of an earlier run on this machine.
+"""Durations of planned runs, at the tokens per second of an earlier run on this machine.
 
-A rough figure: batches of another size, longer answers and a busier machine change the rate. Where
-no earlier run has finished nothing is assumed, and the time is left out.
+The estimate is rough: batches of another size, longer answers and a busier machine change the
+rate. If no earlier run has finished, nothing is assumed and the time is left out.
 """
 
 from __future__ import annotations
@@ -28,56 +28,47 @@ UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned run as its command describes it to costs.
+    """A planned run as its command describes it to the estimate of costs."""
 
-    Attributes:
-        command: `train` or `mse`.
-        settings: what decides its cost, as one types it; what is None is not shown.
-        cost: what it takes beside time.
-        model: name of the policy.
-        device: torch device, as configured.
-        processes: that share it out, its ranks or local workers.
-        gpus: number of GPUs in use.
-        max_completion_length: tokens.
-        conditions: see `conditions`.
-        usual_place: where runs of this command are, by date.
-        folder: of the run; None where only the running job knows it.
-        short_run: words that make a run of seconds to minutes of it, at the same rate.
-        batch: how a step's batch is divided, in words.
-        notes: on its memory.
-        published_tests: number of test questions that was taken from a publication.
-    """
-
+    # `train` or `mse`.
     command: str
+    # The settings that decide the cost, as one types them; None is not shown.
     settings: Mapping[str, object]
     cost: Cost
+    # Name of the policy.
     model: str
+    # Torch device, as configured.
     device: str
+    # Ranks or local workers that share the run.
     processes: int
     gpus: int
+    # In tokens.
     max_completion_length: int
+    # See `conditions`.
     conditions: Mapping[str, object]
+    # Parent folder of this command's runs, by date.
     usual_place: Path
+    # Folder of the run; None if only the running job knows it.
     folder: Path | None
+    # Overrides that shorten the run to seconds or minutes, at the same rate.
     short_run: str
+    # Division of a step's batch, in words.
     batch: str = ""
+    # On the run's memory.
     notes: Sequence[str] = ()
+    # Number of test questions taken from a publication.
     published_tests: int | None = None
 
 
 @dataclass(frozen=True)
 class Duration:
-    """What a run would take.
+    """Estimated time of a run."""
 
-    Attributes:
-        seconds: None where no earlier run says it.
-        start: of these, until a process begins its first run, which its other runs need not.
-        basis: the earlier run, or what to run to have one.
-        gpus: number of GPUs in use.
-    """
-
+    # None if no earlier run tells it.
     seconds: float | None
+    # Part of `seconds` until a process begins its first run; its later runs do not need it.
     start: float
+    # The earlier run, or what to run to have one.
     basis: str
     gpus: int
 
@@ -89,25 +80,25 @@ class Duration:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a finished run was.
+    """Speed of a finished run."""
 
-    Attributes:
-        rate: tokens a second of its steps, or of a study's sampling and scoring.
-        sampling_rate: tokens a second of a training run's sampling, as in evaluations.
-        length: tokens of a completion, on average.
-        rest: seconds of the run beside all of these: setup, figures.
-        start: seconds until its process began its first run.
-    """
-
+    # Tokens per second of its steps, or of a study's sampling and scoring.
     rate: float
+    # Tokens per second of a training run's sampling, as in evaluations.
     sampling_rate: float
+    # Tokens of a completion, on average.
     length: float
+    # Seconds of the run beside all of these: setup, figures.
     rest: float
+    # Seconds until its process began its first run.
     start: float
 
 
 def duration(plan: Plan) -> Duration:
-    """Its completions, as long as those of the newest run that says its pace, at that pace."""
+    """Estimate the time of a planned run from the newest run that tells its pace.
+
+    Completions are taken to be as long as those of that run.
+    """
     cost = plan.cost
     completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
     if not completions:
@@ -130,8 +121,10 @@ def duration(plan: Plan) -> Duration:
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
-    """Pace of a finished run that this many processes shared; None if its history or result does
-    not tell it: several launches, a pool that existed before, or equal rewards.
+    """Return the pace of a finished run that this many processes shared.
+
+    None if its history or result does not tell the pace: several launches, a pool that existed
+    before, or equal rewards.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:
@@ -159,13 +152,13 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
 def finished_runs(
     command: str, conditions: Mapping[str, object], usual_place: Path, folder: Path | None
 ) -> Iterator[RunRecord]:
-    """Finished runs of a command on this machine, newest first, at most `MOST_RUNS_READ`.
+    """Yield finished runs of a command on this machine, newest first, at most `MOST_RUNS_READ`.
 
     Args:
         command: `train`, `mse` or `gap`.
         conditions: values that their configurations must have, by dotted key.
-        usual_place: where runs of this command are, by date.
-        folder: of the planned run, beside which others are; None: it has none.
+        usual_place: parent folder of this command's runs, by date.
+        folder: folder of the planned run, beside which others are; None if it has none.
     """
     places = [(usual_place, "*/*/result.json")]
     if folder is not None:
@@ -185,24 +178,24 @@ def finished_runs(
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """The values of `AGREEING_KEYS`, by dotted key; None where the command does not know the key.
+    """Return the values of `AGREEING_KEYS`, by dotted key; None if the command lacks the key.
 
     Args:
-        values: all that a run folder stores, nested.
+        values: all values that a run folder stores, nested.
     """
     by_key = flatten(values)
     return {key: by_key.get(key) for key in AGREEING_KEYS}
 
 
 def one_after_the_other(durations: Sequence[Duration]) -> float | None:
-    """Seconds of runs that one process makes in turn; None where one of them is not known."""
+    """Return the seconds of runs that one process makes in turn; None if one of them is unknown."""
     known = [one.seconds - one.start for one in durations if one.seconds is not None]
     start = max(one.start for one in durations)
     return sum(known) + start if len(known) == len(durations) else None
 
 
 def time_text(seconds: float | None) -> str:
-    """Seconds in the unit that suits them, with two digits.
+    """Format seconds in the unit that suits them, with two digits.
 
     >>> time_text(40), time_text(5400), time_text(86400 * 2000), time_text(None)
     ('40 s', '1.5 h', '2 000 days', 'unknown')
@@ -214,7 +207,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def number_text(number: float | None) -> str:
-    """A number with two digits, from 100 on with all before the point.
+    """Format a number with two digits, from 100 on with all digits before the point.
 
     >>> number_text(3.14159), number_text(1901.6), number_text(None)
     ('3.1', '1 902', 'unknown')
@@ -225,6 +218,6 @@ def number_text(number: float | None) -> str:
 
 
 def path_text(folder: Path) -> str:
-    """The folder, from the working directory where it is in there."""
+    """Return the folder, relative to the working directory if it is inside it."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -1,4 +1,4 @@
-"""`dry_run=true`: what runs would do and cost, printed; nothing is loaded or written."""
+"""`dry_run=true`: prints the planned runs and their costs; nothing is loaded or written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def show_costs(plans: Sequence[Plan]) -> None:
 
 
 def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
-    """The settings that are not None, each value as one types it."""
+    """Return the settings that are not None, each value as one types it."""
     texts = {}
     for key, value in settings.items():
         if isinstance(value, bool):
@@ -58,14 +58,14 @@ def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def batch_lines(plans: Sequence[Plan]) -> list[str]:
-    """How each different batch of training is divided."""
+    """Describe how each different batch of training is divided."""
     lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
     more = [f"and {len(lines) - MOST_BATCHES} other batches"] if len(lines) > MOST_BATCHES else []
     return lines[:MOST_BATCHES] + more
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
-    """A line for each run, labelled by its own settings, and one for all."""
+    """Return a table with a line for each run, labelled by its own settings, and a line for all."""
     runs = len(costs)
     table = Table(title=f"{runs} run{'s' * (runs > 1)}", box=SIMPLE, pad_edge=False)
     table.add_column("")
@@ -92,7 +92,7 @@ def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
 
 
 def cost_notes(plans: Sequence[Plan]) -> list[str]:
-    """What the largest run's memory consists of, and what the figures leave out."""
+    """Explain the parts of the largest run's memory, and what the figures leave out."""
     largest = max(plans, key=lambda plan: plan.cost.memory or 0)
     most = largest.cost
     notes = [
@@ -134,8 +134,10 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
 def score_notes(
     model: ModelConfig, completions: int, max_completion_length: int, weights: int
 ) -> list[str]:
-    """How N completions of a question are scored, what that holds beside the bytes of the weights,
-    and what to change where it does not fit.
+    """Describe how N completions of a question are scored and the memory that this needs.
+
+    The text says what is held beside the bytes of the weights, and what to change if it does not
+    fit.
     """
     memory = score_memory(model, completions, max_completion_length)
     if memory is None:
@@ -156,7 +158,7 @@ def score_notes(
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
-    """Print how long each run and all of them would take one after the other, and what says so."""
+    """Print the wall time of each run and of all in turn, and the basis of the estimate."""
     several, hours = len(durations) > 1, any(one.gpus for one in durations)
     has_estimate = any(one.seconds is not None for one in durations)
     if several and has_estimate:

@@ -1,20 +1,20 @@
-"""One process at a time on a folder, by a lock that ends with its owner, however that ends.
+"""A lock that gives a folder to one process at a time, and ends when its owner ends, however.
 
-`.lock` is held with flock(2) while its owner lives and says who that is; the kernel lets go of it
-when the owner dies. Across machines that is not enough: there are file systems whose flock reaches
-no further than one of them (BeeGFS and Lustre by default), or that have none. So the owner also
-touches the file every `BEAT_SECONDS`, and a lock left by another machine is taken over only after
-it was seen untouched for `DEAD_AFTER_SECONDS`. What is compared is whether the file changed, never
-its time with a clock, so clocks may differ by any amount.
+`.lock` is held with flock(2) while its owner lives, and names the owner; the kernel releases it
+when the owner dies. Across machines that is not enough: some file systems have a flock that is
+limited to one machine (BeeGFS and Lustre by default), others have none. So the owner also touches
+the file every `BEAT_SECONDS`, and a lock left by another machine is taken over only after the file
+was unchanged for `DEAD_AFTER_SECONDS`. Only changes of the file are compared, never its time with a
+clock, so clocks may differ by any amount.
 
 An owner that was suspended for longer and lost its lock learns it from the file, which names
-another: it calls `check` before it writes, and ends.
+another owner: it calls `check` before it writes, and ends.
 
 filelock 4.2.11 has such a heartbeat in `SoftFileLease`, which was tried by itself and is not used:
-it takes the lock at once from a live owner whose process id is not known here, as in another
+it takes the lock at once from a live owner whose process id is unknown here, as in another
 container of the same host name, and from a suspended owner on this machine after the lease, while
-flock shows that both live. Its file has no field for a SLURM job, by whose restart a dead owner on
-another machine is known without waiting.
+flock shows that both live. Its file has no field for a SLURM job, whose restart proves without
+waiting that an owner on another machine is dead.
 """
 
 from __future__ import annotations
@@ -48,26 +48,23 @@ NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Held(ConfigError):
-    """Another process holds the folder; the message says in one line which."""
+    """Refusal because another process holds the folder; the message names it in one line."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The record that a process writes into its lock.
+    """The record that a process writes into its lock."""
 
-    Attributes:
-        token: random, of this one lock.
-        pid: as the process itself knows it; in a container another than outside.
-        boot_id: of its kernel since that started; None where there is none (not Linux).
-        started: when it took the lock, by its own clock: for people only.
-        slurm_job, slurm_restart: see `grpo_ustat.distributed.slurm`.
-    """
-
+    # Random, unique to this lock.
     token: str
     host: str
+    # As the process itself sees it; in a container it differs from the number outside.
     pid: int
+    # Identifies the kernel since its start; None if there is none (not Linux).
     boot_id: str | None
+    # Time at which it took the lock, by its own clock, for people only.
     started: str
+    # See `grpo_ustat.distributed.slurm`.
     slurm_job: str | None
     slurm_restart: int
 
@@ -78,15 +75,11 @@ class Owner:
 
 @dataclass(frozen=True)
 class Holder(Owner):
-    """The owner of a lock, as another process sees it.
+    """The owner of a lock, as another process sees it."""
 
-    Attributes:
-        silent: seconds since its last sign of life.
-        certain: flock shows that it lives; otherwise it only was not silent for
-            `DEAD_AFTER_SECONDS`.
-    """
-
+    # Seconds since its last sign of life.
     silent: float
+    # True if flock shows that it lives; else it was just not silent for `DEAD_AFTER_SECONDS`.
     certain: bool
 
 
@@ -94,7 +87,7 @@ class Lock:
     """A folder's lock, for one process and not its forks; to be taken once.
 
     Args:
-        folder: made where it does not exist.
+        folder: created if it does not exist.
     """
 
     def __init__(self, folder: Path):
@@ -104,10 +97,11 @@ class Lock:
         self._released = threading.Event()
 
     def take(self) -> None:
-        """Take the lock, also that of an owner that is dead; that is said on standard error.
+        """Take the lock, even from an owner that is dead; a line on standard error then says so.
 
         Raises:
-            Held: its owner lives; seen at once or, on another machine, within `DEAD_AFTER_SECONDS`.
+            Held: its owner lives; known at once or, on another machine, within
+                `DEAD_AFTER_SECONDS`.
             OSError: the file system allows no such file.
         """
         watched = None
@@ -138,7 +132,9 @@ class Lock:
         threading.Thread(target=self._live, name="lock", daemon=True).start()
 
     def check(self) -> None:
-        """See that the lock is still this process's; a disk that does not answer says nothing.
+        """Verify that the lock still belongs to this process.
+
+        A disk that does not answer proves nothing and passes.
 
         Raises:
             Held: it was taken over, or removed.
@@ -163,7 +159,7 @@ class Lock:
             )
 
     def is_own(self) -> bool:
-        """Whether the lock is still this process's."""
+        """Return True if the lock still belongs to this process."""
         try:
             self.check()
         except Held:
@@ -171,7 +167,7 @@ class Lock:
         return self in _HELD_LOCKS
 
     def release(self) -> None:
-        """Remove the lock if it is still this process's, of which a fork is none."""
+        """Release the lock if this process owns it; forked children do not."""
         if self not in _HELD_LOCKS:
             return
         _HELD_LOCKS.discard(self)
@@ -195,17 +191,13 @@ _HELD_LOCKS: set[Lock] = set()  # what this process holds
 
 
 def check_own() -> None:
-    """Call `Lock.check` on every lock that this process holds.
-
-    Raises:
-        Held: see there.
-    """
+    """Call `Lock.check` on every lock that this process holds."""
     for lock in tuple(_HELD_LOCKS):
         lock.check()
 
 
 def _forget() -> None:
-    """In a fork: without its copy of the descriptor the lock ends with the process that took it."""
+    """Close the descriptors of a fork, so that the lock ends with the process that took it."""
     while _HELD_LOCKS:
         os.close(_HELD_LOCKS.pop()._descriptor)
 
@@ -214,11 +206,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def peek(folder: Path) -> Holder | None:
-    """Who holds the folder, None if nobody does or a dead process; leaves the lock as it is.
+    """Return the holder of the folder, or None if nobody or a dead process holds it.
 
-    The time is taken from a file made there for a moment. In a folder that cannot be written it is
-    this machine's: then an owner on another one, whose flock does not show here, counts as dead or
-    alive by how far the two clocks agree. Only `Lock.take` decides, and it compares no clocks.
+    The lock is left as it is. The time is taken from a temporary file in the folder. If the folder
+    cannot be written, the time is this machine's: then the state of an owner on another machine,
+    whose flock does not show here, depends on how well the two clocks agree. Only `Lock.take`
+    decides, and it compares no clocks.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
@@ -236,7 +229,7 @@ def peek(folder: Path) -> Holder | None:
 
 
 def in_use(folder: Path, who: str) -> str:
-    """The message that refuses a folder which another process holds."""
+    """Return the message that refuses a folder which another process holds."""
     return (
         f"{folder} is in use by {who}: wait for it, stop it, or choose another folder with "
         "hydra.run.dir=DIR"
@@ -244,7 +237,9 @@ def in_use(folder: Path, who: str) -> str:
 
 
 def _opened(path: Path) -> tuple[int, bool, bool]:
-    """The open file, whether it is new, and whether it is flocked: some file systems have none.
+    """Open the file; return the descriptor, True if it is new, and True if it is flocked.
+
+    Some file systems have no flock.
 
     Raises:
         Held: another process holds it.
@@ -264,7 +259,7 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
 
 
 def _open_or_create(path: Path) -> tuple[int, bool]:
-    """The file's descriptor, and whether this call created the file."""
+    """Return the file's descriptor, and True if this call created the file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
     except FileExistsError:
@@ -272,7 +267,7 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Flock a file; False if another holds it, None where that is not supported."""
+    """Flock a file; return False if another process holds it, None if flock is not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -286,7 +281,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_flocked(descriptor: int) -> bool | None:
-    """Whether another process holds a flock on the file; None where that cannot be known."""
+    """Return True if another process holds a flock on the file; None if that cannot be known."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -298,7 +293,7 @@ def _is_flocked(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file, which its owner may just have removed."""
+    """Return True if the path still leads to the open file, which its owner may have removed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -306,8 +301,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _outlived(owner: Owner | None) -> bool:
-    """Whether an owner whose flock is gone is dead for certain: it lived under this kernel, or
-    SLURM has started its job again.
+    """Return True if an owner whose flock is gone is certainly dead.
+
+    This is certain if it lived under this kernel, or if SLURM has started its job again.
     """
     if owner is None:
         return False
@@ -319,13 +315,13 @@ def _outlived(owner: Owner | None) -> bool:
 
 
 def _seen_dead(path: Path) -> bytes | None:
-    """Watch a lock until its owner counts as dead, and return the lock's content; None if the
-    file disappeared.
+    """Watch a lock until its owner counts as dead, and return the lock's content.
 
-    Looks are counted, not time: while a file system hangs its owner can show no life either.
+    The result is None if the file disappeared. Looks are counted, not time: while a file system
+    hangs, its owner cannot show life either.
 
     Raises:
-        Held: as soon as it shows life.
+        Held: as soon as the owner shows life.
         Stopped: a signal asked this process to stop.
     """
     first = _look(path)
@@ -345,7 +341,10 @@ def _seen_dead(path: Path) -> bytes | None:
 
 
 def _look(path: Path) -> tuple[bytes, int | None]:
-    """A lock's content and when it was touched, ns; opened anew, for NFS asks its server then."""
+    """Return a lock's content and the time of its last change in ns.
+
+    The file is opened each time, because NFS asks its server only then.
+    """
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -377,8 +376,9 @@ def _this_process() -> Owner:
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock that stamps the folder's files, seconds; by this machine's where the
-    folder cannot be written.
+    """Return the time in seconds by the clock that stamps the folder's files.
+
+    It is this machine's time if the folder cannot be written.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.5  # seconds between two looks for a parent
 
 
 def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
-    """Children of a process, with theirs if recursive; none where it is gone."""
+    """Return the children of a process, with theirs if recursive; empty if it is gone."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive)
     return []
@@ -53,8 +53,10 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
 
 
 def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:
-    """From now on this process ends, with code 1 and no other cleaning up, when its parent is dead,
-    or an ancestor above it; see `while_parent_lives`. A temporary folder of theirs goes with it.
+    """End this process as soon as its parent, or an ancestor above it, is dead.
+
+    It then ends with code 1 and without further cleaning up; see `while_parent_lives`. A temporary
+    folder of the parent is removed first.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a run that torchrun or `accelerate launch` started; otherwise one process alone."""
+"""The ranks of a run that torchrun or `accelerate launch` started; otherwise a single process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class RefusedByRank(ConfigError):
 
 
 class _PeerFailed(Exception):
-    """Another rank failed, so this rank's work is of no use."""
+    """Failure of another rank, which makes this rank's work useless."""
 
 
 def check_environment() -> None:
-    """Refuse an environment that says only in part which rank this process is: it would wait for
-    ever, or take itself for the first of several.
+    """Refuse an environment that tells this process's rank only in part.
+
+    The process would wait for ever, or take itself for the first of several.
     """
     if "RANK" not in os.environ:
         return
@@ -50,22 +51,22 @@ def check_environment() -> None:
 
 
 def world() -> int:
-    """How many ranks the run has; 1 where this process is alone."""
+    """Return the number of ranks of the run; 1 for a single process."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def rank() -> int:
-    """Which of the ranks this process is, from 0; 0 where it is alone."""
+    """Return the rank of this process, from 0; 0 for a single process."""
     return int(os.environ["RANK"]) if world() > 1 else 0
 
 
 def is_main() -> bool:
-    """Whether this is the rank that prints and writes what all ranks share."""
+    """Return True if this is the rank that prints and writes what all ranks share."""
     return rank() == 0
 
 
 def own_device(device: str) -> str:
-    """The configured device, `cuda` as this rank's or local worker's own one."""
+    """Return the configured device; `cuda` becomes the device of this rank or local worker."""
     if device != "cuda" or (world() == 1 and WORKER_VARIABLE not in os.environ):
         return device
     import torch
@@ -82,7 +83,7 @@ def own_device(device: str) -> str:
 
 
 def one_on_each_gpu(workers: int, device: str) -> int:
-    """How many local workers have a model on the configured device: on CUDA one for each GPU."""
+    """Return the number of local workers with a model on the device: on CUDA one for each GPU."""
     if not device.startswith("cuda"):
         return workers
     import torch
@@ -96,7 +97,7 @@ def barrier() -> None:
 
 
 def main_only(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function on rank 0 alone; every rank waits for it and returns its value.
+    """Call the function only on rank 0; every rank waits for it and returns its value.
 
     Raises:
         ConfigError, RuntimeError: see `all_gather_call`.
@@ -180,14 +181,14 @@ class _Peers:
         atexit.register(_leave)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
+        """Return the values of all ranks, in their order."""
         values: list[Any] = [None] * world()
         with _connected():
             self._gather(values, value, group=self._group)
         return values
 
     def count(self, key: str, added: int) -> int:
-        """Add to a count of the call at hand; what all ranks have added so far."""
+        """Add to a count of the current call, and return what all ranks have added so far."""
         with _connected():
             return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
 
@@ -196,7 +197,7 @@ _join = cache(_Peers)
 
 
 def _leave() -> None:
-    """Close the connections: threads of theirs that outlive the interpreter abort the process."""
+    """Close the connections: their threads abort the process if they outlive the interpreter."""
     import torch.distributed as dist
 
     _join.cache_clear()
@@ -205,7 +206,7 @@ def _leave() -> None:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """Within, a lost connection to another rank ends this rank, and its sweep, with one line."""
+    """End this rank, and its sweep, with one line if the connection to another rank is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -214,8 +215,9 @@ def _connected() -> Iterator[None]:
 
 @contextmanager
 def name_lost_ranks() -> Iterator[None]:
-    """Name lost ranks as `_connected` does, around work in which only some errors are those of a
-    connection.
+    """Name lost ranks as `_connected` does, around work with other errors too.
+
+    Only some of the errors in it are those of a connection.
 
     Raises:
         SystemExit: a rank is gone.

@@ -1,7 +1,7 @@
-"""Imported first by the process that forks a study's workers, see `workers.preload`.
+"""First import of the process that forks a study's workers, see `workers.preload`.
 
-The folder with the socket on which it listens is removed by the process that started it, unless
-that one was killed. Then this one, which ends once nobody is left to ask it, removes the folder.
+The folder with the socket on which it listens is removed by the process that started it. If that
+process was killed, the server, which ends once nobody is left to ask it, removes the folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests to stop: signals that schedulers send before they take a machine away.
 
-A handler only notes the signal. Between its steps work looks for it, on all ranks together, saves
-and ends with code 75; a step under way is finished first, so a scheduler must grant a step and a
-save.
+A handler only notes the signal. Between its steps, work looks for it, on all ranks together, saves
+and ends with code 75. A step under way is finished first, so a scheduler must grant the time of a
+step and a save.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Notes a stopping signal while it is open; afterwards the handlers are as before.
+    """Recorder of a stopping signal while it is open; afterwards the handlers are as before.
 
-    One inside another knows what the outer one has noted before.
-
-    Attributes:
-        received: number of the last such signal, 0 without one.
+    An inner request knows what an outer one has noted before.
     """
 
     _inner: ClassVar[StopRequest | None] = None
     _since: ClassVar[float | None] = None  # when the first signal came
 
     def __init__(self) -> None:
+        # Number of the last such signal, 0 without one.
         self.received = 0
 
     def __enter__(self) -> StopRequest:
@@ -58,11 +56,11 @@ class StopRequest:
         self.on_signal(number)
 
     def on_signal(self, number: int) -> None:
-        """Called at once when a signal comes, for subclasses to override; does nothing here."""
+        """Respond at once to a signal, in subclasses; does nothing here."""
 
     @property
     def name(self) -> str:
-        """Which signal this process received, in words."""
+        """The signal that this process received, in words."""
         return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
 
@@ -78,5 +76,5 @@ def stop_if_requested() -> None:
 
 
 def seconds_since_request() -> float:
-    """Since the first stopping signal to this process; 0 without one."""
+    """Return the seconds since the first stopping signal to this process; 0 without one."""
     return time.monotonic() - StopRequest._since if StopRequest._since else 0.0

@@ -1,7 +1,7 @@
-"""What SLURM says about the job that this process runs in, and what becomes of it.
+"""SLURM's information about the job in which this process runs, and the next state of the job.
 
-Which signal reaches whom, and how `scontrol show job` then shows the job (measured on SLURM 22.05,
-preemption by partition with PreemptMode=REQUEUE and a GraceTime):
+Recipients of each signal, and the output of `scontrol show job` afterwards (measured on SLURM
+22.05, preemption by partition with PreemptMode=REQUEUE and a GraceTime):
 
 | event | batch script and its children | tasks of srun | JobState, what else |
 |---|---|---|---|
@@ -14,9 +14,9 @@ preemption by partition with PreemptMode=REQUEUE and a GraceTime):
 | `scancel --signal=USR2 ID` | nothing | USR2 | RUNNING |
 | time limit | CONT, TERM | CONT, TERM | COMPLETING, Reason=TimeLimit |
 
-Tasks are signalled with all that they have started, in whatever session; TERM may come twice, and
-is followed by KILL after KillWait, but for preemption's first. A job that ends by itself while
-preempted, with whatever code, does not come back unless it asks.
+Tasks are signalled with all that they have started, in whatever session. TERM may come twice, and
+is followed by KILL after KillWait, except the first TERM of a preemption. A job that ends by itself
+while preempted, with any exit code, does not come back unless it asks.
 """
 
 from __future__ import annotations
@@ -47,31 +47,29 @@ _first_record: dict[str, dict[str, str]] = {}  # of each job
 
 
 class Grace(NamedTuple):
-    """Seconds that this cluster grants, None where it does not say.
+    """Seconds that this cluster grants; None if it does not tell."""
 
-    Attributes:
-        preempted: between the TERM that a preemption sends to srun's tasks and the next one, the
-            partition's GraceTime (a QOS may have one of its own); a batch script has none of it.
-        killed: between any other TERM and KILL, the cluster's KillWait.
-    """
-
+    # Time between the TERM that a preemption sends to srun's tasks and the next one, the
+    # partition's GraceTime (a QOS may have its own); a batch script has none of it.
     preempted: float | None
+    # Time between any other TERM and KILL, the cluster's KillWait.
     killed: float | None
 
 
 def job_id() -> str | None:
-    """The job's own number, which is not that of its array; None outside SLURM.
+    """Return the job's own number, which is not that of its array; None outside SLURM.
 
-    The last job of an array to start bears the array's number: `scontrol requeue` with it requeues
-    the whole array. What is to be done to this job alone goes by `address`.
+    The last job of an array to start bears the array's number, so `scontrol requeue` with it
+    requeues the whole array. Use `address` for commands that concern only this job.
     """
     return os.environ.get("SLURM_JOB_ID")
 
 
 def address() -> str | None:
-    """What SLURM's commands call this job and no other, such as 17 or 17_3; None outside SLURM.
+    """Return the unique name of this job in SLURM's commands, such as 17 or 17_3.
 
-    The array may be that of a job from within which this one was submitted: SLURM knows.
+    None outside SLURM. The array in the environment may be that of a job from within which this one
+    was submitted: SLURM's record decides.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     if not (job_id() and array and task):
@@ -82,9 +80,9 @@ def address() -> str | None:
 
 
 def restart_count() -> int:
-    """How often SLURM has started this job again.
+    """Return how often SLURM has started this job again.
 
-    SLURM tells a job so only from the first time on; until then the number may be that of a job
+    SLURM tells a job so only from the first time on. Until then the number may be that of a job
     from within which this one was submitted, and SLURM's own count, which grows by one as soon as
     the job is to start again, is below it.
     """
@@ -94,8 +92,9 @@ def restart_count() -> int:
 
 @contextmanager
 def without_job_env() -> Iterator[None]:
-    """Within, the environment has none of SLURM's variables of this job, which jobs submitted here
-    would inherit.
+    """Remove SLURM's variables of this job from the environment, and restore them at the end.
+
+    Jobs submitted within would inherit them.
     """
     names = [x for x in os.environ if x.startswith(JOB_PREFIXES) and x not in CLUSTER_VARIABLES]
     removed = {name: os.environ.pop(name) for name in names}
@@ -106,9 +105,9 @@ def without_job_env() -> Iterator[None]:
 
 
 def is_task_of_several() -> bool:
-    """Whether `srun` started this process as one of several tasks; its rank is SLURM_PROCID.
+    """Return True if `srun` started this process as one of several tasks; its rank is SLURM_PROCID.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too, but SLURM_STEP_NUM_TASKS only where it was
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but SLURM_STEP_NUM_TASKS only if it was
     submitted from within a task, and then it is that task's.
     """
     of_step = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -116,16 +115,18 @@ def is_task_of_several() -> bool:
 
 
 def next_action() -> Ending:
-    """What becomes of this job when this process ends now, after a signal to stop.
+    """Predict what happens to this job if this process ends now, after a signal to stop.
 
-    A job that still runs was preempted or warned: it must ask, by `requeue`. So must one that met
-    its time limit. One that is being taken away comes back if SLURM counts one more restart than
+    A job that still runs was preempted or warned: it must ask, by `requeue`. So must a job that met
+    its time limit. A job that is being taken away comes back if SLURM counts one more restart than
     this process was told at its start; else somebody cancelled it, and a request would undo that.
 
     Returns:
         `requeue`: it ends for good unless it asks to be started again. `comes_back`: SLURM starts
-        it again by itself. `for_good`: it is not to start again, or it cannot: SLURM does not tell,
-        or the job was submitted with `--no-requeue` or by `srun` and `salloc`.
+            it
+        again by itself. `for_good`: it is not to start again, or it cannot: SLURM does not tell, or
+            the
+        job was submitted with `--no-requeue` or by `srun` and `salloc`.
     """
     job = _job()
     if int(job.get("Restarts", 0)) > restart_count():
@@ -136,7 +137,7 @@ def next_action() -> Ending:
 
 
 def requeue() -> bool:
-    """Ask SLURM to start this job again; False, said in one line, where it refuses.
+    """Ask SLURM to start this job again; return False, with a line of the reason, if it refuses.
 
     SLURM then ends what is left of the job: CONT and TERM to all of it, KILL after KillWait.
     """
@@ -144,7 +145,7 @@ def requeue() -> bool:
 
 
 def submissions(folder: str) -> set[str]:
-    """Jobs that submitit, told to keep its files in `folder`/JOB, has submitted."""
+    """Return the jobs that submitit, told to keep its files in `folder`/JOB, has submitted."""
     return {path.name for path in Path(folder).parent.glob("[0-9]*")}
 
 
@@ -153,22 +154,20 @@ def await_end(jobs: set[str], interval: float = 30) -> None:
 
     Args:
         jobs: as `address` names them.
-        interval: seconds between two looks; a sweep is waited for over days.
+        interval: seconds between two looks; waiting for a sweep takes days.
     """
     while jobs & queue():
         time.sleep(interval)
 
 
 def queue() -> set[str]:
-    """The user's other jobs that wait or run, named as by `address`; empty where SLURM does not
-    say.
-    """
+    """Return the user's other jobs that wait or run, named as by `address`; empty if unknown."""
     jobs = _query("squeue", "--me", "--array", "-h", "-o", "%i") or ""
     return set(jobs.split()) - {address()}
 
 
 def grace() -> Grace:
-    """What this cluster grants between a signal and the end, see `Grace`."""
+    """Return the time that this cluster grants between a signal and the end, see `Grace`."""
     partition = os.environ.get("SLURM_JOB_PARTITION")
     if not partition:
         return Grace(None, None)
@@ -181,7 +180,7 @@ def grace() -> Grace:
 
 
 def _job() -> dict[str, str]:
-    """JobId, JobState, Reason, Restarts ... of this job now; empty where SLURM does not tell."""
+    """Return JobId, JobState, Reason, Restarts ... of this job now; empty if unknown."""
     job = job_id()
     if not job:
         return {}
@@ -198,14 +197,14 @@ def _job() -> dict[str, str]:
 
 
 def _first() -> dict[str, str]:
-    """SLURM's first record of this job; empty if SLURM gave none."""
+    """Return SLURM's first record of this job; empty if SLURM gave none."""
     if job_id() not in _first_record:
         _job()
     return _first_record.get(job_id() or "", {})
 
 
 def _query(*words: str) -> str | None:
-    """The output of one of SLURM's commands; None, with one line printed, where it fails twice."""
+    """Return the output of one of SLURM's commands; None, and print a line, if it fails twice."""
     why = f"no {words[0]} here"
     for _ in range(2 if shutil.which(words[0]) else 0):
         try:
@@ -226,7 +225,7 @@ def _query(*words: str) -> str | None:
 
 
 def _seconds(match: re.Match[str] | None) -> float | None:
-    """Seconds of a duration such as `15`, `01:30`, `02:00:00` or `1-00:00:00`."""
+    """Parse a duration such as `15`, `01:30`, `02:00:00` or `1-00:00:00` into seconds."""
     if not match:
         return None
     days, clock = ("0-" + match.group(1)).split("-")[-2:]
@@ -237,7 +236,7 @@ def _seconds(match: re.Match[str] | None) -> float | None:
 
 
 def join_tasks() -> None:
-    """Become a rank where this process is one of several tasks; otherwise nothing."""
+    """Become a rank if this process is one of several tasks; otherwise do nothing."""
     if "RANK" in os.environ or _join_submitit() or not is_task_of_several():
         return
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
@@ -260,7 +259,7 @@ def join_tasks() -> None:
 
 
 def _join_submitit() -> bool:
-    """Whether submitit started this task; if there are several, it becomes one of the ranks."""
+    """Return True if submitit started this task; one of several becomes a rank."""
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return False
     import submitit
@@ -272,9 +271,9 @@ def _join_submitit() -> bool:
 
 
 def main() -> None:
-    """For a batch script whose program was stopped and has saved: start the job again if it should.
+    """Start the job again if it should, for a batch script whose program was stopped and has saved.
 
-    Prints what becomes of the job.
+    Prints what happens to the job.
     """
     ending = next_action()
     if ending == "requeue" and not requeue():

@@ -1,4 +1,4 @@
-"""Share work among processes, each with its own copy of the model, and watch them."""
+"""Sharing of work among processes, each with its own copy of the model, and their supervision."""
 
 from __future__ import annotations
 
@@ -43,21 +43,17 @@ _FORK_SERVER: dict[str, int] = {}  # "owner": its process; none where workers st
 
 @dataclass(frozen=True)
 class WorkCost:
-    """The cost of a piece of work; seconds are a worker's own, so their sum exceeds the clock's.
-
-    Attributes:
-        rollouts: completions.
-        tokens: of all completions.
-        clipped: completions that reached max_completion_length.
-        timeouts, failures: answers that could not be judged.
-        seconds_generate, seconds_score: of sampling completions, and of computing their scores.
-    """
+    """Cost of a piece of work; seconds are a worker's own, so their sum exceeds the clock's."""
 
     rollouts: int = 0
+    # Of all completions.
     tokens: int = 0
+    # Completions that reached max_completion_length.
     clipped: int = 0
+    # Answers that could not be judged.
     timeouts: int = 0
     failures: int = 0
+    # Time of sampling completions, and of computing their scores.
     seconds_generate: float = 0.0
     seconds_score: float = 0.0
 
@@ -69,14 +65,14 @@ def preload(modules: Sequence[str], device: str) -> None:
     """Have local workers forked by one process that has imported what they need.
 
     It imports while this process goes on with its own work, serves all later calls of `share`, and
-    ends with this process. Where `device` is not the CPU, a fork could not use it, and outside
-    Linux forks are not safe; where the path of the temporary folder is too long for a socket, or
-    this process is a fork of one that has such a server, there can be none. There every worker
-    starts afresh.
+    ends with this process. If `device` is not the CPU, a fork could not use it, and outside Linux
+    forks are not safe. If the path of the temporary folder is too long for a socket, or this
+    process is a fork of one that has such a server, there can be no server. In these cases every
+    worker starts afresh.
 
     Args:
-        modules: by name; one that cannot be imported is left to the workers.
-        device: of the run, "cpu", "cuda" ...
+        modules: module names; a module that cannot be imported is left to the workers.
+        device: device of the run, "cpu", "cuda" ...
     """
     _FORK_SERVER.clear()
     fits = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
@@ -96,7 +92,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 
 def _end_server() -> None:
-    """At this process's end, even where the server still imports and does not see it."""
+    """Kill the server when this process ends, even if it still imports and does not notice."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
@@ -115,9 +111,9 @@ def share(
 ) -> tuple[list[Any], WorkCost]:
     """Run `work(items, *arguments)`, a generator, over the items shared out among processes.
 
-    `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line of which the first is
-    shown, and anything else as a result. The processes are the ranks of the run where a launcher
-    started several, otherwise `workers` local ones; the results are returned in their order, with
+    `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line (only the first one is
+    shown), and anything else as a result. The processes are the ranks of the run if a launcher
+    started several, otherwise `workers` local ones. The results are returned in their order, with
     the cost of all, on every rank.
 
     Args:
@@ -125,7 +121,6 @@ def share(
         items: what to share out, the same on every rank.
         workers: number of local processes; 1 runs in this one.
         title, total, unit: of the progress bar, which counts `WorkCost.rollouts`.
-        arguments: passed on to every worker.
         weights: expected work of each item; equal unless given.
 
     Raises:
@@ -145,7 +140,7 @@ def share(
 
 
 def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list[Any]]:
-    """Items shared out, the heaviest first, each to the worker with the least; order is preserved.
+    """Share items out, the heaviest first, each to the worker with the least; order is preserved.
 
     >>> shares_of(["a", "b", "c", "d"], [1, 2, 5, 1], 2)
     [['c'], ['a', 'b', 'd']]
@@ -160,7 +155,7 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
 
 
 def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any], WorkCost]:
-    """The results of this rank's workers, by worker, and their cost."""
+    """Return the results of this rank's workers, by worker, and their cost."""
     results, cost, noticed = defaultdict(list), WorkCost(), False
     for worker, event in events:
         check_own()
@@ -185,7 +180,10 @@ def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any]
 def _events(
     work: Work, shares: list[list[Any]], arguments: tuple
 ) -> Generator[tuple[int, Any], None, None]:
-    """(worker, event) of this rank's share, or of local workers, which end with this generator."""
+    """Yield (worker, event) of this rank's share, or of local workers.
+
+    The workers end with the generator.
+    """
     if world() > 1 or len(shares) < 2:
         for own in shares[rank() : rank() + 1]:
             yield from ((rank(), event) for event in work(own, *arguments))
@@ -236,8 +234,9 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Within, processes that are started see neither Ctrl-C nor a request to stop before they
-    ignore it; this process sees both afterwards.
+    """Hide Ctrl-C and requests to stop from processes started within, until they ignore them.
+
+    This process sees both afterwards.
     """
     resource_tracker.ensure_running()  # starting it later would lift the mask
     interrupts: list[int] = []
@@ -260,7 +259,7 @@ def _run_worker(
     items: list[Any],
     arguments: tuple,
 ) -> None:
-    """A worker's process: it sends its events, then how it ended."""
+    """Run a worker's process, which sends its events and then its outcome."""
     os.environ.update(environment)  # a fork has that of its server
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()

@@ -1,4 +1,4 @@
-"""The tokens of verl's rollouts, as a Parquet file beside each dump of its own: see docs/verl.md.
+"""The tokens of verl's rollouts, as a Parquet file beside each of verl's dumps: see docs/verl.md.
 
 Imported by verl itself, under `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record`.
 With `trainer.rollout_data_dir` verl writes `K.jsonl` of step K, texts without special tokens;
@@ -37,7 +37,7 @@ FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_score
 
 
 def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a batch of verl's trainer, a `KVBatchMeta`, whose tensors are in its TransferQueue.
+    """Yield rows of a batch of verl's trainer, a `KVBatchMeta` with tensors in its TransferQueue.
 
     `response_mask` is that of the agent loop, which verl keeps as `loss_mask`: a rejection of
     off-policy tokens changes the other.
@@ -63,8 +63,9 @@ def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a batch of verl's older trainer, a `DataProto`: prompts padded on the left, responses
-    on the right.
+    """Yield rows of a batch of verl's older trainer, a `DataProto`.
+
+    Prompts are padded on the left, responses on the right.
     """
     tensors, others = batch.batch, batch.non_tensor_batch
     width = tensors["prompts"].shape[1]
@@ -85,7 +86,7 @@ def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Path:
-    """The rows of a step as FOLDER/STEP.parquet, without those with which verl fills up a batch."""
+    """Write the rows of a step as FOLDER/STEP.parquet, without those that pad verl's batch."""
     path = Path(folder) / f"{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     own = [{"step": step, **row} for row in rows if PADDING.fullmatch(str(row["uid"])) is None]
@@ -97,13 +98,14 @@ def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Pat
 def recorded(
     method: Callable[..., None], rows: Callable[[Any], Iterator[dict[str, Any]]]
 ) -> Callable[..., None]:
-    """A trainer's `_log_rollout_data` that also writes tokens. An error while it does ends no
-    training: it is printed, and verl's own dump is written as ever.
+    """Make a trainer's `_log_rollout_data` write tokens, too.
+
+    An error while it does ends no training: it is printed, and verl's own dump is written as usual.
     """
 
     @functools.wraps(method)
     def log_rollout_data(self: Any, *arguments: Any, **named: Any) -> None:
-        """Tokens first, then verl's own dump."""
+        """Write the tokens, then verl's own dump."""
         given = inspect.signature(method).bind(self, *arguments, **named).arguments
         try:
             path = write_rows(

@@ -1,1 +1,1 @@
-"""A run starts, in this process or in ranks, and goes back into a queue when it is stopped."""
+"""Starting a run, in this process or in ranks, and requeueing it when it is stopped."""

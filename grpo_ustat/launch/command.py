@@ -1,4 +1,4 @@
-"""What a command hands to the machinery below it: one object, so that nothing asks which it is."""
+"""Description of a command for the machinery below it, which never asks which command it runs."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ Run = Callable[[Any, Any], float | None]
 
 @dataclass(frozen=True)
 class Command:
-    """`grpo-ustat NAME`, which composes `conf/NAME.yaml` and makes runs, or a report of them.
+    """`grpo-ustat NAME`, which composes `conf/NAME.yaml` and makes runs, or a report of them."""
 
-    Attributes:
-        name: of the command, its schema in `SCHEMAS`, its main file in `conf/` and its room.
-        load_run: imports what it needs and gives the function that makes one run, from a checked
-            configuration and its `RunFolder` to the number that a sweep shows; of a command that
-            makes no runs, from a configuration and a folder to None.
-        show_costs: prints what planned runs would cost; None of a command that makes none.
-        split: the questions that `show_prompts` shows; None where a run asks no questions.
-        preload: names the modules that a run's local workers import, none where it starts none.
-    """
-
+    # Also the name of its schema in `SCHEMAS`, its main file in `conf/` and its room.
     name: str
+    # Imports what the command needs and returns the function that makes one run. That function maps
+    # a checked configuration and its `RunFolder` to the number that a sweep shows. For a command
+    # that makes no runs, it maps a configuration and a folder to None.
     load_run: Callable[[], Run]
+    # Prints the planned runs' costs; None for a command that shows none.
     show_costs: Callable[[Sequence[Any]], None] | None = None
+    # The questions that `show_prompts` shows; None if a run asks no questions.
     split: str | None = None
+    # Returns the names of the modules that a run's local workers import; empty if it starts no
+    # workers.
     preload: Callable[[Any], Sequence[str]] = lambda _: ()
 
 
 def load_command(name: str) -> Command:
-    """The command of this name; ranks and jobs, which are started with the name alone, call it."""
+    """Return the command of this name; ranks and jobs are started with the name only."""
     return importlib.import_module(f"grpo_ustat.{name}.__main__").COMMAND
 
 
 def load_sweep_report() -> Callable[[Sequence[Any], Path, Sequence[int] | None], None]:
-    """The function that reports a sweep: from its entries into a folder, at steps of training."""
+    """Return the function that reports a sweep's entries into a folder, at given training steps."""
     return importlib.import_module("grpo_ustat.report.aggregate").report_sweep
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch off garbage collection while modules are imported: there is no garbage, and looking
-    for it takes a sixth of the time.
+    """Switch off garbage collection while modules are imported.
+
+    There is no garbage, and looking for it takes a sixth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""A rank that a parent has started: `python -m grpo_ustat.launch.rank`, without Hydra."""
+"""A rank started by a parent: `python -m grpo_ustat.launch.rank`, without Hydra."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def main() -> None:
 
 
 def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, Any], int]:
-    """Run the command on this rank; returns its outcome for the parent and the exit code, which is
-    not 0 where other ranks may wait for this one.
+    """Run the command on this rank; return its outcome for the parent and the exit code.
+
+    The exit code is not 0 if other ranks may wait for this one.
     """
     try:
         return {"value": run_here(command, config, folder)}, 0

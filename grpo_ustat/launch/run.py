@@ -1,4 +1,4 @@
-"""One run, in this process or in ranks, whichever its surroundings show.
+"""One run, in this process or in ranks, depending on how the process was started.
 
 1. `RANK` is set, by torchrun or `accelerate launch`: this process is that rank.
 2. SLURM or submitit started several tasks: this process is one rank of as many.
@@ -33,15 +33,15 @@ ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, Unfit
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Make a command's run, or go on with what the folder already holds of it.
+    """Make a command's run, or continue what the folder already holds of it.
 
     Returns:
-        The number that a sweep shows of the run; None where it has none.
+        The number that a sweep shows for the run; None if it has none.
 
     Raises:
-        ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the message is all
-            there is to say.
-        Stopped: by a signal; what is done is saved.
+        ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the message needs no
+            traceback.
+        Stopped: by a signal; finished work is saved.
     """
     with StopRequest():
         stop_if_requested()  # while it was composed, or between two runs of a sweep
@@ -57,7 +57,7 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """See `run`; in this process."""
+    """Make a command's run in this process; see `run`."""
     if world() > 1 and getattr(config.launch, "accelerate", None) is not None:
         export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:
@@ -71,10 +71,10 @@ def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Call the command's own function, in this process: alone, or as one rank of several.
+    """Call the command's function, in this process only or as one rank of several.
 
     Raises:
-        NotSaved: the system refused something; the same command goes on from what is on the disk.
+        NotSaved: the system refused a write; the same command continues from what is on disk.
     """
     with faults_of(folder.path):
         modules = command.preload(config) if world() == 1 and folder.result() is None else ()
@@ -91,8 +91,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     """Refuse numbers of processes that contradict each other, or that have nothing to share.
 
     Args:
-        config: of the run.
-        tasks: processes that a scheduler will start of it.
+        tasks: processes that a scheduler will start for this run.
     """
     own, others = config.launch.num_processes, max(world(), tasks)
     if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):
@@ -112,6 +111,6 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Note in the folder why ranks failed; rank 0 itself may know only that another one is gone."""
+    """Note in the folder why ranks failed; rank 0 itself may know only that another rank ended."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -1,4 +1,4 @@
-"""How the ranks share a policy: accelerate's configurations, by name."""
+"""Sharing of a policy among ranks: configurations of accelerate, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stopped run ends its process: with code 75, and under submitit back into the queue."""
+"""End of a stopped run's process: exit code 75, and under submitit a return to the queue."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ REQUEUE_LOOK_SECONDS = 5  # seconds between two looks whether it has
 
 
 class EndedForGood(RuntimeError):
-    """A job of a sweep that nobody will start again, such as one that was cancelled."""
+    """A job of a sweep that will not be started again, such as a cancelled job."""
 
 
 def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     """Say that the work can go on, and end this process.
 
-    Under submitit the handler that it had set for its own signal puts the job back into the queue,
-    if SLURM is not about to do so itself and has not ended the job for good; then there must be a
-    result, for which the submitting process waits.
+    Under submitit, the handler that submitit set for its signal requeues the job. It is called
+    unless SLURM is about to requeue the job itself or has ended it for good. In the last case there
+    must be a result, because the submitting process waits for one.
 
     Args:
-        stopped: why.
-        on_existing: of the run; only `resume` goes on outside SLURM.
+        on_existing: setting of the run; outside SLURM only `resume` continues it.
 
     Raises:
-        SystemExit: with code 75; of submitit's handler, once it has requeued the job.
-        EndedForGood, UncompletedJobError: under submitit, where nobody starts the job again.
+        SystemExit: with code 75; under submitit from its handler, once it has requeued the job.
+        EndedForGood, UncompletedJobError: under submitit, if nobody starts the job again.
     """
     if is_main():
         again = on_existing == "resume" or slurm.job_id() is not None

@@ -1,9 +1,9 @@
 """The parent of ranks on this machine: it starts torchrun on the ranks and passes signals on.
 
 Each rank is `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
-file and knows nothing of Hydra. A stopping signal goes to the ranks, not to torchrun: they save
-and end by themselves, and torchrun has nothing to report. Ranks end with this process, whatever
-ends it.
+file and does not use Hydra. A stopping signal goes to the ranks, not to torchrun: they save and
+end by themselves, and torchrun has nothing to report. Ranks end with this process, whatever ends
+it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Ranks ended without a reason that rank 0 could pass on; what they printed says why."""
+    """Failure of ranks for which rank 0 has no reason to pass on; their output gives it."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
-    """One run of the command of this name on `launch.num_processes` ranks of this machine.
+    """Run the command of this name on `launch.num_processes` ranks of this machine.
 
     Raises:
         ConfigError, Stopped: as on the ranks.
-        RanksFailed: a rank failed; its own message is on standard error.
+        RanksFailed: a rank failed; its message is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ustat-") as place:
         config_file, outcome_file = Path(place, "config.yaml"), Path(place, "outcome.json")
@@ -66,10 +66,10 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
 
 
 class SignalRelay(StopRequest):
-    """Passes the first stopping signal on to the ranks, and sees that they end.
+    """Relay of the first stopping signal to the ranks, which also makes sure that they end.
 
     Args:
-        grace_seconds: from that signal on, after which they are killed.
+        grace_seconds: time after that signal until the ranks are killed.
     """
 
     def __init__(self, grace_seconds: int):
@@ -114,11 +114,11 @@ class SignalRelay(StopRequest):
 
 @contextmanager
 def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Popen]:
-    """torchrun with its ranks, none of which is left behind.
+    """Start torchrun with its ranks, and leave none of them behind.
 
     Args:
-        count: of ranks.
-        words: the command line of each, see `grpo_ustat.launch.rank`.
+        count: number of ranks.
+        words: command line of each rank; see `grpo_ustat.launch.rank`.
     """
 
     def ignore_stopping() -> None:

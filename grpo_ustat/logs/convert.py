@@ -1,4 +1,4 @@
-"""From rows of any framework to the one Parquet file, and what was taken, left out and why."""
+"""Conversion of any framework's rows to one Parquet file, with a count of rows left out and why."""
 
 from __future__ import annotations
 
@@ -52,43 +52,38 @@ TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a framework's rows: those of one policy are kept.
+    """Result of a conversion, which keeps the rows of one policy: rows kept and left out."""
 
-    Attributes:
-        name: of the framework.
-        files: that were read.
-        rows: that they hold.
-        kept: rows that were written.
-        groups: prompts that they belong to.
-        exact: whether their tokens are known.
-        reasons: how many rows were left out, by reason.
-        example: place of the first such row, by reason.
-        notes: what else is to be said of the rows that were kept.
-        step_rollouts: how many rollouts a training step of the framework had; None: not logged.
-        largest: completions of the prompt that has most.
-        pairing: the file that was kept, and the checkpoint nearest to it; None: none is beside it.
-    """
-
+    # Name of the framework.
     name: str
     files: int
     rows: int
+    # Rows written.
     kept: int
+    # Prompts to which the written rows belong.
     groups: int
+    # True if the token ids are known.
     exact: bool
+    # Number of rows left out, by reason.
     reasons: Counter[str]
+    # Place of the first such row, by reason.
     example: dict[str, str]
+    # Remarks on the rows that were kept.
     notes: tuple[str, ...] = ()
+    # Rollouts of a training step of the framework; None: not logged.
     step_rollouts: int | None = None
+    # Completions of the prompt that has most.
     largest: int = 0
+    # The kept file and the checkpoint nearest to it; None: no checkpoint is beside it.
     pairing: Pairing | None = None
 
     @property
     def is_for_mse(self) -> bool:
-        """Whether prompts have as many completions as `mse` needs."""
+        """True if a prompt has as many completions as `mse` needs."""
         return self.largest >= LEAST_COMPLETIONS
 
     def lines(self) -> list[str]:
-        """What a person reads: what was taken, then each reason for leaving rows out."""
+        """Return the lines for a person: the rows taken, then each reason for leaving rows out."""
         tokens = "token-exact" if self.exact else "texts, which are tokenised again: inexact"
         lines = [
             f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
@@ -114,16 +109,14 @@ class Conversion:
 def convert(source: Path, one: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
-    Left out, and counted by reason: what the framework did not train on; copies, batches that were
-    written again, other runs and other policies (see `sieve`); rows that cannot be used, such as
-    rewards that are not finite and half characters; groups of several prompts, and prompts with
-    few completions.
+    Rows left out are counted by reason: rows that the framework did not train on; copies, batches
+    that were written again, other runs and other policies (see `sieve`); rows that cannot be used,
+    such as those with rewards that are not finite or with half characters; groups of several
+    prompts; and prompts with few completions.
 
     Args:
         source: a file or a folder.
-        one: the framework's format.
-        target: a Parquet file, which must not be there.
-        options: see `Options`.
+        target: a Parquet file, which must not exist.
     """
     _check(target, options)
     paths = files_of(source, one)
@@ -182,9 +175,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
 
 
 def _check(target: Path, options: Options) -> None:
-    """Refuse what cannot be written or grouped before anything is read, and make the target's
-    folder.
-    """
+    """Refuse a wrong target or group size before anything is read, and make the target's folder."""
     if target.suffix != ".parquet":
         raise ConfigError(f"{target}: the converted file ends in .parquet")
     if target.exists():
@@ -205,7 +196,7 @@ def _check(target: Path, options: Options) -> None:
 def _rollouts_of(
     paths: Sequence[Path], one: Format, options: Options
 ) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
-    """Rows of all files, and the files that cannot be read."""
+    """Read the rows of all files; return them and the files that cannot be read."""
     rollouts: list[Rollout] = []
     damaged: dict[Path, DamagedFile] = {}
     for path in paths:
@@ -232,7 +223,7 @@ def _rollouts_of(
 
 
 def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
-    """Refuse rows of a run and a policy that are turns of one rollout, see `check_rollouts`."""
+    """Refuse rows of a run and a policy that are turns of one rollout; see `check_rollouts`."""
     policies: dict[tuple[str, str | None], list[Rollout]] = {}
     for row in rows:
         policies.setdefault((row.run, row.policy_version), []).append(row)
@@ -246,7 +237,7 @@ def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
 
 
 def _fault(rollout: Rollout) -> str:
-    """Why a row cannot be used by itself; empty where it can."""
+    """Return the reason why a row cannot be used by itself; empty if it can."""
     if not is_number(rollout.reward):
         return "its reward is not a finite number"
     if not is_number(rollout.reward, LARGEST_REWARD):
@@ -278,9 +269,11 @@ def _fault(rollout: Rollout) -> str:
 
 
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
-    """Rows that are logged alike, since `mse` takes no mixture: tokens in all or in none,
-    log-probabilities too, prompts and completions all texts or all messages. Rows without what most
-    others have are left out; tokens or log-probabilities that only a minority has are dropped.
+    """Keep rows that are logged alike, because `mse` takes no mixture.
+
+    Either all rows have token ids or none has, likewise log-probabilities; prompts and completions
+    are all texts or all messages. Rows that lack a field of most others are left out. Token ids or
+    log-probabilities that only a minority has are dropped.
     """
     for name in ("prompt", "completion"):
         kinds = Counter(TYPE_NOUNS[type(getattr(row, name))] for row in rows)
@@ -306,8 +299,10 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
 def _write(
     target: Path, groups: list[list[Rollout]], exact: bool, metadata: dict[str, str]
 ) -> None:
-    """The rows as Parquet; columns that no row has are left out. How many rollouts a step has, and
-    how many updates the policy that wrote them, is in the metadata, for `advise` and `mse`.
+    """Write the rows as Parquet; columns that are empty in every row are left out.
+
+    The metadata holds the number of rollouts of a step and the number of updates of the policy that
+    wrote them, for `advise` and `mse`.
     """
     import pyarrow
     from pyarrow import parquet

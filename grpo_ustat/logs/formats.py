@@ -1,6 +1,6 @@
-"""The formats of rollouts of ten frameworks: by which names and fields their files are known, and
-what each row says. Where an entry says "from", it is the code that writes the file, read in August
-2026.
+"""Rollout formats of ten frameworks: file names and fields that identify them, and their rows.
+
+"From" in an entry names the code that writes the file, as read in August 2026.
 """
 
 from __future__ import annotations
@@ -66,22 +66,21 @@ FIELD_TYPES = {
 
 
 class File:
-    """A file that is read: its rows, and what its place says of all of them.
-
-    Attributes:
-        run: the folder, as the name of the run.
-        place: of the row at hand.
-        before: of a file whose lines depend on the line before, that line.
-    """
+    """A file that is being read: its rows, and the facts that its place tells about all of them."""
 
     def __init__(self, path: Path, options: Options):
-        self.path, self.options, self.place, self.before = path, options, "", dict[str, Any]()
+        self.path, self.options = path, options
+        # Place of the row at hand.
+        self.place = ""
+        # The line before, in a file whose lines depend on it.
+        self.before = dict[str, Any]()
         self.whole = absolute(path)
+        # The folder, as the name of the run.
         self.run, self.stem = str(self.whole.parent), path.stem
 
     @cached_property
     def content(self) -> Any:
-        """A Parquet file's rows, or a pickle that is read as plain data."""
+        """Rows of a Parquet file, or a pickle that is read as plain data."""
         if self.path.suffix == ".parquet":
             from pyarrow import parquet
 
@@ -97,7 +96,7 @@ class File:
             ) from error
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """Place and content of each row; None for a line that is no JSON object."""
+        """Yield place and content of each row; content None means a line that is no JSON object."""
         if self.path.suffix == ".jsonl":
             with self.path.open(encoding="utf-8-sig", errors="replace") as file:
                 lines = ((f"line {n}", line) for n, line in enumerate(file))
@@ -113,7 +112,7 @@ class File:
 
     @cached_property
     def rewards(self) -> tuple[list[str], dict[str, float]]:
-        """Columns of a table that may hold rewards, and the one that does, with its weight."""
+        """Columns of a table that may hold rewards, and the column that does, with its weight."""
         rows = self.content
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         names, nulls = reward_columns(columns, TRL_COLUMNS)
@@ -122,8 +121,10 @@ class File:
 
     @property
     def is_evaluation(self) -> bool:
-        """By the nearest folder above it whose name says evaluation or training, up to the parent
-        of the source.
+        """True if the file's folder belongs to an evaluation.
+
+        The nearest folder above the file whose name says evaluation or training decides, up to the
+        parent of the source.
         """
         source, folder = self.options.source, self.whole.parent
         given = folder if source is None or source.is_file() else absolute(source)
@@ -139,30 +140,28 @@ Said = dict[str, Any]  # fields of a Rollout; `rewards`: values by name, usual w
 
 @dataclass(frozen=True)
 class Format:
-    """A framework's way to write rollouts.
-
-    Attributes:
-        name: of the framework.
-        says: what a row says: of a rollout, or of several.
-        pattern: of its files below a source folder.
-        named: how the path of such a file ends; empty: as the pattern says. Copies and attempts
-            that were put aside, such as 5_old.jsonl, have other names.
-        fields: some that every one of its rows has; none: the file name alone says it.
-        note: what the user must know of it.
-        skips_null: whether it adds up the rewards that are there and leaves a null out.
-    """
+    """Way in which a framework writes rollouts."""
 
     name: str
+    # Returns the fields of the rollout, or of each of several, that a row describes.
     says: Callable[[Any, File], Said | list[Said]] = field(repr=False)
+    # Glob pattern of the framework's files below a source folder.
     pattern: str
+    # End of the path of such a file; empty: as in the pattern. Copies and attempts that were put
+    # aside, such as 5_old.jsonl, have other names.
     named: str = ""
+    # Some fields that every row of the framework has; empty: the file name identifies it.
     fields: frozenset[str] = frozenset()
+    # Remark for the user.
     note: str = ""
+    # True if the framework adds up the rewards that are present and ignores a null.
     skips_null: bool = False
 
     def read(self, path: Path, options: Options) -> Iterator[Rollout]:
-        """The rollouts of a file; a row that is not as the framework writes it becomes one with
-        that fault, so that it is counted and the others are read.
+        """Yield the rollouts of a file.
+
+        A row in another format becomes a rollout with that fault, so that it is counted and the
+        others are read.
         """
         file = File(path, options)
         for place, row in file.rows():
@@ -205,8 +204,10 @@ TRL_COLUMNS = {
 
 
 def _trl(row: Mapping[str, Any], file: File) -> Said:
-    """A row a completion, from GRPOTrainer's log, a column of each reward function; token ids and
-    the policy's step only where `grpo_ustat.integrations.trl.record` was among these.
+    """Parse a row of GRPOTrainer's log: one completion, with a column for each reward function.
+
+    Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was
+    among the reward functions.
     """
     (names, usual), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
     return dict(
@@ -220,10 +221,11 @@ def _trl(row: Mapping[str, Any], file: File) -> Said:
 
 
 def _nemo_rl(packed: Mapping[str, Any], file: File) -> Said:
-    """A line a completion, from `log_batched_dict_as_jsonl`; values perhaps in a list of one; whole
-    sequences, padded, with the mask of generated tokens. It has no group: completions of a prompt
-    stand one after another, `idx` counts them. Under dynamic sampling a row's own reward is in
-    `filtered_rewards`.
+    """Parse a line of `log_batched_dict_as_jsonl`: one completion.
+
+    Values may be in a list of one. Sequences are complete and padded, with the mask of generated
+    tokens. There is no group: completions of a prompt stand one after another, and `idx` counts
+    them. Under dynamic sampling a row's own reward is in `filtered_rewards`.
     """
     row = {k: x[0] if isinstance(x, list) and len(x) == 1 else x for k, x in packed.items()}
     file.before["idx"] = idx = int(row.get("idx", file.before.get("idx", -1) + 1))
@@ -243,9 +245,10 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Said:
 
 
 def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Said]:
-    """An episode a line, each of its traces a chain of nodes, of which the sampled ones are the
-    policy's; rewards are added by their weights. `all` holds what arrived, `effective` what was
-    trained on, from `FileMonitor.log_episodes`; a launch has a run id.
+    """Parse a line of `FileMonitor.log_episodes`: one episode.
+
+    Each trace is a chain of nodes, and the policy wrote the sampled nodes. Rewards are added by
+    their weights. `all` holds what arrived, `effective` what was trained on; a launch has a run id.
     """
     parts = file.whole.parts
     rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
@@ -271,8 +274,10 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Said]:
 def _prime_trace(
     trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
 ) -> Said:
-    """One agent's trace. The prompt ends where the policy's first token begins; log-probabilities
-    are those of sampled tokens alone.
+    """Parse one agent's trace.
+
+    The prompt ends where the policy's first token begins; log-probabilities are those of sampled
+    tokens only.
     """
     tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
     for node in trace["nodes"]:
@@ -318,7 +323,7 @@ def _prime_trace(
 
 
 def _open_instruct(row: Mapping[str, Any], file: File) -> Said:
-    """A line a completion, from `save_traces`, appended to."""
+    """Parse a line of `save_traces`, which appends: one completion."""
     step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
     return dict(
         group=str(row["prompt_idx"]),
@@ -333,8 +338,9 @@ def _open_instruct(row: Mapping[str, Any], file: File) -> Said:
 
 
 def _slime(sample: Mapping[str, Any], file: File) -> Said:
-    """A sample of `--save-debug-rollout-data`, a pickle read with `weights_only=True`; files of
-    evaluations have `eval_` before their number, from `save_debug_rollout_data`.
+    """Parse a sample of `--save-debug-rollout-data`, a pickle read with `weights_only=True`.
+
+    Files of evaluations have `eval_` before their number, from `save_debug_rollout_data`.
     """
     before, number = file.stem.rstrip("0123456789"), file.content.get("rollout_id")
     tokens, group = list(sample["tokens"]), sample["group_index"]
@@ -360,8 +366,9 @@ def _slime(sample: Mapping[str, Any], file: File) -> Said:
 
 
 def template_end(prompt: str) -> str:
-    r"""The word by which a prompt ends as chat templates do, which leave it alone on its line or
-    beside a special token; "" where it is a prompt without a template.
+    r"""Return the word with which a prompt ends if a chat template wrote it, else "".
+
+    Chat templates leave that word on a line of its own or beside a special token.
 
     >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
     ('assistant', '')
@@ -370,15 +377,17 @@ def template_end(prompt: str) -> str:
 
 
 def _rollout_name(name: str) -> str:
-    """The part of verl's name of a row that all outputs of its rollout have."""
+    """Return the part of verl's row name that all outputs of its rollout share."""
     one_of_many = VERL_NAME.fullmatch(name)
     return one_of_many["rollout"] if one_of_many else name
 
 
 def _verl(row: Mapping[str, Any], file: File) -> Said:
-    """Texts of `trainer.rollout_data_dir`'s {global_steps}.jsonl without special tokens, so never
-    token-exact, and no longer the prompt where a chat template wrote it. Files of
-    `trainer.validation_data_dir` are the same, but for their folder.
+    """Parse a row of `trainer.rollout_data_dir`'s {global_steps}.jsonl.
+
+    Its texts have no special tokens, so they are never token-exact, and differ from the prompt that
+    the model read if a chat template wrote it. Files of `trainer.validation_data_dir` have the same
+    format in another folder.
     """
     step, uid = str(row.get("step", file.stem)), str(row.get("uid") or "")
     if rest := template_end(row["input"]):
@@ -399,9 +408,10 @@ def _verl(row: Mapping[str, Any], file: File) -> Said:
 
 
 def _verl_record(row: Mapping[str, Any], file: File) -> Said:
-    """A row a completion of {global_steps}.parquet by `grpo_ustat.integrations.verl_record`, with
-    the sampler's log-probabilities where verl has them, and the first and the last `global_step` of
-    the weights that wrote it.
+    """Parse a row of {global_steps}.parquet of `integrations.verl_record`: one completion.
+
+    It has the sampler's log-probabilities if verl has them, and the first and the last
+    `global_step` of the weights that wrote it.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
     return dict(
@@ -416,8 +426,10 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Said:
 
 
 def _areal(row: Mapping[str, Any], file: File) -> Said:
-    """Texts with special tokens, and their lengths, of rollout/{version}/{task_id}.jsonl, which is
-    appended to; evaluations are in eval-rollout/. Tasks are numbered anew by a resumed run.
+    """Parse a row of rollout/{version}/{task_id}.jsonl, which is appended to.
+
+    Texts have special tokens, and their lengths are given. Evaluations are in eval-rollout/. A
+    resumed run numbers its tasks from the start.
     """
     run, head, tail = file.whole.parent.parent, row.get("head_version"), row.get("tail_version")
     version, sample = None if tail is None else str(tail), row.get("sample_idx")
@@ -431,8 +443,10 @@ def _areal(row: Mapping[str, Any], file: File) -> Said:
 
 
 def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Said]:
-    """A line a log, columns as lists, appended to. A line at the step of the line before it is the
-    log of an evaluation, one at an earlier step of a resumed run.
+    """Parse a line of a log that is appended to, with columns as lists.
+
+    A line at the step of the line before it is the log of an evaluation; a line at an earlier step
+    belongs to a resumed run.
     """
     known = {"step", "prompt", "completion", "advantages", "entropy"}
     lists = {name: x for name, x in columns.items() if isinstance(x, list)}
@@ -459,7 +473,7 @@ def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Said]:
 
 
 def _skyrl(_: Mapping[str, Any], file: File) -> Said:
-    """Its dumped batches are a pickle without rewards and prompt ids, so of no use here."""
+    """Refuse SkyRL's dumped batches: they are a pickle without rewards and prompt ids."""
     raise ConfigError(
         f"{file.path}: SkyRL takes rewards and prompt ids out before it dumps a batch, and the "
         "file is a pickle: write token-exact rows in a TrainingCallback's on_step_end instead, see "
@@ -515,12 +529,12 @@ FORMATS = {
 
 
 def absolute(path: Path) -> Path:
-    """The whole path, so that names of folders above the working one count; links keep theirs."""
+    """Return the absolute path, links kept: names of folders above the working one count."""
     return Path(os.path.abspath(path))
 
 
 def whole(value: Any, name: str, largest: int) -> int:
-    """A length as logged.
+    """Return a length as logged.
 
     Raises:
         ValueError: it is no whole number from 0 to `largest`.
@@ -531,7 +545,7 @@ def whole(value: Any, name: str, largest: int) -> int:
 
 
 def short_values(row: Any) -> dict[str, str | int]:
-    """Short texts and whole numbers of a row, by field, also those in lists of one."""
+    """Return short texts and whole numbers of a row, by field, also those in lists of one."""
     if not isinstance(row, dict):
         return {}
     single = {
@@ -546,7 +560,7 @@ def short_values(row: Any) -> dict[str, str | int]:
 
 
 def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
-    """Files that would have a framework's name if they were unpacked: the source, or below it."""
+    """Find packed files, the source or below it, that would match a format when unpacked."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural_order)
     names = [one.pattern.rpartition("/")[2] for one in formats]
     return [
@@ -556,9 +570,11 @@ def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
 
 
 def files_of(source: Path, one: Format) -> Sequence[Path]:
-    """The source itself where it has a framework's name or fields; or a folder's files of its name,
-    in natural order: those whose first row has the fields or cannot be read, and all of them where
-    no first row has.
+    """Find a framework's files: the source itself, or the files of a folder.
+
+    The source is taken if it has the framework's name or fields. Files of a folder are those of the
+    framework's name, in natural order, whose first row has the fields or cannot be read; if no
+    first row has the fields, all of them are taken.
     """
     if source.is_file():
         is_named = source.match(one.pattern.rpartition("/")[2])
@@ -575,8 +591,9 @@ def files_of(source: Path, one: Format) -> Sequence[Path]:
 def split_by_name(
     source: Path, one: Format, paths: Sequence[Path]
 ) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Files of a folder whose names are exactly what the framework writes, and the others. A file
-    that stands alone may have any name.
+    """Split files of a folder into those whose names match the framework exactly, and the others.
+
+    A single file may have any name.
     """
     if not one.named or len(paths) < 2:
         return paths, []
@@ -591,7 +608,7 @@ def split_by_name(
 
 
 def format_of(source: Path) -> Format | None:
-    """The framework whose names and fields a file, or a file below a folder, has; None: of none."""
+    """Return the format that a file, or a file below a folder, has by name and fields, or None."""
     for one in FORMATS.values():
         for path in files_of(source, one):
             fields = first_fields(path)
@@ -601,8 +618,9 @@ def format_of(source: Path) -> Format | None:
 
 
 def first_fields(path: Path) -> set[str] | None:
-    """Names of the fields of a file's first row; of a pickle, searched and not loaded, those
-    of slime that stand in it. None: it cannot be read.
+    """Return the names of the fields of a file's first row; None if it cannot be read.
+
+    A pickle is not loaded: it is searched for the fields of slime.
     """
     fields: Iterable[str] = ()
     try:
@@ -623,7 +641,7 @@ def first_fields(path: Path) -> set[str] | None:
 
 
 def detect(source: Path) -> Format:
-    """The framework that wrote a file or folder, by file names and the fields of its first row."""
+    """Return the format of a file or folder, by file names and the fields of the first row."""
     if source.is_file() and not source.stat().st_size:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):

@@ -1,7 +1,7 @@
-"""Which checkpoint wrote a file of completions, and how many updates lie between the two.
+"""Pairing of a file of completions with the checkpoint that wrote it, and updates between the two.
 
-TRL writes completions_K after K updates, of the batch that was drawn after K - 1: file 501 is of
-checkpoint-500. verl's K.jsonl was written by global_step_(K-1) likewise.
+TRL writes completions_K after K updates, of the batch that was drawn after K - 1: file 501 belongs
+to checkpoint-500. Likewise verl's K.jsonl was written by global_step_(K-1).
 """
 
 from __future__ import annotations
@@ -24,32 +24,29 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True)
 class Pairing:
-    """A file's rows and the checkpoint beside the run that is nearest to their policy.
-
-    Attributes:
-        file: the file's name.
-        policy_step: updates of the policy that wrote the rows.
-        checkpoint: the folder.
-        checkpoint_step: its updates.
-    """
+    """A file's rows and the checkpoint beside the run that is nearest to their policy."""
 
     file: str
+    # Updates of the policy that wrote the rows.
     policy_step: int
     checkpoint: Path
     checkpoint_step: int
 
     @property
     def is_exact(self) -> bool:
-        """Whether the checkpoint wrote the rows."""
+        """True if the checkpoint wrote the rows."""
         return self.policy_step == self.checkpoint_step
 
     @property
     def between(self) -> str:
-        """How far the policy is from the checkpoint, see `updates_between`."""
+        """Distance of the policy from the checkpoint, in words; see `updates_between`."""
         return updates_between(self.policy_step, self.checkpoint_step)
 
     def line(self) -> str:
-        """What belongs to what; where updates lie between, with which settings of TRL none do."""
+        """Return a line that names file and checkpoint.
+
+        If updates lie between them, it names the settings of TRL with which none do.
+        """
         name = self.checkpoint.name
         if self.is_exact:
             return f"{self.file} was written by {name}"
@@ -68,15 +65,15 @@ class Pairing:
 def pairing_of(
     file: str, policy_step: int | None, checkpoints: Mapping[int, Path]
 ) -> Pairing | None:
-    """A file and the checkpoint nearest to the policy that wrote it; of two, the earlier one.
+    """Pair a file with the checkpoint nearest to the policy that wrote it; of two, the earlier one.
 
     Args:
         file: its name.
-        policy_step: updates of that policy; None: nothing says it.
-        checkpoints: beside the run, by their updates.
+        policy_step: updates of that policy; None if unknown.
+        checkpoints: those beside the run, by their updates.
 
     Returns:
-        None where nothing says which policy it was, or there is no checkpoint.
+        None if the policy is unknown or there is no checkpoint.
     """
     if policy_step is None or not checkpoints:
         return None
@@ -85,7 +82,7 @@ def pairing_of(
 
 
 def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
-    """Updates between a policy and the nearest of checkpoints; 0 where nothing says so.
+    """Return the updates between a policy and the nearest checkpoint; 0 if either is unknown.
 
     >>> updates_away(39, (20, 40)), updates_away(None, (20, 40)), updates_away(39, ())
     (1, 0, 0)
@@ -96,13 +93,13 @@ def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
 
 
 def run_folder_of(path: Path) -> Path:
-    """The folder of the run that wrote a file of TRL, where its checkpoints are."""
+    """Return the folder of the run that wrote a file of TRL; the run's checkpoints are in it."""
     folder = Path(os.path.abspath(path)).parent  # links keep their names
     return folder.parent if folder.name == "completions" else folder
 
 
 def updates_between(policy_step: int, checkpoint_step: int) -> str:
-    """How far a policy is from a checkpoint, in words.
+    """Say in words how far a policy is from a checkpoint.
 
     >>> updates_between(509, 500), updates_between(499, 500)
     ('9 updates after', '1 update before')
@@ -113,8 +110,10 @@ def updates_between(policy_step: int, checkpoint_step: int) -> str:
 
 
 def logged_policy_step(path: Path) -> int | None:
-    """Updates of the policy that wrote a Parquet file: what `convert` noted, the `policy_step` of
-    TRL's recorder, or one less than TRL's file says. None: nothing says it.
+    """Return the updates of the policy that wrote a Parquet file, or None if unknown.
+
+    The sources are, in this order, the note of `convert`, the `policy_step` of TRL's recorder, and
+    the number of TRL's file minus one.
     """
     from pyarrow import parquet
 
@@ -133,16 +132,17 @@ def logged_policy_step(path: Path) -> int | None:
 
 
 def pairing_of_file(path: Path) -> Pairing | None:
-    """A Parquet file and the nearest checkpoint of the run that wrote it, see `pairing_of`."""
+    """Return a Parquet file and the nearest checkpoint of its run; see `pairing_of`."""
     return pairing_of(path.stem, logged_policy_step(path), checkpoints_of(run_folder_of(path)))
 
 
 def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
-    """The last of a run's Parquet files whose updates are nearest to a checkpoint; the last of all
-    where there is none.
+    """Return the last of a run's Parquet files whose updates are nearest to a checkpoint.
+
+    Without checkpoints it is the last file.
 
     Args:
-        files: one at least, from the first to the last.
+        files: at least one, from the first to the last.
         checkpoints: their updates.
     """
     if not checkpoints:
@@ -153,8 +153,9 @@ def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
 
 
 def model_to_name(path: Path) -> str:
-    """What to write for the model that wrote a Parquet file, as far as the file and the folders
-    beside it tell.
+    """Return the override that names the model that wrote a Parquet file, as far as it is known.
+
+    The sources are the file and the folders beside it.
     """
     pairing, step, version = pairing_of_file(path), logged_policy_step(path), _version(path)
     if pairing is not None and pairing.is_exact:
@@ -167,7 +168,7 @@ def model_to_name(path: Path) -> str:
 
 
 def _version(path: Path) -> str | None:
-    """The `policy_version` of all rows of a Parquet file; None where there is not just one."""
+    """Return the `policy_version` of all rows of a Parquet file; None unless there is just one."""
     from pyarrow import parquet
 
     try:
@@ -179,8 +180,9 @@ def _version(path: Path) -> str | None:
 
 
 def checkpoint_step(model: str) -> int | None:
-    """Updates of a checkpoint by the name of its folder, or of one above it, as verl's merged
-    models have. None: it has no such name.
+    """Return the updates of a checkpoint by the name of its folder, or None if it has no such name.
+
+    A folder above it counts too, as in verl's merged models.
 
     >>> checkpoint_step("out/checkpoint-500/"), checkpoint_step("global_step_8/actor/huggingface")
     (500, 8)
@@ -190,9 +192,7 @@ def checkpoint_step(model: str) -> int | None:
 
 
 def other_policy_sentence(path: Path, model: str) -> str:
-    """What is wrong where a checkpoint scores completions of another policy; "" where nothing says
-    so.
-    """
+    """Return a warning if a checkpoint scores completions of another policy, else ""."""
     written, scoring = logged_policy_step(path), checkpoint_step(model)
     if written is None or scoring is None or written == scoring:
         return ""
@@ -205,7 +205,7 @@ def other_policy_sentence(path: Path, model: str) -> str:
 
 
 def _trainer_state(checkpoint: Path) -> dict[str, object]:
-    """What Transformers' Trainer keeps with a checkpoint; nothing where it cannot be read."""
+    """Read the state that Transformers' Trainer keeps with a checkpoint; empty if unreadable."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

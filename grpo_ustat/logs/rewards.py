@@ -1,4 +1,4 @@
-"""What rewards alone can tell of group sizes: zero-variance groups and variances, not G*."""
+"""Statistics of group sizes from rewards only: zero-variance groups and variances, not G*."""
 
 from __future__ import annotations
 
@@ -22,28 +22,25 @@ LOG_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 @dataclass(frozen=True)
 class RewardGroups:
-    """Rewards of each prompt's completions.
+    """Rewards of each prompt's completions."""
 
-    Attributes:
-        column: that the rewards come from.
-        groups: rewards by prompt, at least two of each, all finite.
-        single: prompts with one completion, which are left out.
-        columns: all that the file has.
-    """
-
+    # Name of the column with the rewards.
     column: str
+    # Rewards by prompt, at least two of each, all finite.
     groups: Sequence[Array]
+    # Number of prompts with one completion, which are left out.
     single: int
+    # All columns of the file.
     columns: Sequence[str] = ()
 
 
 def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
-    """The rewards of a file, grouped by prompt.
+    """Read the rewards of a file, grouped by prompt.
 
     Args:
         path: a Parquet, CSV or JSON Lines file with a column that names the prompt (`prompt_id`,
-            `prompt`, `group_id`, `group` or `question`) and one of rewards.
-        column: of rewards; None: the only numeric one that is not the log's own.
+            `prompt`, `group_id`, `group` or `question`) and a column of rewards.
+        column: name of the rewards; None: the only numeric column that the log itself does not use.
     """
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
@@ -90,14 +87,14 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
 
 
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
-    """The share of zero-variance groups of a size, with an interval over prompts.
+    """Estimate the share of zero-variance groups of a size, with an interval over prompts.
 
     Args:
         groups: rewards by prompt.
         size: G; prompts with fewer completions are left out.
 
     Returns:
-        None where fewer than two prompts have so many completions.
+        None if fewer than two prompts have so many completions.
     """
     values = [silent_share(group[None], size)[0] for group in groups if len(group) >= size]
     if len(values) < 2:
@@ -106,7 +103,7 @@ def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | Non
 
 
 def share_text(share: Interval) -> str:
-    """A share with its interval, in percent.
+    """Format a share with its interval, in percent.
 
     >>> share_text(Interval(0.25, 0.1, 0.5))
     '25 % [10 %, 50 %]'
@@ -116,11 +113,10 @@ def share_text(share: Interval) -> str:
 
 
 def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
-    """What the rewards say, a line each: their number, zero-variance groups, variances.
+    """Describe the rewards, a line each: their number, zero-variance groups, variances.
 
     Args:
-        rewards: see `read_rewards`.
-        group_size: in use; None: none is known.
+        group_size: group size in use; None if unknown.
     """
     groups = rewards.groups
     lengths = [len(group) for group in groups]

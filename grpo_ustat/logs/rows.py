@@ -1,13 +1,13 @@
-"""A row of anybody's rollouts, what its reward is, and why one cannot be used; and the rows of a
-table, as `convert`, TRL, our own training or a user wrote it.
+"""A row of any framework's rollouts, its reward and its faults, and the rows of a table.
 
-Two kinds of tables. Token-exact ones, as `grpo-ustat convert` writes them: `prompt_id`,
-`prompt_ids`, `completion_ids` (token ids, end token included), `reward`, `ended`, and perhaps
-`loss_mask` (1 on tokens that the policy wrote), `logprobs` (of the sampler, a number a token) and
-`policy_version`. Or those of TRL's completions log: `prompt` and `completion`, texts or
-conversations (lists of messages with `role` and `content`), and one column of rewards; `step`,
-`advantage` and the columns of our own completions.parquet may be there too. Rows count from 0. What
-`mse` makes of the rows is said in `import_rollouts`.
+`convert`, TRL, our own training or a user wrote the table. There are two kinds. Token-exact tables,
+as `grpo-ustat convert` writes them, have `prompt_id`, `prompt_ids`, `completion_ids` (token ids,
+end token included), `reward`, `ended`, and perhaps `loss_mask` (1 on tokens that the policy wrote),
+`logprobs` (of the sampler, a number per token) and `policy_version`. Tables like TRL's completions
+log have `prompt` and `completion`, texts or conversations (lists of messages with `role` and
+`content`), and one column of rewards; `step`, `advantage` and the columns of our own
+completions.parquet may be there too. Rows count from 0. `import_rollouts` says how `mse` uses the
+rows.
 """
 
 from __future__ import annotations
@@ -37,90 +37,83 @@ LEAST_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased
 
 
 class DamagedFile(ConfigError):
-    """A file that cannot be read at all, where others may."""
+    """A file that cannot be read at all, while others may be readable."""
 
 
 @dataclass
 class Rollout:
-    """One completion as it was logged.
-
-    Attributes:
-        path: its file.
-        place: in it, for messages, such as `line 3`.
-        group: the framework's name of the group, unique in a run and policy.
-        reward: nan where there is none.
-        run: of training that it belongs to: a folder, and what else tells runs in it apart.
-        step: of training that it was written for; None: not logged.
-        sample: the framework's own name of the row in its run; None: it has none.
-        batch: what is appended to a file at once, such as a step: where a name comes twice in one,
-            a resumed run has written it again. None: files are written anew, or names differ.
-        arrived: whether its file holds all that arrived, beside one of what was trained on.
-        untrained: why the framework did not train on it; empty: it did.
-        fault: why it cannot be used; empty: it can.
-        left_out: why it was not taken; empty: it was, or nothing was decided yet.
-        note: what is to be said of it where it is used.
-        prompt_ids, completion_ids: token ids, end token included; None: only texts were logged.
-        loss_mask: 1 on tokens of the completion that the policy wrote; None: all.
-        logprobs: of the completion's tokens, by the sampler; None: not logged.
-        ended: whether the policy wrote its end token, False where it was cut; None: not logged.
-        length: in tokens, end token included, where only texts were logged; None: not logged.
-        policy_version: of the weights that wrote it; None: not logged.
-        policy_step: updates of these weights since training began; None: nothing says it.
-        prompt, completion: texts, or lists of messages; None: not logged. A table's completions
-            are texts, and so are the prompts of one with token ids.
-        names: texts and whole numbers of its row by field, among which ids may be.
-    """
+    """One completion as it was logged."""
 
     path: Path
+    # Place in the file, for messages, such as `line 3`.
     place: str
+    # The framework's name of the group, unique in a run and policy.
     group: str = ""
+    # nan if there is none.
     reward: float = math.nan
+    # Training run of the completion: a folder, and whatever distinguishes several runs in it.
     run: str = ""
+    # Training step for which it was written; None: not logged.
     step: str | None = None
+    # The framework's own name of the row in its run; None: it has none.
     sample: str | None = None
+    # Unit that is appended to a file at once, such as a step. If a name occurs twice in one batch,
+    # a resumed run has written it again. None: files are written from scratch, or names differ.
     batch: str | None = None
+    # True if its file holds all rows that arrived, beside another file of those trained on.
     arrived: bool = False
+    # Reason why the framework did not train on it; empty: it did.
     untrained: str = ""
+    # Reason why it cannot be used; empty: it can.
     fault: str = ""
+    # Reason why it was not taken; empty: it was, or nothing is decided yet.
     left_out: str = ""
+    # Remark to show if it is used.
     note: str = ""
+    # Token ids, end token included; None: only texts were logged.
     prompt_ids: list[int] | None = None
     completion_ids: list[int] | None = None
+    # 1 on tokens of the completion that the policy wrote; None: all.
     loss_mask: list[int] | None = None
+    # Of the completion's tokens, by the sampler; None: not logged.
     logprobs: list[float] | None = None
+    # True if the policy wrote its end token, False if it was cut; None: not logged.
     ended: bool | None = None
+    # In tokens, end token included, if only texts were logged; None: not logged.
     length: int | None = None
+    # Version of the weights that wrote it; None: not logged.
     policy_version: str | None = None
+    # Updates of these weights since training began; None: unknown.
     policy_step: int | None = None
+    # Texts, or lists of messages; None: not logged. Completions of a table are texts, and so are
+    # the prompts of a table with token ids.
     prompt: Any = None
     completion: Any = None
+    # Texts and whole numbers of its row by field, among which ids may be.
     names: dict[str, str | int] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
-        """Whether its tokens are known, not only its text."""
+        """True if the token ids are known, not only the text."""
         return self.completion_ids is not None
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a framework's files do not say.
+    """Facts that a framework's files do not contain."""
 
-    Attributes:
-        group_size: completions of a prompt, where rows have no group.
-        reward: the column or key of rewards where there are several, or several with weights, as in
-            `right=1,form=0.5`.
-        version: of the policy whose rollouts are kept; None: the last one.
-        source: the file or folder that is read; `convert` sets it.
-    """
-
+    # Completions of a prompt, for rows without a group.
     group_size: int | None = None
+    # The column or key of rewards if there are several, or several with weights, as in
+    # `right=1,form=0.5`.
     reward: str | None = None
+    # Version of the policy whose rollouts are kept; None: the last one.
     version: str | None = None
+    # The file or folder that is read; `convert` sets it.
     source: Path | None = None
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
-        """The weight of each reward that is asked for; a name of `names` is never taken apart.
+        """Return the weight of each requested reward; a name of `names` is never split.
 
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
@@ -146,7 +139,7 @@ class Options:
 
 
 def _weight(text: str) -> float:
-    """A weight as typed; nan where it is no number."""
+    """Parse a weight as typed; nan if it is no number."""
     try:
         return float(text)
     except ValueError:
@@ -159,16 +152,15 @@ def reward_of(
     usual: Mapping[str, float],
     skips_null: bool = False,
 ) -> dict[str, Any]:
-    """A row's reward: the sum by weight of what `--reward` names, else of `usual`.
+    """Compute a row's reward: the weighted sum of the rewards in `--reward`, else in `usual`.
 
     Args:
         values: rewards by name.
-        options: of the command line.
-        usual: weights by name, where `--reward` is not typed.
-        skips_null: whether the framework adds what is there and leaves a null out.
+        usual: weights by name, used without `--reward`.
+        skips_null: the framework adds the rewards that are present and ignores a null.
 
     Returns:
-        `reward`, and where it has none or not all `fault` or `note`, as in `Rollout`.
+        `reward`, and if some or all of it is missing `fault` or `note`, as in `Rollout`.
     """
     found = dict(values)
     if options.reward is not None:  # a key of a dictionary too, but for one that is a column itself
@@ -191,7 +183,7 @@ def reward_of(
 
 
 def as_float(value: Any) -> float:
-    """A reward as logged; nan where it is none, infinite where no float holds it."""
+    """Return a reward as logged; nan if it is no number, infinite if no float holds it."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -201,8 +193,10 @@ def as_float(value: Any) -> float:
 def reward_columns(
     columns: Mapping[str, list[Any]], known: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Columns that may hold rewards, without the `known` ones and ids: those of which most values
-    that are not null are numbers, and those that hold nothing but nulls.
+    """Find columns that may hold rewards, without the `known` ones and ids.
+
+    They are returned in two lists: columns in which most values that are not null are numbers, and
+    columns that hold only nulls.
     """
     own = {
         name: [one for one in values if one is not None]
@@ -216,7 +210,7 @@ def reward_columns(
 def usual_reward(
     place: object, names: list[str], nulls: list[str], options: Options
 ) -> dict[str, float]:
-    """The only column of rewards; none where `--reward` is typed, or all rewards are null.
+    """Return the only column of rewards; none if `--reward` is typed or all rewards are null.
 
     Raises:
         ConfigError: there are several, and `--reward` is not typed.
@@ -236,7 +230,7 @@ def usual_reward(
 
 
 def read_columns(path: Path) -> dict[str, list[Any]]:
-    """Columns of a Parquet, CSV or JSON Lines file; what a row lacks is None."""
+    """Read the columns of a Parquet, CSV or JSON Lines file; a missing value is None."""
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
@@ -259,7 +253,7 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Every row of a table of one policy's rollouts, in its order."""
+    """Read every row of a table of one policy's rollouts, in its order."""
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
@@ -320,8 +314,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def check_columns(path: Path) -> None:
-    """Refuse a Parquet file whose columns are not those of rollouts; of the usual ones, prompts
-    alone are read, and these where ids are among the others.
+    """Refuse a Parquet file whose columns are not those of rollouts.
+
+    Of the usual columns only the prompts are read, and these only if ids are among the other
+    columns.
     """
     from pyarrow import parquet
 
@@ -341,7 +337,7 @@ def check_columns(path: Path) -> None:
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
-    """The column of rewards of a table that has what a study needs beside it."""
+    """Return the column of rewards, after a check that the table has all that a study needs."""
     names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
     texts = [name for name in ("prompt", "completion") if name not in columns]
     tokens = [name for name in TOKEN_COLUMNS if name not in columns]
@@ -377,8 +373,10 @@ def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:
 
 
 def step_rollouts(path: Path) -> int | None:
-    """How many rollouts the training step had that wrote a file: what `convert` noted, or the rows
-    of the last step in TRL's log, which holds a whole batch. None: nothing says it.
+    """Return the number of rollouts of the training step that wrote a file; None if unknown.
+
+    The sources are the note of `convert`, or the rows of the last step in TRL's log, which holds a
+    whole batch.
     """
     from pyarrow import parquet
 
@@ -397,7 +395,7 @@ def step_rollouts(path: Path) -> int | None:
 
 
 def reward_fault(value: Any) -> str | None:
-    """Why a value is no reward; None where it is one."""
+    """Return the reason why a value is no reward; None if it is one."""
     if value is None:
         return "is null: no reward"
     if not is_number(value):
@@ -407,7 +405,7 @@ def reward_fault(value: Any) -> str | None:
 
 
 def ids_fault(value: Any) -> str | None:
-    """Why a value is no list of token ids; None where it is one."""
+    """Return the reason why a value is no list of token ids; None if it is one."""
     if value is None:
         return "is null"
     if not isinstance(value, list) or not value:
@@ -417,7 +415,7 @@ def ids_fault(value: Any) -> str | None:
 
 
 def per_token_fault(value: Any, length: int) -> str | None:
-    """Why a value is not null and not a list of one finite number a token; None where it is."""
+    """Return the reason why a value is neither null nor a finite number per token, or None."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != length:
@@ -428,7 +426,7 @@ def per_token_fault(value: Any, length: int) -> str | None:
 
 
 def prompt_fault(value: Any) -> str | None:
-    """Why a value is no prompt of a study; None where it is one."""
+    """Return the reason why a value is no prompt of a study; None if it is one."""
     if isinstance(value, str):
         return None if value else "is empty"
     fault = _conversation_fault(value)
@@ -438,7 +436,7 @@ def prompt_fault(value: Any) -> str | None:
 
 
 def completion_fault(value: Any) -> str | None:
-    """Why a value is no completion that the policy alone wrote; None where it is one."""
+    """Return the reason why a value is no completion of the policy only; None if it is one."""
     if isinstance(value, str):
         return None
     fault = _conversation_fault(value)
@@ -449,7 +447,7 @@ def completion_fault(value: Any) -> str | None:
 
 
 def _conversation_fault(value: Any) -> str | None:
-    """Why a value is not a list of messages that hold text alone; None where it is one."""
+    """Return the reason why a value is not a list of text messages; None if it is one."""
     if value is None:
         return "is null"
     if not isinstance(value, list):

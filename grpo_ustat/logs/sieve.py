@@ -1,12 +1,12 @@
-"""Which rows of a framework are one sample each of one policy, and in which groups they stand.
+"""Selection of rows of one policy, each sample once, and their groups.
 
 Each step marks the rows that it leaves out with the reason, and returns the others. In this order:
 copies are counted once, what was written again replaces what it was written over, one run is
-chosen, then one policy, and only then groups are formed. What counts as a copy: **two rows are one
-sample where the framework names both alike and they agree to the bit, or where it names no rows and
-a whole group stands, so equal, in another file too; equal completions of a group in one file are
-samples of their own, and all count.** (Two samples of a short answer have the same tokens, and may
-well have the same log-probabilities.)
+chosen, then one policy, and only then groups are formed. The definition of a copy: **two rows are
+one sample if the framework gives both the same name and they agree to the bit, or if it names no
+rows and a whole group with equal content is in another file too; equal completions of a group in
+one file are separate samples, and all count.** (Two samples of a short answer have the same tokens,
+and may well have the same log-probabilities.)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ COPY = "a copy of a row that is counted"
 
 
 def remaining_rows(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Rows that no step has left out."""
+    """Return the rows that no step has left out."""
     return [row for row in rows if not row.left_out]
 
 
 def copy_digest(row: Rollout) -> bytes:
-    """A digest of all that two copies share."""
+    """Compute a digest of all fields that two copies share."""
     shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
         row.completion_ids or row.completion, row.logprobs, row.reward,
@@ -40,8 +40,9 @@ def copy_digest(row: Rollout) -> bytes:
 
 
 def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Rows without copies, see the module; of a run that logs which rows it trained on, those
-    alone.
+    """Leave out copies, as defined at the top of the module.
+
+    If a run logs which rows it trained on, only those are kept.
     """
     contents = [copy_digest(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
@@ -74,9 +75,10 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Rows without those of a batch that a resumed run wrote again. An attempt begins where a name
-    comes again; of a batch's attempts the last one is kept that has at least half as many rows as
-    the largest, for one that has just begun is no batch yet.
+    """Leave out rows of a batch that a resumed run wrote again.
+
+    An attempt begins where a name comes again. The kept attempt of a batch is the last that has at
+    least half as many rows as the largest, because an attempt that has just begun is no batch yet.
     """
     attempts: dict[tuple[str, str], list[dict[str, Rollout]]] = {}
     for row in rows:
@@ -96,7 +98,7 @@ def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
-    """Rows of the run that was read last of those with rows that can be used."""
+    """Keep the rows of the run that was read last among the runs with usable rows."""
     usable = [
         row for row in rows
         if not row.untrained and not row.fault and version in (None, row.policy_version)
@@ -112,9 +114,10 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
 
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
-    """How many rollouts a training step has: the median over steps, as whole groups of the
-    commonest size where most groups have it, for a few rows may be missing. None: no step is
-    logged.
+    """Return the number of rollouts of a training step, the median over steps.
+
+    None if no step is logged. If most groups have the commonest size, the median is rounded to
+    whole groups of it, because a few rows may be missing.
     """
     steps = Counter(row.step for row in rows if row.step is not None)
     if not steps:
@@ -131,9 +134,11 @@ def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
 def of_one_policy(
     rows: Sequence[Rollout], version: str | None, checkpoints: Collection[int] = ()
 ) -> list[Rollout]:
-    """Rows of `version`, else of the last policy that has at least half as many rows in groups of
-    several as the one with most: a step that has just begun is no batch yet. Where the run has
-    checkpoints, it is the last of those whose updates are nearest to one.
+    """Keep the rows of `version`, else of the last policy with a complete batch.
+
+    A batch is complete if the policy has at least half as many rows in groups of several as the
+    policy with most: a step that has just begun is no batch yet. If the run has checkpoints, the
+    policy is the last of those whose updates are nearest to a checkpoint.
     """
     groups = Counter((row.policy_version, row.group) for row in rows)
     sizes: Counter[str | None] = Counter()
@@ -165,13 +170,15 @@ def of_one_policy(
 
 
 def _age(version: str | None) -> tuple[list[int], str]:
-    """The numbers of a policy's version, by which the last one is found."""
+    """Return the numbers of a policy's version, which order the policies."""
     return [int(one) for one in re.findall(r"\d+", version or "")], version or ""
 
 
 def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Completions of each prompt: groups of a step have one prompt, those of one prompt are joined,
-    and prompts have the completions that `mse` needs, or where none has as many, two.
+    """Group the completions by prompt.
+
+    A group of a step has one prompt, and groups of one prompt are joined. Prompts with fewer
+    completions than `mse` needs are left out; if no prompt has as many, those with fewer than two.
     """
     groups: dict[tuple[str | None, str], list[Rollout]] = {}
     for row in rows:

@@ -1,10 +1,10 @@
-"""Rows that are turns of one rollout, which are no samples of a question: refused by name.
+"""Rows that are turns of one rollout, and so no samples of a question: refused by name.
 
-A log of an agent may have a row a turn, with the reward of the whole rollout on each. The prompt of
-a later turn holds what was written before, so that every row would count as a question of its own.
-Such a log is known by its content. A prompt of a usable log has several completions, and so stands
-in several rows of one id or under several ids. Prompts of the turns of one rollout differ, and each
-extends the one before, or stands under no other id.
+A log of an agent may have a row per turn, with the reward of the whole rollout on each. The prompt
+of a later turn holds what was written before, so that every row would count as a separate question.
+Such a log is recognised by its content. A prompt of a usable log has several completions, and so
+occurs in several rows of one id or under several ids. Prompts of the turns of one rollout differ,
+and each extends the one before, or occurs under no other id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTENT = frozenset(  # fields that are no ids of rollouts
 
 
 def is_id(name: str) -> bool:
-    """Whether a column is named like an id of a row, or a number of a turn, and holds no rewards.
+    """Return True if a column is named like an id or a number of a turn, and so holds no rewards.
 
     >>> [is_id(name) for name in ("trajectory_id", "turn", "sample_idx", "accuracy", "turn_reward")]
     [True, True, True, False, False]
@@ -48,10 +48,9 @@ def check_rollouts(
     """Refuse rows that are turns of one rollout.
 
     Args:
-        place: of the rows, for messages.
-        prompts: of every row, texts, token ids or messages; None: not logged.
-        columns: values of every row by name; those that are no texts and no whole numbers do not
-            count.
+        place: place of the rows, for messages.
+        prompts: prompt of every row as text, token ids or messages; None: not logged.
+        columns: values of every row by name; only texts and whole numbers count.
     """
     ids = {
         name: [x if isinstance(x, str | int) and not isinstance(x, bool) else None for x in values]
@@ -69,7 +68,7 @@ def check_rollouts(
 
 
 def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
-    """Prompts of one kind as what can be compared and hashed; None where their kinds differ."""
+    """Return prompts of one kind in a form to compare and hash; None if their kinds differ."""
     if len({type(prompt) for prompt in prompts}) != 1:
         return None
     if isinstance(prompts[0], str):
@@ -82,13 +81,15 @@ def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
 
 
 def _extends(later: Any, earlier: Any) -> bool:
-    """Whether a prompt is another one and more."""
+    """Return True if a prompt begins with another one and is longer."""
     return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
 
 def _told_by_id(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """The column of which most values that several rows have are each a rollout of several turns;
-    "" where there is none.
+    """Return the column of ids whose rows are turns of rollouts, with an example, or "".
+
+    It is the column in which most values that several rows share belong each to a rollout of
+    several turns.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
     for name, values in ids.items():
@@ -120,13 +121,13 @@ def _told_by_id(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) ->
 def _are_turns(
     prompts: Sequence[Any] | None, ids_of: Mapping[Any, int], is_named: bool, is_counted: bool
 ) -> bool:
-    """Whether several rows of one id are turns of a rollout.
+    """Return True if several rows of one id are turns of a rollout.
 
     Args:
-        prompts: of the rows; None: not logged.
-        ids_of: how many ids each prompt stands under.
-        is_named: whether the column is named as a rollout's id.
-        is_counted: whether another column numbers its turns.
+        prompts: prompts of the rows; None: not logged.
+        ids_of: the number of ids under which each prompt occurs.
+        is_named: the column is named as a rollout's id.
+        is_counted: another column numbers the rollout's turns.
     """
     if prompts is None:
         return is_counted
@@ -140,14 +141,16 @@ def _are_turns(
 
 
 def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
-    """Whether some rows have each a value of its own."""
+    """Return True if some rows have all different values."""
     own = {values[row] for row in places}
     return None not in own and len(own) == len(places)
 
 
 def _told_by_number(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """The column that numbers turns, where most prompts of later ones extend one of an earlier
-    turn; "" where there is none, or every row has a rollout's id of its own.
+    """Return the column that numbers turns, or "".
+
+    It is a column in which most prompts of later turns extend the prompt of an earlier turn. There
+    is none if every row has a different id of a rollout.
     """
     named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
     if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
@@ -173,7 +176,10 @@ def _told_by_number(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None
 
 
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
-    """The other keys with which each begins. In their order those stand right before it."""
+    """Find, for each key, the other keys with which it begins.
+
+    In sorted order these stand right before it.
+    """
     found: dict[Any, list[Any]] = {}
     stack: list[Any] = []
     for key in sorted(keys):

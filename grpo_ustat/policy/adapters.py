@@ -23,14 +23,12 @@ from grpo_ustat.terminal.streams import single_line
 def with_adapters(
     lora: LoraConfig, model: PreTrainedModel, *, seed: int, revision: str | None, rollout: str
 ) -> torch.nn.Module:
-    """The model frozen, with the configured adapters to be trained; they name it as their base.
+    """Return the frozen model with the configured adapters, which are trainable.
 
     Args:
-        lora: the adapters.
-        model: whose layers get them.
-        seed: of their random start.
-        revision: of the model on the hub, which they name.
-        rollout: the name of what samples.
+        seed: seed of the adapters' random start.
+        revision: revision of the model on the hub; the adapters name it with their base model.
+        rollout: name of the sampler, to refuse adapters that vLLM cannot read.
     """
     names = lora.target_modules
     assert names is not None
@@ -54,12 +52,12 @@ def with_adapters(
 
 
 def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
-    """Refuse vLLM where adapters are on a weight that layers share, see `adapted_shared_layers`.
+    """Refuse vLLM with adapters on a weight that layers share, see `adapted_shared_layers`.
 
     Args:
         model: with or without adapters.
-        rollout: the name of what samples.
-        what: has the adapters, as they were asked for.
+        rollout: name of the sampler.
+        what: the request for the adapters, for the message.
     """
     shared = adapted_shared_layers(model)
     if shared and rollout != "local":
@@ -73,17 +71,17 @@ def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
 def with_stored_adapters(
     model: PreTrainedModel, folder: str, *, merge: bool = False
 ) -> torch.nn.Module:
-    """The model with a folder's adapters on it, which alone are trainable, as in the run that
-    trained them; or with them added to its weights, all of which are trainable again.
+    """Return the model with a folder's adapters on it, or merged into its weights.
 
-    In a model of 16 bits the sums are rounded. Where adapters are on an embedding that is the
-    output layer's too, the two are two weights once they are merged, as they are two layers to
-    PEFT.
+    On it, only the adapters are trainable, as in the run that trained them. Merged, all weights are
+    trainable again. In a model of 16 bits the sums are rounded. If adapters are on an embedding
+    that is the output layer's too, the two are two weights once they are merged, as they are two
+    layers to PEFT.
 
     Args:
-        model: the adapters' own.
-        folder: of the adapters.
-        merge: whether they are added to the weights.
+        model: the adapters' base model; changed in place.
+        folder: folder of the adapters.
+        merge: add the adapters to the weights.
     """
     peft = _peft(f"{folder} with LoRA adapters")
     try:
@@ -118,9 +116,11 @@ def with_stored_adapters(
 
 
 def adapted_shared_layers(model: Any) -> dict[str, Any]:
-    """Layers of a PEFT model, by name, that have adapters or trained tokens on a weight which other
-    layers share, as a tied embedding is the output layer's: put into that weight they would move
-    both. Trained tokens that PEFT ties as well are meant to.
+    """Return the layers of a PEFT model, by name, with adapters on a weight that layers share.
+
+    Trained tokens count like adapters. A tied embedding shares the output layer's weight: adapters
+    that are merged into it would change both layers. Trained tokens that PEFT ties as well are
+    meant to.
     """
     owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     ties = {
@@ -149,8 +149,9 @@ def _peft(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, PEFT gives no warning of a deprecated attribute of transformers, nor of tied weights,
-    see `adapted_shared_layers`.
+    """Silence PEFT's warnings of a deprecated attribute of transformers, and of tied weights.
+
+    For the latter see `adapted_shared_layers`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -173,12 +174,11 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recomputing(model: torch.nn.Module) -> Iterator[None]:
-    """Within, layers prepared by `checkpoint_layers` recompute their activations in the backward
-    pass.
+    """Make layers prepared by `checkpoint_layers` recompute their activations in the backward pass.
 
-    transformers does so in training mode only, and then takes no cache: elsewhere the layers stay
-    out of it, or sampling would read one token at a time without the others. The mode is set on
-    the layers alone, because what is scored must be what was sampled, without dropout.
+    transformers does so only in training mode, and then takes no cache: elsewhere the layers must
+    not recompute, or sampling would read each token without the others. Only the layers are set to
+    training mode, because scores are those of what was sampled, without dropout.
     """
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]

@@ -1,4 +1,4 @@
-"""Is the gradient that is applied the declared one? For any trainer, from its `p.grad`."""
+"""Comparison of the applied gradient with the declared one, for any trainer, from its `p.grad`."""
 
 from __future__ import annotations
 
@@ -37,20 +37,17 @@ SKETCH = 16381  # numbers of a gradient that are kept to look for a cause
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """The rows of an update and what multiplies the score of each in the declared gradient.
+    """The rows of an update, and the factor of each row's score in the declared gradient."""
 
-    Attributes:
-        input_ids_BT: token ids, prompts and completions.
-        attention_mask_BT: 1 on real tokens.
-        completion_mask_BT: 1 on the tokens whose log-probabilities count.
-        weights_B: W, the declared gradient is `sum_i W_i s_i`, the direction of ascent.
-        others: weights of other losses, by name, that explain a difference.
-    """
-
+    # Token ids, prompts and completions.
     input_ids_BT: torch.Tensor
+    # 1 on real tokens.
     attention_mask_BT: torch.Tensor
+    # 1 on the tokens whose log-probabilities count.
     completion_mask_BT: torch.Tensor
+    # W; the declared gradient is `sum_i W_i s_i`, the direction of ascent.
     weights_B: Array
+    # Weights of other losses, by name, that would explain a difference.
     others: Mapping[str, Array] = field(default_factory=dict[str, Array])
 
     @classmethod
@@ -63,13 +60,12 @@ class UpdateRows:
         completion_mask_BT: torch.Tensor,
         ended_PG: Mask | None = None,
     ) -> UpdateRows:
-        """The rows with the weights of a loss at the first update of a batch, by `row_weights`.
+        """Return the rows with a loss's weights at the first update of a batch, by `row_weights`.
 
         Args:
-            loss: which.
             rewards_PG: rewards; row p G + i is completion i of prompt p.
             input_ids_BT, attention_mask_BT, completion_mask_BT: of the B = P G rows.
-            ended_PG: whether each completion ended; None: all did.
+            ended_PG: True for each completion that ended; None: all did.
         """
         rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
         if rewards_PG.ndim != 2 or rewards_PG.size != len(input_ids_BT):
@@ -94,7 +90,7 @@ class UpdateRows:
         )  # fmt: skip
 
     def part(self, index: Integers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids and masks of some of the rows."""
+        """Return ids and masks of some of the rows."""
         place = torch.as_tensor(index, device=self.input_ids_BT.device)
         tensors = (self.input_ids_BT, self.attention_mask_BT, self.completion_mask_BT)
         return tensors[0][place], tensors[1][place], tensors[2][place]
@@ -112,22 +108,22 @@ def audit(
 ) -> GradientAudit:
     """Compare the gradient of an update, before clipping, with the declared one.
 
-    The first update of a batch, where every importance ratio is 1. The model is scored in
-    evaluation mode, without dropout, and in the precision of the loss, since scores of a peaked
-    policy are others in bfloat16; modes and gradients are as before.
+    This is for the first update of a batch, in which every importance ratio is 1. The model is
+    scored in evaluation mode, without dropout, and in the precision of the loss, because scores of
+    a peaked policy differ in bfloat16; modes and gradients are restored.
 
     Args:
-        model: a causal language model, with the weights that the gradient was formed at.
+        model: a causal language model, with the weights at which the gradient was formed.
         applied_gradients: `{name: p.grad for name, p in model.named_parameters()}` of the loss that
             is minimised: minus the direction of ascent. None is a gradient of 0. Whole gradients,
             summed or averaged over processes as the optimizer gets them.
-        rows: of the whole update, on all processes and in all its micro-batches.
+        rows: rows of the whole update, on all processes and in all its micro-batches.
         temperature: divides the logits, as in the loss.
-        compute_dtype: that of the autocast in which the loss was computed; None: the precision of
+        compute_dtype: type of the autocast in which the loss was computed; None: the precision of
             the parameters.
         divisors: numbers by which a trainer may divide once too often or not at all, such as
             `{"gradient_accumulation_steps": 4}`; a difference by such a factor is then named.
-        completions_at_once: of a pass of the model.
+        completions_at_once: completions of a pass of the model.
     """
     faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -175,9 +171,7 @@ def audit(
 
 @contextmanager
 def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, the model is in evaluation mode, and in autocast to a narrow type or in none; modes
-    are restored.
-    """
+    """Set the model to evaluation mode, in autocast to a narrow type or in none; restore modes."""
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     narrow = compute_dtype is not None and compute_dtype.itemsize < 4
@@ -191,14 +185,14 @@ def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[
 
 
 def epsilon_of(*dtypes: torch.dtype | None) -> float:
-    """What rounding explains where something was computed in these types, None is not known."""
+    """Return the relative rounding error of computations in these types; None is unknown."""
     narrow = any(dtype is not None and dtype.itemsize < 4 for dtype in dtypes)
     tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
     return REDUCED if narrow or tf32 else FULL
 
 
 def _check(own: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse gradients that are not of these parameters."""
+    """Refuse gradients that do not belong to these parameters."""
     if missing := sorted(own.keys() - applied.keys()):
         raise ConfigError(
             f"{len(missing)} of {len(own)} trainable parameters are not among the "
@@ -219,7 +213,7 @@ def _products(
     applied: Mapping[str, torch.Tensor | None],
     declared: Mapping[str, torch.Tensor],
 ) -> tuple[float, float, float]:
-    """<p, d>, ||d||^2 and ||p||^2 over all parameters, summed in float64."""
+    """Compute <p, d>, ||d||^2 and ||p||^2 over all parameters, summed in float64."""
     both = declared_sq = applied_sq = 0.0
     for name in own:
         d = declared[name].double().flatten() if name in declared else None
@@ -232,11 +226,11 @@ def _products(
 
 
 def _parts(index: Integers, at_once: int) -> list[Integers]:
-    """The places in pieces of at most `at_once`; none where there are none."""
+    """Split the places into pieces of at most `at_once`; return no piece if there are no places."""
     return np.split(index, range(at_once, len(index), at_once)) if len(index) else []
 
 
 def _by_layer(model: PreTrainedModel, rows: UpdateRows, part: Integers) -> bool:
-    """Whether the whole graph of these rows would take too much of the free memory."""
+    """Return True if the whole graph of these rows would take too much of the free memory."""
     whole = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
     return whole > GRAPH_MEMORY_SHARE * free_bytes(model.device)

@@ -34,21 +34,20 @@ def in_chat_format(
     *,
     answers: bool = True,
 ) -> str:
-    """The text that the model reads, special tokens included, up to where its answer begins; with
-    `answers` false, up to the end of the last turn.
+    """Write turns as the model reads them, special tokens included, up to where its answer begins.
+
+    With `answers` false, the text goes up to the end of the last turn.
 
     A chat template is a program that came with a model. transformers runs it without access to
-    Python's objects; here it has a limit of time and memory, too, in the main thread.
+    Python's objects; in the main thread it has a limit of time and memory, too.
 
     Args:
-        tokenizer: the model's.
-        turns: of the conversation.
         options: keyword arguments of the template.
-        moment: what its `strftime_now` tells; None: it must not ask.
+        moment: time that its `strftime_now` returns; None: it must not ask.
 
     Raises:
-        ValueError: the template refuses the turns, fails, asks for the date where it must not, or
-            does not end within `MOST_SECONDS` and `MOST_BYTES`; a line that says which.
+        ValueError: the template refuses the turns, fails, asks for the date although it must not,
+            or does not end within `MOST_SECONDS` and `MOST_BYTES`; the message says which.
     """
     try:
         with _limits(), _clock(moment):
@@ -69,11 +68,12 @@ def in_chat_format(
 def around_answers(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Texts of the chat template between a question and its answer, and after the answer,
-    whitespace at their ends left out; "" where it writes nothing or refuses the two turns.
+    """Return the chat template's texts between a question and its answer, and after the answer.
+
+    White space at their ends is left out. A text is "" if the template writes nothing or refuses
+    the two turns.
 
     Args:
-        tokenizer: the model's.
         options: keyword arguments of the template.
     """
     # A template that writes the date does so before the question: any day will do.
@@ -89,18 +89,18 @@ def around_answers(
 
 @contextmanager
 def _clock(moment: datetime | None) -> Iterator[None]:
-    """Set the clock of chat templates to this moment; where it is None, none may ask.
+    """Set the clock of chat templates to this moment; if it is None, no template may ask.
 
-    transformers gives templates functions of its own alone, of which `strftime_now` reads the clock
-    of its module.
+    transformers gives templates only its own functions. Of these, `strftime_now` reads the clock of
+    its module.
     """
 
     class Clock:
-        """Stands for `datetime.datetime`."""
+        """Replacement for `datetime.datetime`."""
 
         @staticmethod
         def now() -> datetime:
-            """The moment."""
+            """Return the moment."""
             if moment is None:
                 raise ValueError("it writes the day's date, not the log's")
             return moment
@@ -114,12 +114,12 @@ def _clock(moment: datetime | None) -> Iterator[None]:
 
 
 class _TooLong(BaseException):
-    """The time is over; no `Exception`, which a template's own code might catch."""
+    """End of the time limit; not an `Exception`, which a template's own code might catch."""
 
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Within, this process may work for `MOST_SECONDS` and allocate `MOST_BYTES` more."""
+    """Limit this process to `MOST_SECONDS` of work and `MOST_BYTES` of further memory."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -144,14 +144,15 @@ def _limits() -> Iterator[None]:
 
 
 def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts are turns in a chat format, special tokens included: as `prompt.chat` says,
-    and where it is null, where the tokenizer has such a format.
+    """Return True if prompts are turns in a chat format, special tokens included.
+
+    `prompt.chat` decides; if it is null, the tokenizer's having such a format.
     """
     return tokenizer.chat_template is not None if chat is None else chat
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the model's chat template may write the date."""
+    """Return True if the model's chat template may write the date."""
     return "strftime_now" in str(tokenizer.chat_template)
 
 
@@ -162,13 +163,12 @@ def unread_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
 
 
 class ChatFormat:
-    """Writes turns in a model's chat format, up to where its answer begins.
+    """Writer of turns in a model's chat format, up to where its answer begins.
 
     Args:
-        tokenizer: the model's.
-        name: the model's, for messages.
+        name: the model's name, for messages.
         options: keyword arguments of its chat template.
-        moment: whose date the template writes, if it writes one; None: the present.
+        moment: time whose date the template writes, if it writes one; None: the present.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ChatFormat:
         self._options, self._moment = options or {}, moment or datetime.now()
 
     def __call__(self, turns: list[Turn]) -> str:
-        """The text that the model reads, special tokens included."""
+        """Return the text that the model reads, special tokens included."""
         try:
             text = in_chat_format(self._tokenizer, turns, self._options, self._moment)
         except ValueError as error:

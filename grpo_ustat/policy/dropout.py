@@ -1,7 +1,7 @@
-"""Dropout: which module of a model drops, and masks that are drawn once more.
+"""Dropout: detection of active modules, and masks that are drawn again.
 
 A mask is a draw of a device's generator, so the same state before the same forward pass, of as many
-rows and columns, gives the same masks: those of a fused attention too, which nobody can read.
+rows and columns, gives the same masks, including those of a fused attention, which nobody can read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 RandomStates = tuple[torch.Tensor, ...]
-"""Of the CPU's generator, then of the device's, if it has one."""
+"""States of the CPU's generator, then of the device's, if it has one."""
 
 
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
-    """The first dropout of a model that is above 0, with its name: a module's, or a number that a
-    module hands to its attention.
+    """Return the first dropout of a model that is above 0, with its name; None without one.
+
+    It is a module's, or a number that a module passes to its attention.
     """
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -33,7 +34,7 @@ def active_dropout(model: nn.Module) -> tuple[str, float] | None:
 
 
 def random_states(device: torch.device) -> RandomStates:
-    """States of the generators that a forward pass on a device draws masks from."""
+    """Return the states of the generators from which a forward pass on a device draws masks."""
     if device.type == "cpu":
         return (torch.get_rng_state(),)
     own: Any = getattr(torch, device.type)
@@ -42,7 +43,7 @@ def random_states(device: torch.device) -> RandomStates:
 
 
 def set_random_states(device: torch.device, states: RandomStates) -> None:
-    """Set the generators of `random_states`."""
+    """Set the generators to states returned by `random_states`."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         own: Any = getattr(torch, device.type)
@@ -51,7 +52,7 @@ def set_random_states(device: torch.device, states: RandomStates) -> None:
 
 @contextmanager
 def same_draws(device: torch.device, states: RandomStates | None = None) -> Iterator[None]:
-    """Restore the generators after the block, which begins with these states, or with theirs."""
+    """Restore the generators after the block, which begins with these or the present states."""
     before = random_states(device)
     try:
         if states is not None:
@@ -62,7 +63,7 @@ def same_draws(device: torch.device, states: RandomStates | None = None) -> Iter
 
 
 def seeded_states(device: torch.device, seed: int) -> RandomStates:
-    """The states that a seed sets."""
+    """Return the states that a seed sets."""
     with same_draws(device):
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
@@ -74,10 +75,10 @@ def seeded_states(device: torch.device, seed: int) -> RandomStates:
 
 @contextmanager
 def dropping(model: nn.Module, states: RandomStates) -> Iterator[None]:
-    """Within, a model drops as it does in training, with masks from these states of the generators;
-    modes, generators and running statistics are as before.
+    """Let a model drop as in training, with masks from these states of the generators.
 
-    Layers are not checkpointed within: `LayerByLayer` does so where memory is short.
+    Modes, generators and running statistics are restored. Layers are not checkpointed within:
+    `LayerByLayer` does so if memory is short.
     """
     modes = {module: module.training for module in model.modules()}
     checkpointed = [m for m in modes if getattr(m, "gradient_checkpointing", False) is True]

@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer: a folder, embedded or cached, or a hub id.
+"""Loading of a causal language model and its tokenizer: a folder, embedded or cached, or a hub id.
 
 A folder may hold LoRA adapters: on the model that they name, or merged into it.
 """
@@ -63,39 +63,34 @@ CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one, r
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with what is needed to write and read its texts.
+    """A model with what is needed to write and read its texts."""
 
-    Attributes:
-        model: the causal language model, in evaluation mode.
-        tokenizer: its tokenizer.
-        end_tokens: ids that end a completion.
-        pad_token: id used for padding; masks, not this id, say what is padding.
-        bf16: whether it computes in bfloat16 over weights of a wider type, in sampling and
-            scoring alike.
-        special_tokens: whether the tokenizer puts its special tokens around prompts; a chat format
-            has written them already.
-    """
-
+    # The causal language model, in evaluation mode.
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    # Ids that end a completion.
     end_tokens: frozenset[int]
+    # Id used for padding; masks, not this id, mark the padding.
     pad_token: int
+    # True if it computes in bfloat16 over weights of a wider type, both in sampling and in scoring.
     bf16: bool = False
+    # True if the tokenizer puts its special tokens around prompts; a chat format has written them
+    # already.
     special_tokens: bool = True
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Return the token ids of each prompt."""
         return encode(self.tokenizer, texts, special_tokens=self.special_tokens)
 
     def computing(self) -> torch.autocast:
-        """The context of every forward pass: autocast to bfloat16 where `bf16` is set."""
+        """Return the context of every forward pass: autocast to bfloat16 if `bf16` is set."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each text, between the tokenizer's special tokens or without them."""
+    """Return the token ids of each text, with or without the tokenizer's special tokens."""
     return [tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in texts]
 
 
@@ -110,7 +105,7 @@ def load_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
     merge_adapters: bool = True,
 ) -> Policy:
-    """Load a policy in evaluation mode, all parameters trainable, or LoRA adapters alone.
+    """Load a policy in evaluation mode, with all parameters or only LoRA adapters trainable.
 
     Args:
         model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, also
@@ -118,11 +113,11 @@ def load_policy(
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
-        attn_implementation: of transformers, None: its own choice.
-        trust_remote_code: whether to run code that comes with the model.
-        tokenizer: the model's, None: it is loaded.
-        merge_adapters: whether a folder's LoRA adapters are added to the weights of their model,
-            which are then trainable; else they stay on it and are trainable alone.
+        attn_implementation: of transformers; None: its own choice.
+        trust_remote_code: run code that comes with the model.
+        tokenizer: the model's; None: it is loaded.
+        merge_adapters: add a folder's LoRA adapters to the weights of their model, which are then
+            trainable; else they stay on it and only they are trainable.
     """
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -161,8 +156,10 @@ def load_policy(
 
 
 def _model(source: str, *, revision: str | None, merge: bool, **options: Any) -> PreTrainedModel:
-    """The causal language model at a source; LoRA adapters are merged into the base model they
-    name, or stay on it. Those of the base model itself are merged into it.
+    """Load the causal language model at a source.
+
+    LoRA adapters are merged into the base model that they name, or stay on it. Adapters of the base
+    model itself are merged into it.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
@@ -198,13 +195,15 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
 
 
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[Path]) -> None:
-    """Refuse a model whose checkpoint lacks some of its weights, which transformers draws at
-    random, or holds others. Buffers, such as masks, are no weights: the model makes its own.
+    """Refuse a model whose checkpoint lacks some of its weights, or holds others.
+
+    transformers draws missing weights at random. Buffers, such as masks, are no weights: the model
+    makes its own.
 
     Args:
         model: as loaded.
-        report: transformers', of names that are in one of the two only, or in two shapes.
-        files: of the checkpoint, whose types of weights are looked at; none of the hub.
+        report: transformers' report of names that are in only one of the two, or in two shapes.
+        files: files of the checkpoint, whose types of weights are checked; none for the hub.
     """
     names = [name for name, _ in model.named_parameters()]
     if differing := sorted(report["mismatched_keys"]):
@@ -263,11 +262,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """The model's tokenizer: AutoTokenizer's, but a tokenizer.json that names no class is used
-    unchanged.
+    """Load the model's tokenizer by AutoTokenizer, unless tokenizer.json names no class.
 
-    AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
-    without a tokenizer have that of the model that they name. `key` is what errors call the place.
+    Such a tokenizer.json is used unchanged: AutoTokenizer would put the model type's usual
+    splitting of words in its place. Adapters without a tokenizer have that of the model that they
+    name. `key` is the name of the place in errors.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -283,8 +282,9 @@ def load_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files as `save_pretrained` does, with a class that every transformers
-    knows: versions before 5.0 have no TokenizersBackend.
+    """Write a tokenizer's files like `save_pretrained`, with a class that any transformers knows.
+
+    Versions before 5.0 have no TokenizersBackend.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
@@ -333,9 +333,10 @@ def configured_policy(
     device: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
-    """The configured policy on a device, by default this rank's; completions also end at
-    `prompt.stop`. Sets this process's number of threads and whether its products are TF32; loads
-    the tokenizer unless it is an argument.
+    """Load the configured policy on a device, by default this rank's.
+
+    Completions also end at `prompt.stop`. Sets this process's number of threads and the use of TF32
+    products; loads the tokenizer unless it is an argument.
     """
     device = device or own_device(options.device)
     check_device(device)
@@ -359,9 +360,10 @@ def configured_policy(
 
 
 def check_parameters(options: PolicyOptions) -> None:
-    """Refuse a regular expression that fits no parameter of the configured model, before its
-    weights are loaded. Of adapters, and of a model that cannot be made without its weights, only
-    the loaded one knows.
+    """Refuse a regular expression that fits no parameter of the configured model.
+
+    This is before its weights are loaded. For adapters, and for a model that cannot be made without
+    its weights, only the loaded model tells.
     """
     model = options.model
     name = model.model_name_or_path
@@ -378,7 +380,7 @@ def check_parameters(options: PolicyOptions) -> None:
 
 
 def train_only(model: nn.Module, pattern: str) -> None:
-    """Freeze all trainable parameters but those in whose names a regular expression occurs."""
+    """Freeze all trainable parameters whose names contain no match of a regular expression."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     matches = {name for name in names if re.search(pattern, name)}
     if not matches:
@@ -395,7 +397,7 @@ def train_only(model: nn.Module, pattern: str) -> None:
 def configured_tokenizer(
     model: ModelConfig, key: str = "model_name_or_path"
 ) -> PreTrainedTokenizerBase:
-    """The configured model's tokenizer; `key` is what errors call the place of the model."""
+    """Load the configured model's tokenizer; `key` is the name of the model's place in errors."""
     return load_tokenizer(
         model.model_name_or_path, revision=model.revision,
         trust_remote_code=model.trust_remote_code, key=key,
@@ -403,16 +405,16 @@ def configured_tokenizer(
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Tokens of prompt and completion that the model has positions for; None: unknown."""
+    """Return the tokens of prompt and completion for which there are positions; None: unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def rope_switch(config: PretrainedConfig) -> int | None:
-    """Tokens up to which LongRoPE has its short factors, those of the longest row of a pass; beyond
-    them all rows are read with the long ones, also the tokens before. None: the model has one set.
+    """Return the length up to which LongRoPE uses its short factors; None: the model has one set.
 
-    See `dynamic_rope_update` of transformers. Its other kind, `dynamic`, changes beyond
-    `max_position_embeddings`, which no row of ours exceeds.
+    It is compared with the longest row of a pass. Beyond it, all rows are read with the long
+    factors, also the tokens before. See `dynamic_rope_update` of transformers. Its other kind,
+    `dynamic`, changes beyond `max_position_embeddings`, which no row of ours exceeds.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # a model with layers of several kinds has parameters of each
@@ -427,11 +429,12 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 
 
 def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
-    """The model's `rope_switch` where some passes are on either side of it, so that a token's
-    log-probability would depend on the rows beside it and on what is in the cache; else None.
+    """Return the model's `rope_switch` if some passes are on either side of it, else None.
+
+    A token's log-probability would then depend on the rows beside it and on the content of the
+    cache.
 
     Args:
-        model: the configured one.
         shortest: tokens of the shortest prompt; the sampler may read all but the last of them.
         longest: tokens of the longest row, its completion included.
     """
@@ -440,7 +443,7 @@ def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | Non
 
 
 def _text_config(model: ModelConfig) -> PretrainedConfig:
-    """The configured model's config.json, of several parts that of its text."""
+    """Load the configured model's config.json; of several parts, that of its text."""
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
@@ -457,9 +460,11 @@ def chat_format(
     tokenizer: PreTrainedTokenizerBase | None = None,
     moment: datetime | None = None,
 ) -> ChatFormat | None:
-    """The function that writes turns in the configured model's chat format, up to the beginning of
-    the answer; None where `prompt.chat` is false, or null and the model has no such format. The
-    tokenizer is loaded unless it is an argument. `moment`: see `ChatFormat`.
+    """Return the function that writes turns in the configured model's chat format.
+
+    It writes up to the beginning of the answer. None if `prompt.chat` is false, or null and the
+    model has no such format. The tokenizer is loaded unless it is an argument. `moment`: see
+    `ChatFormat`.
     """
     if prompt.chat is False:
         return None
@@ -475,7 +480,7 @@ def chat_format(
 
 
 def tell_date(moment: datetime | None) -> None:
-    """Say on rank 0 where prompts keep the date of an earlier day."""
+    """Say on rank 0 if prompts keep the date of an earlier day."""
     if moment is not None and moment.date() != datetime.now().date() and is_main():
         tell(
             f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
@@ -500,9 +505,10 @@ def configured_task(
     tokenizer: PreTrainedTokenizerBase | None = None,
     moment: datetime | None = None,
 ) -> Task:
-    """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it,
-    without those longer than `prompt.max_length`. The tokenizer is loaded where it is needed and
-    not given. `moment`: see `ChatFormat`.
+    """Make the configured task, with prompts in the model's chat format if configured.
+
+    `prompt.chat` asks for the format. Prompts longer than `prompt.max_length` are left out. The
+    tokenizer is loaded if it is needed and not given. `moment`: see `ChatFormat`.
     """
 
     def lengths(texts: list[str]) -> list[int]:
@@ -514,7 +520,10 @@ def configured_task(
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
-    """Ids of all tokens whose text contains `stop`; one spelt out over two tokens is not seen."""
+    """Return the ids of all tokens whose text contains `stop`.
+
+    A `stop` that spans two tokens is not seen.
+    """
     texts = tokenizer.batch_decode([[t] for t in range(len(tokenizer))], skip_special_tokens=False)
     stops = frozenset(t for t, text in enumerate(texts) if stop in text)
     if not stops:
@@ -526,7 +535,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]
 
 
 def resolve(model_name_or_path: str) -> str:
-    """The folder or hub id that a configured name stands for."""
+    """Return the folder or hub id for which a configured name stands."""
     folder = model_folder(model_name_or_path)
     return str(folder.absolute()) if folder.exists() else model_name_or_path
 
@@ -543,7 +552,7 @@ def check_device(device: str) -> None:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an accelerator's or the CPU's memory ran out."""
+    """Return True if an accelerator's or the CPU's memory ran out."""
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
@@ -553,8 +562,9 @@ def check_lengths(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
 ) -> None:
-    """Refuse prompts that do not fit, with a completion, into the positions of the model and of
-    vLLM, or on one side of the length at which LongRoPE changes.
+    """Refuse prompts that, with a completion, exceed the positions of the model or of vLLM.
+
+    They must also be on one side of the length at which LongRoPE changes.
     """
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(policy.prompt.chat, tokenizer)

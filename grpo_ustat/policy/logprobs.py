@@ -1,8 +1,9 @@
 """Rows for the model, and log-probabilities of completions.
 
 A row is a left-padded prompt followed by a right-padded completion, so that all completions start
-in the same column. Positions are always explicit: a padded prompt gets the positions it would have
-alone. Contiguous rows have all their padding at the end: a causal model reads them without a mask.
+in the same column. Positions are always explicit: a padded prompt gets the positions that it would
+have alone. Contiguous rows have all their padding at the end: a causal model reads them without a
+mask.
 """
 
 from __future__ import annotations
@@ -18,24 +19,19 @@ from grpo_ustat.records import Rollouts
 
 @dataclass(frozen=True)
 class Rows:
-    """B rows of L + T columns: prompts left-padded to L, completions right-padded to T.
-
-    Attributes:
-        input_ids_BT: token ids.
-        attention_mask_BT: 1 on prompt and completion tokens.
-        completion_mask_BT: 1 on completion tokens that the policy wrote, see
-            `Rollouts.scored_PGT`.
-        width: T, the columns that hold completions.
-    """
+    """B rows of L + T columns: prompts left-padded to L, completions right-padded to T."""
 
     input_ids_BT: torch.Tensor
+    # 1 on prompt and completion tokens.
     attention_mask_BT: torch.Tensor
+    # 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
     completion_mask_BT: torch.Tensor
+    # T, the columns that hold completions.
     width: int
 
 
 def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device) -> Rows:
-    """Rows of the completions whose flat indices p*G + i are given, in that order."""
+    """Pack the completions with flat indices p*G + i into rows, in that order."""
     group_size = rollouts.mask_PGT.shape[1]
     prompts = [rollouts.prompt_tokens[i // group_size] for i in index]
     prompt_BL, mask_BL = left_padded(prompts, pad_token, device)
@@ -60,26 +56,23 @@ def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.de
 
 @dataclass(frozen=True)
 class ContiguousRows:
-    """B rows of a prompt and its completion without a gap, padded at the end alone, and the windows
-    of T columns in which their completions are predicted.
+    """B rows of a prompt and its completion without a gap, padded only at the end.
 
-    Attributes:
-        input_ids_BL: token ids.
-        columns_BT: the column whose output predicts each completion token, the last one on padding.
-        targets_BT: completion tokens.
-        mask_BT: 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
+    Completions are predicted in windows of T columns.
     """
 
     input_ids_BL: torch.Tensor
+    # The column whose output predicts each completion token; the last column on padding.
     columns_BT: torch.Tensor
     targets_BT: torch.Tensor
+    # 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
     mask_BT: torch.Tensor
 
 
 def pack_contiguous(
     rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device
 ) -> ContiguousRows:
-    """Contiguous rows of the completions whose flat indices p*G + i are given, in that order."""
+    """Pack the completions with flat indices p*G + i into contiguous rows, in that order."""
     group_size, longest = rollouts.mask_PGT.shape[1:]
     written_BT = rollouts.mask_PGT.reshape(-1, longest)[index]
     lengths_B = written_BT.sum(axis=1)
@@ -103,7 +96,7 @@ def pack_contiguous(
 def left_padded(
     prompts: list[list[int]], pad_token: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask of P prompts, [P, L]: each ends in the last column."""
+    """Return token ids and mask of P prompts, [P, L]: each ends in the last column."""
     ids_PL = np.full((len(prompts), max(map(len, prompts))), pad_token, dtype=np.int64)
     mask_PL = np.zeros_like(ids_PL)
     for row, prompt in enumerate(prompts):
@@ -113,19 +106,19 @@ def left_padded(
 
 
 def positions(attention_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Position ids: 0 at each row's first real token, whatever the padding before it."""
+    """Return position ids: 0 at each row's first real token, whatever the padding before it."""
     return (attention_mask_BT.cumsum(-1) - 1).clamp(min=0)
 
 
 def completion_logprobs(
     model: PreTrainedModel, rows: Rows, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Sum of the completion tokens' log-probabilities of each row, shape [B], float32 or wider."""
+    """Sum the completion tokens' log-probabilities of each row, shape [B], float32 or wider."""
     return token_logprobs(model, rows, temperature).sum(dim=1)
 
 
 def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of the completion tokens, [B, T], 0 on padding, float32 or wider."""
+    """Compute log-probabilities of completion tokens, [B, T], 0 on padding, float32 or wider."""
     logits = model(
         input_ids=rows.input_ids_BT,
         attention_mask=rows.attention_mask_BT,
@@ -142,5 +135,5 @@ def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0)
 
 
 def widen(values: torch.Tensor) -> torch.Tensor:
-    """The values in float32 or wider, in which everything is summed."""
+    """Convert values to float32 or wider, in which everything is summed."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -13,7 +13,10 @@ GRAPH_MEMORY_SHARE = 1 / 2  # of the free memory that the graph of a whole model
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a tensor could still take; what PyTorch's allocator holds unused is free, too."""
+    """Return the bytes that a tensor could still take.
+
+    Memory that PyTorch's allocator holds unused is free, too.
+    """
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -21,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
-    """About how many bytes scoring so many tokens of a model holds, see `pass_bytes`."""
+    """Estimate the bytes that scoring so many tokens of a model holds, see `pass_bytes`."""
     config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 0
     inner = max(inner) if isinstance(inner, list) else inner
@@ -30,13 +33,13 @@ def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
 
 
 def check_weights(weights: int, one: int, free: int, device: str) -> None:
-    """Refuse a model that fits into a device's free memory not even with one completion.
+    """Refuse a model that does not fit into a device's free memory even with one completion.
 
     Args:
         weights: bytes of the model.
         one: bytes of scoring one completion, layer by layer.
-        free: bytes that are free.
-        device: of the model.
+        free: free bytes.
+        device: device of the model, for the message.
     """
     if weights + one <= free:
         return

@@ -1,6 +1,6 @@
 r"""The output layer: gradients at its logits, in chunks of rows or of the vocabulary.
 
-With logits o and what the model makes of them, l = f(o) (a scale, a soft cap, mostly nothing),
+With logits o and the model's function of them, l = f(o) (a scale, a soft cap, mostly the identity),
 the log-probability of token y has the gradient `f'(o) (onehot(y) - softmax(l / temperature))` over
 temperature. Only completion positions are computed, and never all logits of a large batch at once.
 """
@@ -30,8 +30,7 @@ class Head:
     """A policy's output layer, whatever it does to its logits.
 
     Args:
-        policy: whose.
-        output: class of what the model below the output layer returns.
+        output: class of the output of the model below the output layer.
         temperature: t, divides the logits.
     """
 
@@ -41,22 +40,20 @@ class Head:
 
     @torch.no_grad()
     def logprobs(self, window: Window) -> torch.Tensor:
-        """Log-probabilities of the window's targets, [B, T], 0 where its mask is 0."""
+        """Return log-probabilities of the window's targets, [B, T], 0 where its mask is 0."""
         return self._by_token(
             window, lambda scores, targets_N: _chosen(scores, targets_N) - scores.logsumexp(dim=-1)
         )
 
     @torch.no_grad()
     def entropies(self, window: Window) -> torch.Tensor:
-        """Entropies in nats of the distributions of the window's tokens, [B, T], 0 where its mask
-        is 0.
-        """
+        """Return entropies in nats of the window's token distributions, [B, T], 0 where masked."""
         return self._by_token(window, lambda scores, _: _entropy(scores.log_softmax(dim=-1)))
 
     def _by_token(
         self, window: Window, of_scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """[B, T] of a function of logits over temperature, [N, V], and targets, [N]."""
+        """Return [B, T] of a function of logits over temperature, [N, V], and targets, [N]."""
         place_N = window.mask_BT.flatten().nonzero().squeeze(1)
         targets_N, values = window.targets_BT.flatten()[place_N], []
         for part, hidden_ND in self._chunks(window.hidden_BTD.flatten(0, 1)[place_N]):
@@ -69,13 +66,14 @@ class Head:
     def backward(
         self, window: Window, factor_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add the gradient of `sum factor * logprob + entropy_factor * H` to the parameters'
-        `grad`, and to the `grad` of whatever the window's hidden states were computed from.
+        """Add the gradient of `sum factor * logprob + entropy_factor * H` to the parameters.
+
+        It is added to the `grad` of all parameters behind the window's hidden states, too.
 
         Args:
             window: hidden states, with the graph behind them.
-            factor_BT: of each token's log-probability; where it is 0, nothing is computed.
-            entropy_BT: of each token's entropy.
+            factor_BT: factor of each token's log-probability; at a 0 nothing is computed.
+            entropy_BT: factor of each token's entropy.
 
         Returns:
             The log-probabilities, [B, T], 0 where nothing was computed.
@@ -105,7 +103,7 @@ class Head:
         return result
 
     def _gradient(self, logits_NV, targets_N, factor_N, entropy_N):
-        """Gradients at the logits, [N, V], and the log-probabilities of the targets, [N]."""
+        """Return gradients at the logits, [N, V], and the log-probabilities of the targets, [N]."""
         log_NV = self._scores(logits_NV).log_softmax(dim=-1)
         logprob_N = _chosen(log_NV, targets_N)
         factor_N1 = factor_N.to(log_NV)[:, None] / self.temperature
@@ -148,21 +146,19 @@ def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """The positions whose next tokens are scored.
+    """The positions whose next tokens are scored."""
 
-    Attributes:
-        hidden_BTD: hidden states before the output layer.
-        targets_BT: the tokens predicted there.
-        mask_BT: 1 where the prediction counts.
-    """
-
+    # Hidden states before the output layer.
     hidden_BTD: torch.Tensor
+    # The tokens predicted there.
     targets_BT: torch.Tensor
+    # 1 where the prediction counts.
     mask_BT: torch.Tensor
 
     def part(self, index: torch.Tensor | slice) -> tuple[Window, slice]:
-        """The window of some rows, cut to the columns in which any of them counts, and those
-        columns.
+        """Return the window of some rows, and the columns to which it is cut.
+
+        These are the columns in which any of the rows counts.
         """
         used = self.mask_BT[index].any(dim=0).nonzero()
         columns = slice(int(used.min()), int(used.max()) + 1) if len(used) else slice(0, 1)
@@ -174,7 +170,7 @@ class OutputLayer:
 
     Args:
         model: the causal language model that owns it (without a PEFT wrapper).
-        output: class of what the model below the output layer returns.
+        output: class of the output of the model below the output layer.
         temperature: divides the logits.
     """
 
@@ -185,14 +181,15 @@ class OutputLayer:
         self._plain: bool | None = None
 
     def gradients(self, window: Window, vocabulary=slice(None), normaliser_BT=None):
-        """Gradients of the summed log-probabilities at the logits, [B, T, V], and the log of the
-        sum of exponentials over the vocabulary, [B, T].
+        """Return the gradients of the summed log-probabilities at the logits, [B, T, V].
+
+        The second value is the log of the sum of exponentials over the vocabulary, [B, T].
 
         Args:
-            window: where.
-            vocabulary: which tokens' logits.
-            normaliser_BT: log of the sum of exponentials over the whole vocabulary, needed where
-                only a part of it is asked for.
+            window: positions and hidden states.
+            vocabulary: tokens whose logits are used.
+            normaliser_BT: log of the sum of exponentials over the whole vocabulary, needed if
+                `vocabulary` is only a part of it.
         """
         with torch.enable_grad():
             logits, final = self.logits(window.hidden_BTD, vocabulary)
@@ -210,11 +207,11 @@ class OutputLayer:
         return grads, normaliser_BT
 
     def back(self, grads_BTV: torch.Tensor, vocabulary=slice(None)) -> torch.Tensor:
-        """Gradients at the hidden states from those at the logits."""
+        """Return gradients at the hidden states from those at the logits."""
         return grads_BTV.to(self.head.weight.dtype) @ self.head.weight[vocabulary]
 
     def through(self, window: Window) -> torch.Tensor:
-        """Gradients of the summed log-probabilities at the hidden states, by differentiation."""
+        """Differentiate the summed log-probabilities with respect to the hidden states."""
         hidden = window.hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             scores = widen(self.final(hidden)) / self.temperature
@@ -222,8 +219,9 @@ class OutputLayer:
             return torch.autograd.grad((chosen * window.mask_BT).sum(), hidden)[0]
 
     def final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """The model's final logits, [B, T, V], from hidden states below the output layer, [B, T,
-        D].
+        """Return the model's final logits, [B, T, V], from hidden states before the output layer.
+
+        The hidden states are [B, T, D].
         """
         output = self.output(last_hidden_state=hidden_BTD)
         below = {body(self.model), self.model.get_decoder()} - {self.model}  # either is called
@@ -236,8 +234,9 @@ class OutputLayer:
     def logits(
         self, hidden_BTD: torch.Tensor, vocabulary: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of some tokens, [B, T, V], twice: as the output layer computes them and as the
-        model returns them; one tensor where the model changes nothing.
+        """Return logits of some tokens, [B, T, V], from the output layer and from the model.
+
+        Both are one tensor if the model does not change the logits of its output layer.
         """
         if self._plain:
             with torch.no_grad(), self._only(vocabulary):
@@ -252,7 +251,7 @@ class OutputLayer:
 
     @contextmanager
     def _only(self, vocabulary: slice, leaves: list | None = None) -> Iterator[None]:
-        """Within, the layer computes the logits of some tokens alone, [B, T, V].
+        """Make the layer compute the logits of only some tokens, [B, T, V].
 
         With `leaves`, these logits are a leaf of the graph, appended to that list.
         """
@@ -270,21 +269,23 @@ class OutputLayer:
 
 
 def causal(model: Any) -> PreTrainedModel:
-    """The causal language model itself, without a PEFT wrapper; adapters stay in place."""
+    """Return the causal language model itself, without a PEFT wrapper; adapters stay in place."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def body(model: PreTrainedModel) -> nn.Module:
-    """The module of a causal model that computes the hidden states, everything below the output
-    layer.
+    """Return the module of a causal model that computes the hidden states.
+
+    It is everything below the output layer.
     """
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """The argument by which `forward` takes what was read before: `past_key_values`, from
-    transformers 5.24 on `cache`; None where it takes neither.
+    """Return the argument by which `forward` takes the cache, or None.
+
+    It is `past_key_values`, or `cache` from transformers 5.24 on.
     """
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in ("past_key_values", "cache") if name in parameters), None)
@@ -292,7 +293,7 @@ def cache_name(module: nn.Module) -> str | None:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Within, a module computes `forward` instead of its own forward pass."""
+    """Make a module compute `forward` instead of its own forward pass."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

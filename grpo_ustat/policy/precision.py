@@ -1,4 +1,4 @@
-"""TF32: float32 products of matrices on a GPU, of factors rounded to 10 bits after the point."""
+"""TF32: float32 products of matrices on a GPU, with factors rounded to 10 bits after the point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def set_tf32(allowed: bool) -> None:
 
 @contextmanager
 def full_products() -> Iterator[None]:
-    """Within, no float32 product is TF32."""
+    """Compute no float32 product in TF32 within the block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = False
@@ -30,7 +30,7 @@ def full_products() -> Iterator[None]:
 
 
 def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether `wide_bmm` takes these factors as they are."""
+    """Return True if `wide_bmm` takes these factors as they are."""
     narrow = left.dtype == right.dtype and left.dtype in NARROW_DTYPES
     return HAS_WIDENING_BMM and narrow and left.device.type == "cuda"
 
@@ -38,7 +38,7 @@ def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
 def wide_bmm(
     left_BIK: torch.Tensor, right_BKJ: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Batched product, [B, I, J], float32 or wider; into `out` where given.
+    """Compute the batched product, [B, I, J], float32 or wider; into `out` if given.
 
     Two factors of one narrow type are not widened on a GPU: the products of their entries are exact
     in float32, in which they are summed.

@@ -1,9 +1,9 @@
-"""Completions read with gradients: a prompt once for all of its group.
+"""Reading of completions with gradients: a prompt is read once for its whole group.
 
 A pass reads its prompts, then their completions in several parts that continue from copies of the
-prompts' keys and values. What the parts' backward passes leave at those copies is carried back
-through the prompts at the end, so the gradient is that of one pass over prompt and completion, and
-only the prompts' and one part's activations are held at a time.
+prompts' keys and values. The gradients that the parts' backward passes leave at those copies are
+carried back through the prompts at the end, so the gradient is that of one pass over prompt and
+completion, and only the prompts' and one part's activations are held at a time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from grpo_ustat.records import Rollouts
 
 
 class SharedPromptReader:
-    """Reads every prompt once, then its completions in several parts that continue from it.
+    """Reader of every prompt once, then of its completions in several parts that continue from it.
 
     Args:
-        policy: whose model.
-        rollouts: prompts and completions.
-        prompts: which prompts, ascending.
+        prompts: indices of the prompts to read, ascending.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
@@ -51,7 +49,7 @@ class SharedPromptReader:
         self.leaves = [end.detach().requires_grad_(end.requires_grad) for end in self.ends]
 
     def window(self, index: np.ndarray) -> Window:
-        """The window in which the completions with these flat indices are predicted."""
+        """Return the window in which the completions with these flat indices are predicted."""
         place = np.searchsorted(self.prompts, index // self.rollouts.mask_PGT.shape[1])
         place_B = torch.from_numpy(place).to(self.mask_PL.device)
         rows = pack(self.rollouts, index, self.policy.pad_token, self.mask_PL.device)
@@ -76,7 +74,7 @@ class SharedPromptReader:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Hidden states of the last columns; only prompts of unequal lengths need a mask."""
+        """Return hidden states of the last columns; only prompts of unequal lengths need a mask."""
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
@@ -90,15 +88,16 @@ class SharedPromptReader:
 
 
 class ContiguousReader:
-    """Reads prompt and completion of a row in one pass, padded at the end and without a mask, so
-    that the fast kernels of causal attention apply.
+    """Reader of prompt and completion of a row in one pass, padded at the end and without a mask.
+
+    Thus the fast kernels of causal attention apply.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """See `SharedPromptReader`."""
+        """Return the window in which the completions with these flat indices are predicted."""
         rows = pack_contiguous(
             self.rollouts, index, self.policy.pad_token, self.policy.model.device
         )
@@ -111,17 +110,17 @@ class ContiguousReader:
         return Window(hidden_BTD, rows.targets_BT, rows.mask_BT)
 
     def backward(self) -> None:
-        """Does nothing: the one pass has carried every gradient back already."""
+        """Do nothing: the one pass has carried every gradient back already."""
 
 
 class FullReader:
-    """Reads prompt and completion of a row in one pass with a mask, for models that need one."""
+    """Reader of prompt and completion of a row in one pass with a mask, which some models need."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """See `SharedPromptReader`."""
+        """Return the window in which the completions with these flat indices are predicted."""
         rows = pack(self.rollouts, index, self.policy.pad_token, self.policy.model.device)
         below = body(causal(self.policy.model))
         parameters = inspect.signature(below.forward).parameters
@@ -139,7 +138,7 @@ class FullReader:
         )
 
     def backward(self) -> None:
-        """Does nothing: the one pass has carried every gradient back already."""
+        """Do nothing: the one pass has carried every gradient back already."""
 
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
@@ -153,8 +152,10 @@ UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # pro
 
 
 def can_share(policy: Policy) -> bool:
-    """Whether a prompt can be read once for its whole group: its layers pass on keys and values
-    alone, and continuing from copies of these gives the log-probabilities of a single pass.
+    """Return True if a prompt can be read once for its whole group.
+
+    Its layers must pass on only keys and values, and continuing from copies of these must give the
+    log-probabilities of a single pass.
     """
     below = body(causal(policy.model))
     takes = cache_name(below) and "position_ids" in inspect.signature(below.forward).parameters
@@ -169,8 +170,10 @@ def can_share(policy: Policy) -> bool:
 
 
 def can_read_contiguous(policy: Policy) -> bool:
-    """Whether rows padded at the end and read without a mask give the log-probabilities of rows
-    read alone; a model is tried once, unless there is no memory.
+    """Return True if rows padded at the end and read without a mask give correct log-probabilities.
+
+    They are compared with those of rows that are read one by one. A model is tried once, unless
+    there is no memory.
     """
     if policy.model not in _contiguous:
         agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)
@@ -183,14 +186,15 @@ def can_read_contiguous(policy: Policy) -> bool:
 def check_reading(
     policy: Policy, prompts: list[list[int]], completions: list[list[int]]
 ) -> torch.Tensor:
-    """Refuse a model that reads rows padded to one length otherwise than each of them alone, as one
-    whose positions begin elsewhere does: scores would be of other probabilities.
+    """Refuse a model that reads rows padded to one length differently from each row alone.
+
+    A model whose positions begin elsewhere does so: scores would be of other probabilities.
 
     Args:
-        policy: whose model.
         prompts: tokens of P prompts of unequal lengths.
-        completions: T tokens of a completion of each, drawn by the model where it computes in a
-            narrow type: of unlikely ones rounding may change log-probabilities by nats.
+        completions: T tokens of a completion of each prompt. They are drawn by the model if it
+            computes in a narrow type: rounding may change log-probabilities of unlikely tokens by
+            nats.
 
     Returns:
         Log-probabilities of the rows read alone, [P, T].
@@ -212,8 +216,9 @@ def check_reading(
 
 
 def check_rows(policy: Policy) -> None:
-    """Refuse a model as `check_reading` does, where others draw its tokens; one that computes
-    narrowly is not tried, since tokens that it has not drawn tell nothing.
+    """Refuse a model as `check_reading` does, if another program draws its tokens.
+
+    A model that computes narrowly is not tried, because tokens that it has not drawn tell nothing.
     """
     if computes_narrowly(policy):
         return
@@ -223,8 +228,9 @@ def check_rows(policy: Policy) -> None:
 
 @torch.inference_mode()
 def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
-    """Log-probabilities of the last tokens of one row, [T], read alone: without mask, positions or
-    cache, as transformers reads it by itself.
+    """Return log-probabilities of the last tokens of one row, [T], read alone.
+
+    It is read without mask, positions or cache, as transformers reads it by default.
     """
     ids_1L = torch.tensor([tokens], device=policy.model.device)
     with policy.computing():
@@ -234,15 +240,16 @@ def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
 
 
 def computes_narrowly(policy: Policy) -> bool:
-    """Return whether products are of bfloat16, float16 or TF32."""
+    """Return True if products are of bfloat16, float16 or TF32."""
     on_cuda = policy.model.device.type == "cuda"
     tf32 = on_cuda and bool(torch.backends.cuda.matmul.allow_tf32)
     return policy.bf16 or policy.model.dtype.itemsize == 2 or tf32
 
 
 def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of log-probabilities, in nats; 0 where it is rounding, or where they
-    are not finite, which sampling and scoring say.
+    """Return the largest difference of log-probabilities, in nats, or 0 if rounding explains it.
+
+    It is 0, too, if they are not finite, which sampling and scoring report.
     """
     gaps = (first.double().cpu() - second.double().cpu()).abs()
     if computes_narrowly(policy):
@@ -255,8 +262,10 @@ def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tenso
 
 
 def trial(policy: Policy) -> tuple[list[list[int]], int]:
-    """Three short prompts of unequal lengths, and tokens of a completion; no row is longer than the
-    model's positions, or than what LongRoPE reads with one set of factors.
+    """Return three short prompts of unequal lengths, and the number of tokens of a completion.
+
+    No row is longer than the model's positions, or than what LongRoPE reads with one set of
+    factors.
     """
     config = policy.model.config.get_text_config(decoder=True)
     limits = (getattr(config, "max_position_embeddings", None), rope_switch(config))
@@ -267,7 +276,7 @@ def trial(policy: Policy) -> tuple[list[list[int]], int]:
 
 
 def trial_tokens(policy: Policy, count: int) -> list[int]:
-    """A row of so many token ids that a model of any vocabulary has, none of them special."""
+    """Return a row of so many token ids that any model has, none of them special."""
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     plain = (t for t in range(2, vocabulary) if t not in {policy.pad_token, *policy.end_tokens})
     tokens = list(islice(plain, 8)) or [0]
@@ -277,8 +286,9 @@ def trial_tokens(policy: Policy, count: int) -> list[int]:
 def _agrees(
     policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
 ) -> bool | None:
-    """Whether a way gives, but for rounding, what `FullReader` gives with so many rows at once;
-    None where there is no memory to tell.
+    """Return True if a way of reading gives, up to rounding, the values of `FullReader`.
+
+    `FullReader` reads `at_once` rows at a time. None if there is no memory to tell.
     """
     try:
         one, two = _trial(policy, way, prompts, 2), _trial(policy, FullReader, prompts, at_once)
@@ -298,8 +308,9 @@ def _trial(
     at_once: int,
     completions: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities of a completion of each prompt, [P, T], so many rows at once; by default of
-    three tokens.
+    """Return log-probabilities of a completion of each prompt, [P, T], so many rows at once.
+
+    The default completion has three tokens.
     """
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     tokens = np.array(completions or [[2, 3, 4], [5, 6, 7]], dtype=np.int64)[:, None] % vocabulary

@@ -14,7 +14,7 @@ PACKS = "support_avx512bf16_for_cpu"  # whether a bitsandbytes layer would
 
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
-    """Within, bitsandbytes' 4-bit layers keep their weights as they are.
+    """Keep the weights of bitsandbytes' 4-bit layers as they are.
 
     On a CPU with AVX512-BF16 a forward pass in evaluation mode and without gradients would pack
     them for inference; packed weights pass no gradient on, and stay packed in training.

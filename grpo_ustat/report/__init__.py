@@ -1,1 +1,1 @@
-"""What `report` does: tables, figures and one page of any set of run folders together."""
+"""Tables, figures and one page of any set of run folders together: the command `report`."""

@@ -1,4 +1,4 @@
-"""`grpo-ustat report`: what any runs found, together."""
+"""`grpo-ustat report`: the results of any runs, together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from grpo_ustat.launch.command import Command, Run
 
 
 def load_run() -> Run:
-    """The function that reports the runs that a configuration names into a folder."""
+    """Return the function that reports the runs that a configuration names into a folder."""
     from grpo_ustat.report.aggregate import report_runs
 
     return lambda config, folder: report_runs(config.patterns, folder, config.steps)

@@ -1,8 +1,8 @@
-"""Held-out accuracy or mean reward of training runs: cells over seeds, the best and those like it.
+"""Held-out accuracy or mean reward of training runs: cells over seeds, compared with the best.
 
-Cells are compared within a family: in the table by steps what was swept, of one line and step (the
-G of the paper's Figure 5), in the table of budgets every (n, G) of one series at one step (its
-Table 2), in the table of settings those of one n, G and step.
+Cells are compared within a family. In the table by steps a family is what was swept, of one line
+and step (the G of the paper's Figure 5). In the table of budgets it is every (n, G) of one series
+at one step (the paper's Table 2). In the table of settings it is the settings of one n, G and step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ AccuracyCell = dict[str, Any]
 def accuracy_rows(
     runs: Sequence[RunRecord], series_keys: Sequence[str], axis: Axis
 ) -> list[dict[str, Any]]:
-    """A row for every run and step.
+    """Make a row for every run and step.
 
     Args:
-        runs: of `train`.
-        series_keys: by which series differ.
-        axis: of the figure.
+        runs: training runs.
+        series_keys: configuration keys in which the series differ.
     """
     return [
         {
@@ -63,25 +62,27 @@ def accuracy_rows(
 def accuracy_cells(
     rows: Sequence[dict[str, Any]], family: tuple[Keys, Keys] = BY_STEP, pooled: bool = False
 ) -> list[AccuracyCell]:
-    """One row per cell: mean over its seeds, and how far it is from the best of its family.
+    """Make one row per cell: the mean over its seeds, and its difference from the family's best.
 
     `low` and `high` are over seeds, given the questions (t, seeds - 1 degrees of freedom); with one
-    seed they are the run's own, over questions, and `over` says which. `questions_low` and
-    `questions_high` are over questions, given the seeds: the mean of the runs' own, which is not
-    shorter than the mean's, as a mean's standard deviation is at most the mean of theirs.
+    seed they are the run's own, over questions; `over` names the kind. `questions_low` and
+    `questions_high` are over questions, given the seeds: the average of the runs' own intervals. It
+    is not shorter than the interval of the mean, because a mean's standard deviation is at most the
+    mean of the runs' standard deviations.
 
     `best` marks the largest mean of a family. The difference from it is paired on the seeds that
-    both have; with one seed it is of two independent samples of questions, wider than a paired one
-    and without the variation of training. `distinct` says whether its interval lies below 0: the
-    k - 1 differences of a family are each at 1 - 0.05 / (k - 1) (Bonferroni), so that a truly best
-    cell is told from the largest mean, whichever that is, in at most 2.5 % of families (Hsu 1984,
-    of comparisons with the best). The best is chosen on the same seeds. `decided` says whether any
-    cell of the family is distinct: where none is, the largest mean is no best one.
+    both have. With one seed it is the difference of two independent samples of questions, wider
+    than a paired one and without the variation of training. `distinct` is True if its interval lies
+    below 0. The k - 1 differences of a family are each at 1 - 0.05 / (k - 1) (Bonferroni), so that
+    a truly best cell is separated from the largest mean, whichever that is, in at most 2.5 % of
+    families (Hsu 1984, of comparisons with the best). The best is chosen on the same seeds.
+    `decided` is True if any cell of the family is distinct: if none is, the largest mean is no best
+    one.
 
     Args:
         rows: see `accuracy_rows`.
         family: `BY_STEP`, `BY_LINE`, `BY_BUDGET` or `BY_SETTING`.
-        pooled: whether differences have one variance for a family, see `residual_variance`, of
+        pooled: differences of a family share one variance, see `residual_variance`, of
             `difference_dof` degrees of freedom; else each has its own.
     """
     within, by = family
@@ -119,16 +120,18 @@ def accuracy_cells(
 
 
 def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
-    """Cells whose intervals over seeds are from one variance, pooled over the cells of a line and
-    step that have several seeds: `t_dof s / sqrt(seeds)`, `dof` the sum of their seeds - 1.
+    """Give cells intervals over seeds from one variance, pooled over the cells of a line and step.
 
-    Two seeds alone have t_1 = 12.7, six such cells together t_6 = 2.4. The cells' variances are
-    taken to be equal. Where they are not, the interval of a noisier cell is too short and that of
+    Cells with several seeds are pooled: the half-width is `t_dof s / sqrt(seeds)`, with `dof` the
+    sum of their seeds - 1.
+
+    Two seeds of one cell have t_1 = 12.7, six such cells together t_6 = 2.4. The cells' variances
+    are taken to be equal. If they are not, the interval of a noisier cell is too short and that of
     another too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
-    cover 94 % on average, of the noisiest cell 88 %, of the quietest 99 % (40 000 draws).
+    cover 94 % on average, 88 % for the noisiest cell and 99 % for the quietest (40 000 draws).
 
     Args:
-        cells: of `BY_LINE`; those of a single seed stay as they are, with `dof` None.
+        cells: of `BY_LINE`; cells of a single seed stay as they are, with `dof` None.
     """
     groups: dict[tuple, list[AccuracyCell]] = {}
     for cell in cells:
@@ -153,7 +156,7 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
 
 
 def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
-    """Mean of runs by seed, with its interval.
+    """Return the mean of runs by seed, with its interval.
 
     >>> runs = {i: {"mean_reward": x, "n": 500} for i, x in enumerate((0.5, 0.6, 0.7))}
     >>> _ = [run.update(quantity="accuracy") for run in runs.values()]
@@ -169,19 +172,21 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
 
 
 def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
-    """The interval of an accuracy within [0, 1], that of a mean reward as it is."""
+    """Clip the interval of an accuracy to [0, 1]; return that of a mean reward as it is."""
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         return interval
     return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """What is left of the variance of a run's mean beside its cell and its seed, and its degrees of
-    freedom: `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, a randomised block design
-    with the S seeds that all C cells of several seeds have; None with fewer than two of either.
+    """Estimate the variance of a run's mean that neither its cell nor its seed explains.
 
-    A difference of two cells over S seeds has twice it over S: with two cells it is that of their
-    own differences. The cells' residuals are taken to have one variance.
+    The result is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))` and its degrees of
+    freedom, from a randomised block design with the S seeds that all C cells of several seeds have;
+    None with fewer than two of either.
+
+    A difference of two cells over S seeds has twice this variance over S: with two cells it is that
+    of their own differences. The cells' residuals are taken to have one variance.
 
     Args:
         cells: runs by seed, of every cell.
@@ -207,12 +212,14 @@ def difference(
     level: float = CONFIDENCE,
     law: tuple[float, int] | None = None,
 ) -> Interval | None:
-    """A cell's mean less the best one, see `accuracy_cells`; None where too few seeds are shared.
+    """Return a cell's mean minus that of the best cell; None if too few seeds are shared.
+
+    See `accuracy_cells`.
 
     Args:
-        runs, best: of the two cells, by seed.
+        runs, best: runs of the two cells, by seed.
         level: coverage.
-        law: see `residual_variance`; None: the variance is that of the two cells' differences.
+        law: see `residual_variance`; None: the variance of the two cells' differences.
     """
     shared = sorted(runs.keys() & best.keys())
     if len(shared) > 1:
@@ -230,12 +237,14 @@ def difference(
 
 
 def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> float:
-    """Variance of rounding an accuracy to a multiple of 1/n, the fewest questions: 1 / (12 n^2); 0
-    of a mean reward, whose steps are not known.
+    """Return the variance of rounding an accuracy to a multiple of 1/n: 1 / (12 n^2).
+
+    n is the smallest number of questions. The variance is 0 for a mean reward, whose steps are
+    unknown.
 
     Args:
-        rows: of runs or of cells.
-        questions: the column of their number.
+        rows: rows of runs or of cells.
+        questions: column with the number of questions.
     """
     rows = list(rows)
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
@@ -244,8 +253,10 @@ def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> 
 
 
 def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
-    """Mean and t interval. Few values of few questions are often all alike, which no variance of 0
-    explains: it is never taken to be less than that of their rounding.
+    """Return the mean and its t interval.
+
+    Few values of few questions are often all equal, which does not mean a variance of 0: the
+    variance is never taken to be less than that of their rounding.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -257,12 +268,11 @@ def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> I
 def accuracy_table(
     cells: Sequence[AccuracyCell], data: Sequence[AccuracyCell], axis: Axis
 ) -> Table:
-    """A row per line and step, a column per value of the axis.
+    """Make a table with a row per line and step, and a column per value of the axis.
 
     Args:
         cells: of `BY_LINE`, of the steps to show.
         data: of all steps.
-        axis: of the figure.
     """
     name = joint_quantity(cell["quantity"] for cell in [*cells, *data])
     present = {cell["x"] for cell in cells}
@@ -285,7 +295,7 @@ def accuracy_table(
 
 
 def budget_table(cells: Sequence[AccuracyCell]) -> Table:
-    """The paper's Table 2, a row per series and budget, a column per group size.
+    """Make the paper's Table 2: a row per series and budget, a column per group size.
 
     Args:
         cells: of `BY_BUDGET`.
@@ -309,8 +319,9 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def settings_table(cells: Sequence[AccuracyCell]) -> Table:
-    """A row per setting, those of one n and G below each other, each with its difference from the
-    largest mean among them.
+    """Make a table with a row per setting and its difference from the largest mean.
+
+    Settings of one n and G stand below each other and are compared among themselves.
 
     Args:
         cells: of `BY_SETTING`.
@@ -351,19 +362,19 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def budget_name(cell: AccuracyCell) -> str:
-    """A cell's budget and series in words."""
+    """Return a cell's budget and series in words."""
     return " ".join(filter(None, (f"n={cell['rollouts']}", cell["series"])))
 
 
 def _grid(
     places: Sequence[tuple[str, int, AccuracyCell]], columns: Sequence[str]
 ) -> tuple[list[list[str]], dict[tuple[int, int], bool]]:
-    """Rows and marks of a table, see `Table`.
+    """Return rows and marks of a table, see `Table`.
 
     Args:
-        places: each cell with the heading of its row, to which its step is added, and the place of
+        places: each cell with the heading of its row, to which its step is added, and the index of
             its column.
-        columns: their names.
+        columns: names of the columns.
     """
     most = max(cell["seeds"] for *_, cell in places)
     rows: dict[str, list[str]] = {}
@@ -377,9 +388,9 @@ def _grid(
 
 
 def _cell_text(cell: AccuracyCell, most: int) -> str:
-    """Mean with its mark, its interval below, and how many of the most seeds it has.
+    """Format a mean with its mark, its interval below, and the number of seeds if some are missing.
 
-    Nothing is marked where no cell of a family is significantly different.
+    Nothing is marked if no cell of a family is significantly different.
     """
     mark = ""
     if cell["decided"]:
@@ -389,11 +400,11 @@ def _cell_text(cell: AccuracyCell, most: int) -> str:
 
 
 def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str) -> list[str]:
-    """Lines for captions: what intervals are over, what the marks mean.
+    """Write lines for captions: the source of intervals and the meaning of marks.
 
     Args:
-        cells: that are shown.
-        marks: of the best, of those not significantly different from it, and of the others.
+        cells: the cells shown.
+        marks: marks of the best, of those not significantly different from it, and of the others.
         among: the cells that are compared with each other, in words.
     """
     best, alike, less = marks
@@ -436,7 +447,7 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str
 
 
 def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
-    """One line for within the figure: what dots, bars and rings are.
+    """Write one line for within the figure: the meaning of dots, bars and rings.
 
     Args:
         cells: of `BY_LINE`, see `pooled_cells`.
@@ -456,7 +467,7 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """What the intervals of the means are over; of both kinds, which is which."""
+    """Say over what the intervals of the means are; with both kinds, say which is which."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
     over_questions = "generalising to new questions, without the variation of training (one seed"
     if not counts:

@@ -1,4 +1,4 @@
-"""What accuracies or mean rewards at several group sizes and settings say, in sentences."""
+"""Conclusions from accuracies or mean rewards at several group sizes and settings, in sentences."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpo_ustat.runs.record import RunRecord, key_label
 def at_last(
     rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
 ) -> list[dict[str, Any]]:
-    """For each series, its rows at the last of the steps that the most (n, G) have reached.
+    """Select, for each series, its rows at the last of the steps that most (n, G) have reached.
 
     Args:
         rows: see `accuracy.accuracy_rows`.
-        steps: among which.
-        within: the column whose values each have a last step of their own.
+        steps: the steps to choose from.
+        within: column whose values each have their own last step.
     """
     last_rows = []
     for name in dict.fromkeys(row[within] for row in rows):
@@ -35,8 +35,9 @@ def at_last(
 
 
 def best_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """The best cell of each series, and which others are significantly less and which are not;
-    where no difference is significant the range of all.
+    """Name the best cell of each series, and which others are significantly less.
+
+    If no difference is significant, the sentence gives the range of all cells.
 
     Args:
         cells: of `accuracy.BY_BUDGET`.
@@ -72,7 +73,7 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
 
 
 def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
-    """Their group sizes, with n where a series has several, or how many they are."""
+    """Name cells by group size, and by n if a series has several; name more than four by number."""
     if len(cells) > 4:
         return f"{len(cells)} others"
     if several:
@@ -81,7 +82,7 @@ def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
 
 
 def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """Whether the settings of an n and G differ significantly.
+    """Say if the settings of an n and G differ significantly.
 
     Args:
         cells: of `accuracy.BY_SETTING`.
@@ -123,11 +124,11 @@ def _mean_text(cell: AccuracyCell) -> str:
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """A line for every (n, G) of a series that lacks seeds which others of the series have.
+    """List every (n, G) of a series that lacks seeds which others of the series have, a line each.
 
     Args:
-        runs: of training.
-        keys: by which series differ.
+        runs: training runs.
+        keys: configuration keys in which the series differ.
     """
     grids: dict[str, set[tuple[int, int, int]]] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""The figure of held-out accuracy or mean reward against what was swept."""
+"""Figure of held-out accuracy or mean reward against what was swept."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ def accuracy_figure(
     notes: Sequence[str],
     gstar: tuple[float | None, float, float | None] | None = None,
 ) -> None:
-    """The paper's Figure 5: held-out accuracy, or mean reward, against what was swept, a panel per
-    step, a line per series; each seed a small dot.
+    """Draw the paper's Figure 5: held-out accuracy, or mean reward, against what was swept.
+
+    There is a panel per step and a line per series; each seed is a small dot.
 
     Args:
-        folder, name: where to, as `<name>.{pdf,svg,png}`.
+        folder, name: the file is `<folder>/<name>.{pdf,svg,png}`.
         cells: of `accuracy.BY_LINE`.
-        rows: of the single runs, see `accuracy.accuracy_rows`.
-        axis: along which the cells are.
+        rows: rows of the single runs, see `accuracy.accuracy_rows`.
+        axis: axis along which the cells are placed.
         notes: lines under the figure.
         gstar: the best group size of the gradient's error and its interval, a vertical band; an end
-            of None is outside the picture.
+            of None is outside the figure.
     """
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
@@ -91,14 +92,16 @@ def _accuracy_panel(
     lines: Sequence[str],
     axis: Axis,
 ) -> None:
-    """One step: means with intervals; where any is surely below the largest, that one ringed and
-    those surely below it hollow.
+    """Draw one step: means with intervals.
+
+    If any mean is surely below the largest, the largest is ringed and those surely below are
+    hollow.
     """
     positions = [axis.position(value) for value in axis.values]
     span = max(positions) - min(positions) or 1.0
 
     def shifted(x: float, share: float) -> float:
-        """Moved to the right by a share of the distance between two values."""
+        """Move a point to the right by a share of the distance between two values."""
         if axis.is_logarithmic:
             return x * 2**share
         return x + share * span / max(len(positions) - 1, 1)
@@ -150,7 +153,7 @@ def _accuracy_panel(
 
 
 def _gstar_band(axes: Axes, best: float | None, low: float, high: float | None) -> None:
-    """A grey band over the interval of G*, dashed at its estimate, within the sizes shown."""
+    """Draw a grey band over the interval of G*, dashed at its estimate, within the sizes shown."""
     left, right = axes.get_xlim()
     axes.axvspan(
         max(low, left), right if high is None else max(left, min(high, right)), color="#999999",

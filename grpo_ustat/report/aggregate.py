@@ -1,8 +1,8 @@
 """A report: tables, figures and their data of any runs, in one folder.
 
-`grpo-ustat report` makes one of whatever folders it is given, a sweep with `report.name`
-one of its own runs. Runs that differ in more than group size, seed and budget are apart; missing,
-damaged and repeated runs are named.
+`grpo-ustat report` makes one from the folders that it is given, a sweep with `report.name` makes
+one of its own runs. Runs that differ in more than group size, seed and budget are shown separately;
+missing, damaged and repeated runs are named.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def write_report(report: Report) -> None:
 
 
 def without_unreadable(run_set: RunSet) -> RunSet:
-    """The runs of which each can be shown by itself; the others are named among the damaged, so
-    that none of them ends the report of the rest.
+    """Keep the runs that can be shown by themselves, and name the others among the damaged.
+
+    One damaged folder thus does not stop the report of the rest.
     """
     runs, damaged = [], list(run_set.damaged)
     for run in run_set.runs:
@@ -155,7 +156,7 @@ def without_unreadable(run_set: RunSet) -> RunSet:
 
 
 def _tables_of_one(run: RunRecord) -> None:
-    """Make the tables of a report of this run alone, and its row among all."""
+    """Make the tables of a report of this run only, and its row among all runs."""
     one = Report(run.folder, RunSet([run], [], [], []), None)
     runs_table(one)
     if one.theorems:
@@ -181,7 +182,7 @@ def _tables_of_one(run: RunRecord) -> None:
 
 
 def run_set_notes(run_set: RunSet) -> list[str]:
-    """Lines on what is not whole, and on what is left out."""
+    """List what is incomplete and what is left out, a line each."""
     lines = [f"unfinished: {run.unfinished}" for run in run_set.runs if run.unfinished]
     lines += [f"missing: {line}" for line in run_set.absent]
     lines += [f"damaged: {line}" for line in run_set.damaged]
@@ -248,7 +249,7 @@ def _add_training(report: Report) -> None:
 
 
 def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> None:
-    """Accuracy or mean reward by step, and by setting and by budget at the last step."""
+    """Add accuracy or mean reward by step, and by setting and by budget at the last step."""
     name = joint_quantity(row["quantity"] for row in rows).replace(" ", "_")
     evaluated = sorted({row["step"] for row in rows})
     steps = evaluated if report.steps is None else list(report.steps)
@@ -287,7 +288,10 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
 
 
 def _add_best_group_size(report: Report) -> None:
-    """Whether the G of the least error before training trains best, or why that cannot be said."""
+    """Add the comparison of the G of least error before training with the G that trains best.
+
+    If they cannot be compared, a note gives the reason.
+    """
     try:
         found = best_group_size(report.training, report.studies)
     except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -301,8 +305,9 @@ def _add_best_group_size(report: Report) -> None:
 def _measured_gstar(
     report: Report, axis: Axis
 ) -> tuple[tuple[float | None, float, float | None] | None, list[str]]:
-    """G* of the policy that all training runs start from and its interval, where a study among the
-    runs has measured it, and a line that says so.
+    """Return G* and its interval of the policy from which all training runs start, with a line.
+
+    They are present if a study among the runs has measured that policy.
     """
 
     def start(run: RunRecord) -> list[Any]:
@@ -322,8 +327,10 @@ def _measured_gstar(
 def _add_learning(
     report: Report, runs: Sequence[RunRecord], keys: Sequence[str], axis: Axis
 ) -> None:
-    """A figure and a table per budget and data set, a line per group size and setting; where these
-    are many, a figure for each value along the axis and for each line of the other figures.
+    """Add a figure and a table per budget and data set, with a line per group size and setting.
+
+    If there are many lines, there is a figure for each value along the axis and for each line of
+    the other figures.
     """
     budgets: dict[str, list[RunRecord]] = {}
     for run in runs:
@@ -362,7 +369,7 @@ def _add_learning(
 
 
 def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Every quantity at the first and the last step of each line."""
+    """Make a table of every quantity at the first and the last step of each line."""
     quantities = list(dict.fromkeys(row["quantity"] for row in rows))
     means: dict[str, dict[str, list[float]]] = {}
     for row in rows:

@@ -1,16 +1,16 @@
-r"""Whether the group size that estimates the gradient best also trains best.
+r"""Comparison of the group size that estimates the gradient best with the one that trains best.
 
 At a fixed number n of rollouts a step the error of the gradient is
 
     n MSE(G) = G C1 + C2 + C3/(G-1) = C1 ( G + (G*-1)^2/(G-1) ) + C2      G* = 1 + sqrt(C3/C1)
 
 smallest at G* for every n, and the paper bounds the sub-optimality gap by it (section 6 of the
-theory, Lemma 6 and Theorem 7). Here C1, C2, C3 of the policy that training starts from are held
-against held-out accuracy, or mean reward, of training runs that differ in G, n and seed alone.
+theory, Lemma 6 and Theorem 7). Here C1, C2, C3 of the policy from which training starts are
+compared with held-out accuracy, or mean reward, of training runs that differ only in G, n and seed.
 
-What counts was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
-which carries less noise of evaluation than the last one alone; that is reported beside it. A G is
-significantly different from the best where the simultaneous 95 % interval of their difference,
+The outcome was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
+which carries less noise of evaluation than the last one alone; the last one is reported beside it.
+A G is significantly different from the best if the simultaneous 95 % interval of their difference,
 paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
 """
 
@@ -46,12 +46,12 @@ CELL_KEYS = (
 
 
 def mean_evaluation(run: RunRecord) -> float:
-    """Mean of a run's evaluations after step 0."""
+    """Average a run's evaluations after step 0."""
     return float(np.mean([row["mean_reward"] for row in run.evals if row["step"] > 0]))
 
 
 def last_evaluation(run: RunRecord) -> float:
-    """A run's last evaluation."""
+    """Return a run's last evaluation."""
     return float(run.evals[-1]["mean_reward"])
 
 
@@ -60,16 +60,12 @@ OUTCOMES = {MEAN: mean_evaluation, LAST: last_evaluation}
 
 @dataclass(frozen=True)
 class Start:
-    """The scaling law at the policy that training starts from.
+    """The scaling law at the policy from which training starts."""
 
-    Attributes:
-        run: the study that measured it.
-        law: its C1, C2, C3.
-        gstar: 1 + sqrt(C3/C1), with its interval.
-    """
-
+    # The study that measured it.
     run: RunRecord
     law: ScalingLaw
+    # 1 + sqrt(C3/C1), with its interval.
     gstar: Interval
 
     @property
@@ -79,33 +75,30 @@ class Start:
         return f"{estimate:.1f} [{low:.1f}, {high:.1f}]"
 
     def error_at(self, size: int) -> float:
-        """Predicted n MSE(G)."""
+        """Return the predicted n MSE(G)."""
         return self.law.mse(num_prompts=1, group_size=size) * size
 
     def nearest(self, sizes: Sequence[int]) -> int:
-        """The G of least predicted error among some."""
+        """Return the G of least predicted error among some."""
         return nearest(self.gstar.estimate, sizes)
 
 
 @dataclass(frozen=True)
 class BudgetResult:
-    """How every G trained at one n.
+    """Training results of every G at one n."""
 
-    Attributes:
-        rollouts: n.
-        seeds: on which every G was trained.
-        cells: of each outcome, a cell for each G, ascending.
-        mean_SG: what counts, of each seed and G.
-    """
-
+    # n.
     rollouts: int
+    # Seeds with which every G was trained.
     seeds: list[int]
+    # By outcome, a cell for each G, ascending.
     cells: dict[str, list[AccuracyCell]]
+    # `MEAN` of each seed and G.
     mean_SG: np.ndarray
 
     @property
     def quantity(self) -> str:
-        """What the cells are means of, an accuracy or a mean reward."""
+        """Quantity that the cells average, an accuracy or a mean reward."""
         return joint_quantity(cell["quantity"] for cell in self.cells[MEAN])
 
     @property
@@ -114,21 +107,22 @@ class BudgetResult:
         return [cell["group_size"] for cell in self.cells[MEAN]]
 
     def best(self, outcome: str = MEAN) -> int:
-        """The G of the largest mean."""
+        """Return the G of the largest mean."""
         return next(cell["group_size"] for cell in self.cells[outcome] if cell["best"])
 
     def indistinct(self, outcome: str = MEAN) -> list[int]:
-        """The best G and those that are not significantly different from it."""
+        """Return the best G and those that are not significantly different from it."""
         return [cell["group_size"] for cell in self.cells[outcome] if not cell["distinct"]]
 
     def distinct(self, outcome: str = MEAN) -> list[int]:
-        """Those that are significantly different from the best."""
+        """Return the G that are significantly different from the best."""
         return [cell["group_size"] for cell in self.cells[outcome] if cell["distinct"]]
 
     def p_values(self, outcome: str = MEAN) -> dict[int, float]:
-        """The p-value that each G is the best one: of its difference from the best mean, two-sided
-        paired t, Bonferroni over the differences. At most 5 % where it differs significantly from
-        the best.
+        """Return the p-value of the hypothesis, for each G, that it is the best one.
+
+        It is that of the difference from the best mean, two-sided paired t, Bonferroni over the
+        differences, and at most 5 % if the G differs significantly from the best.
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
         others = max(len(cells) - 1, 1)
@@ -143,8 +137,9 @@ class BudgetResult:
         return p_values
 
     def verdict(self, predicted: int, outcome: str = MEAN) -> str:
-        """Whether a predicted G trains best: not decided where no G is significantly
-        different from the best.
+        """Judge if a predicted G trains best.
+
+        It is not decided if no G is significantly different from the best.
         """
         distinct = self.distinct(outcome)
         return verdict_of(predicted not in distinct if distinct else None)
@@ -179,22 +174,16 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and trained group sizes.
-
-    Attributes:
-        start: the prediction.
-        budgets: how every G trained, at each n.
-        claims: with the verdicts that they have as a family, see `correct_family`.
-        rows: one for every n, outcome and G.
-        answer: one sentence.
-        notes: where training is not the theory's, and what is missing.
-    """
+    """Predicted and trained group sizes."""
 
     start: Start
     budgets: Sequence[BudgetResult]
+    # With the verdicts that they have as a family, see `correct_family`.
     claims: Sequence[Claim]
+    # A row for every n, outcome and G.
     rows: Sequence[dict[str, Any]]
     answer: str
+    # Differences between training and the theory, and what is missing.
     notes: Sequence[str]
 
     @property
@@ -203,7 +192,7 @@ class Comparison:
         return worst_verdict(self.claims)
 
     def tables(self) -> list[Table]:
-        """Each G with its predicted error and what it trained, and the claims on them."""
+        """Make the table of each G with predicted error and trained result, and that of claims."""
         rows, quantity = [], joint_quantity(row["quantity"] for row in self.rows)
         for row in self.rows:
             difference, verdict = "-", "largest mean"
@@ -242,11 +231,11 @@ class Comparison:
 
 
 def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord]) -> Comparison:
-    """Training at several G, n and seeds beside the G* of the policy that it starts from.
+    """Compare training at several G, n and seeds with the G* of the policy from which it starts.
 
     Args:
-        training: runs of `train`; unfinished ones do not count.
-        studies: finished ones of `mse`, of which one is of the policy before training.
+        training: training runs; unfinished ones do not count.
+        studies: finished studies of `mse`, one of them of the policy before training.
     """
     grid: dict[tuple[int, int, int], RunRecord] = {}
     for run in training:
@@ -301,7 +290,7 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
 
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
-    """The law of the policy that a run starts from, of the one study that measured it."""
+    """Return the law of the policy from which a run starts, of the one study that measured it."""
     own = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
     differing = [[key for key in own if own[key] != run.keys.get(key)] for run in studies]
     same = [run for run, keys in zip(studies, differing, strict=True) if not keys]
@@ -326,7 +315,7 @@ def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
 
 
 def nearest(gstar: float, sizes: Sequence[int]) -> int:
-    """The G of least predicted error among some, which depends on G* alone.
+    """Return the G of least predicted error among some, which depends only on G*.
 
     >>> nearest(8.9, [2, 4, 8, 16]), nearest(2.5, [2, 4, 8]), nearest(11.0, [8, 16])
     (8, 2, 8)
@@ -335,7 +324,7 @@ def nearest(gstar: float, sizes: Sequence[int]) -> int:
 
 
 def _best_claim(budget: BudgetResult, start: Start) -> Claim:
-    """The predicted G is the best one or is not significantly different from it."""
+    """Make the claim that the predicted G is not significantly different from the best one."""
     predicted, indistinct = start.nearest(budget.sizes), budget.indistinct()
     return Claim(
         what=f"the G of {comma_list(budget.sizes)} that trains best at n = {budget.rollouts}",
@@ -357,7 +346,7 @@ def _best_claim(budget: BudgetResult, start: Start) -> Claim:
 
 
 def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
-    """Whether one G can be the best at every n."""
+    """Make the claim that one G can be the best at every n."""
     first, last = budgets[0], budgets[-1]
     common = set.intersection(*(set(budget.indistinct()) for budget in budgets))
     decisive = all(budget.distinct() for budget in budgets)
@@ -381,7 +370,7 @@ def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
 
 
 def _order_claim(budget: BudgetResult, start: Start) -> Claim:
-    """A G of less predicted error trains better."""
+    """Make the claim that a G of less predicted error trains better."""
     error_G = np.array([start.error_at(size) for size in budget.sizes])
     correlation = rank_correlation(budget.mean_SG, error_G)
     correlation_S = [rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.mean_SG]
@@ -402,7 +391,7 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
 
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
-    """The G that trained best, and which others are significantly different from it."""
+    """Name the G that trained best, and which others are significantly different from it."""
     alike = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
         f"the best is G = {budget.best(outcome)}; not significantly different from it: "

@@ -1,4 +1,4 @@
-"""The runs of a report: of every folder that the patterns match, shown or named as damaged."""
+"""The runs of a report: every folder that the patterns match, shown or named as damaged."""
 
 from __future__ import annotations
 
@@ -28,23 +28,20 @@ SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")  # a series holds several
 
 @dataclass(frozen=True)
 class RunSet:
-    """The runs of a report, and lines on all that is not among them.
+    """The runs of a report, and lines on all that is not among them."""
 
-    Attributes:
-        runs: that can be shown in part or whole.
-        damaged: a line for every folder that cannot be read, with the reason.
-        absent: a line for every run of a sweep that has not begun.
-        twins: a line for every folder that holds the same run as another one.
-    """
-
+    # Runs that can be shown completely or in part.
     runs: list[RunRecord]
+    # A line for every folder that cannot be read, with the reason.
     damaged: list[str]
+    # A line for every run of a sweep that has not begun.
     absent: list[str]
+    # A line for every folder that holds the same run as another one.
     twins: list[str]
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
-    """The run folders at or below whatever the patterns match, each once, G=4 before G=16."""
+    """Find the run folders at or below whatever the patterns match, each once, G=4 before G=16."""
     folders: dict[Path, Path] = {}  # by resolved path
     for pattern in patterns:
         matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]
@@ -81,8 +78,9 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
 
 
 def read_runs(entries: Sequence[Entry]) -> RunSet:
-    """Every run that the folders hold, each once: of folders with the same run the one that is
-    further.
+    """Read every run that the folders hold, each once.
+
+    Of folders with the same run, the one that is further is taken.
     """
     runs, damaged, absent = [], [], []
     for entry in entries:
@@ -108,7 +106,7 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
 
 
 def _check(run: RunRecord) -> None:
-    """Refuse a run that cannot be shown, and forget a result that is not of this run.
+    """Refuse a run that cannot be shown, and forget a result that does not belong to this run.
 
     Raises:
         ValueError: its configuration is lost, damaged, or of another program.
@@ -128,7 +126,7 @@ def _check(run: RunRecord) -> None:
 def distinguishing_keys(
     runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
 ) -> list[str]:
-    """Keys by which runs differ, each only if those before it leave some together.
+    """Return the keys in which runs differ, each only if those before it leave some together.
 
     Names come first: of two models that differ in name, path and weights the name is enough.
 

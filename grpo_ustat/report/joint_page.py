@@ -1,4 +1,4 @@
-"""A report of several runs: what goes into it, its table of runs and its page."""
+"""A report of several runs: its parts, its table of runs and its page."""
 
 from __future__ import annotations
 
@@ -33,24 +33,20 @@ MOST_COMPLETIONS = 2000  # of all runs together
 
 @dataclass
 class Report:
-    """What goes into a report's folder.
-
-    Attributes:
-        folder: where to.
-        run_set: the runs, and lines on those that cannot be shown.
-        steps: at which evaluations are shown, None: at all.
-        tables: in the order of the page.
-        notes: lines on what is missing, left out or apart.
-        answers: a sentence on each kind of runs.
-        study_figures: that studies of theorems drew themselves.
-    """
+    """Contents of a report's folder."""
 
     folder: Path
+    # The runs, and lines on those that cannot be shown.
     run_set: RunSet
+    # Steps whose evaluations are shown; None: all.
     steps: Sequence[int] | None
+    # In the order of the page.
     tables: list[Table] = field(default_factory=list)
+    # Lines on what is missing, left out or shown separately.
     notes: list[str] = field(default_factory=list)
+    # A sentence on each kind of runs.
     answers: list[str] = field(default_factory=list)
+    # Figures that studies of theorems drew themselves.
     study_figures: list[Figure] = field(default_factory=list)
 
     @property
@@ -85,25 +81,25 @@ class Report:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """True if there is nothing to show."""
         return not (self.theorems or self.studies or self.equal_rewards or self.training)
 
     @property
     def missing_notes(self) -> list[str]:
-        """Lines for below figures: what is unfinished, missing or damaged."""
+        """Lines for below figures on what is unfinished, missing or damaged."""
         kinds = ("unfinished", "missing", "damaged")
         return shorten([line for line in self.notes if line.startswith(kinds)], 3, "runs.tex")
 
     @property
     def missing_captions(self) -> list[str]:
-        """A line within a figure on how much is unfinished, missing or damaged."""
+        """A line within a figure with the number of unfinished, missing or damaged items."""
         kinds = ("unfinished", "missing", "damaged")
         count = sum(line.startswith(kinds) for line in self.notes)
         return [f"{count} lines on what is unfinished, missing or damaged: runs.tex."] * bool(count)
 
 
 def runs_table(report: Report) -> Table:
-    """Every run and how far it is; below it counts and all notes."""
+    """List every run and its progress; below the table are counts and all notes."""
     data = []
     for run in report.runs:
         state, result = run.state, run.result or {}
@@ -150,11 +146,7 @@ def runs_table(report: Report) -> Table:
 
 
 def page(report: Report) -> Page:
-    """The report's page.
-
-    Args:
-        report: one whose figures are drawn.
-    """
+    """Compose the report's page, once its figures are drawn."""
     runs = report.runs
     table_figures = []
     for table in report.tables:
@@ -183,16 +175,16 @@ def page(report: Report) -> Page:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """What was run and what it took; those of test problems are no model's, and counted apart."""
+    """Describe the runs and their costs; runs on test problems have no model and are separate."""
 
     def counts(names: Iterable[str | None]) -> str:
-        """Each name once, with how often it comes where there are several."""
+        """List each name once, with its number of occurrences if there are several."""
         counter = Counter(names)
         several = len(counter) > 1 or sum(counter.values()) > 1
         return "; ".join(f"{x} ({count})" if several else f"{x}" for x, count in counter.items())
 
     def total(of: Sequence[RunRecord], key: str) -> int:
-        """A cost of the finished runs."""
+        """Add up a cost of the finished runs."""
         results = [run.result for run in of if run.result is not None]
         return sum(result.get("cost", result).get(key) or 0 for result in results)
 
@@ -224,8 +216,9 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
 
 
 def _last_completions(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Completions of every run's last logged step; none of a run whose log is missing or damaged,
-    which the run's own page says.
+    """Read the completions of every run's last logged step.
+
+    A run whose log is missing or damaged has none; the run's own page says so.
     """
     rows: list[dict[str, Any]] = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""Rollouts of earlier policies in several studies: worth against how far the policy has moved."""
+"""Rollouts of earlier policies in several studies: relative efficiency against policy drift."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LAG_NOTE = (
 
 
 def lag_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
-    """A row per study and loss at G = 8 or the nearest, by the distance of the policies.
+    """Make a table with a row per study and loss at G = 8 or the nearest, by policy distance.
 
     Args:
-        studies: with rollouts of another policy.
-        study_keys: by which they differ.
+        studies: studies with rollouts of another policy.
+        study_keys: configuration keys in which they differ.
     """
     rows, data = [], []
     for run in by_distance(studies):
@@ -69,12 +69,12 @@ def lag_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
 
 
 def by_distance(studies: Sequence[RunRecord]) -> list[RunRecord]:
-    """Studies by how far the policy at hand is from the one that wrote their rollouts."""
+    """Sort studies by the distance of the policy at hand from the one that wrote the rollouts."""
     return sorted(studies, key=lambda run: run.final_result["off_policy"]["kl"])
 
 
 def lag_answer(studies: Sequence[RunRecord]) -> str:
-    """What a rollout of each loss is worth at the nearest and at the farthest policy."""
+    """State the worth of a rollout of each loss at the nearest and at the farthest policy."""
     ends = by_distance(studies)
     lines: dict[str, list[str]] = {}
     for run in dict.fromkeys([ends[0], ends[-1]]):

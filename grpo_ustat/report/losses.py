@@ -1,6 +1,6 @@
-"""Losses of several studies: what a rollout of each is worth, as a table, a figure and a sentence.
+"""Losses of several studies: the worth of a rollout of each, as a table, a figure and a sentence.
 
-Studies that differ in the loss alone, such as those of a sweep over `objective`, measure the same
+Studies that differ only in the loss, such as those of a sweep over `objective`, measure the same
 pool: their losses are lines of one panel.
 """
 
@@ -43,25 +43,22 @@ MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
 
 @dataclass(frozen=True)
 class LossPanel:
-    """Losses that were measured on one pool.
+    """Losses that were measured on one pool."""
 
-    Attributes:
-        study: the first study of the pool.
-        lines: the study and the rows by G of each loss, by a name that no other has.
-    """
-
+    # The first study of the pool.
     study: RunRecord
+    # The study and the rows by G of each loss, by a unique name.
     lines: dict[str, tuple[RunRecord, list[dict[str, Any]]]]
 
     @property
     def measured(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows that hold numbers of each loss that has any."""
+        """Rows with numbers, of each loss that has any."""
         rows = {name: [x for x in own if "noise" in x] for name, (_, own) in self.lines.items()}
         return {name: own for name, own in rows.items() if own}
 
 
 def by_pool(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Studies that differ in their losses alone, together: but for these their results are one."""
+    """Group studies that differ only in their losses; all else in their results is equal."""
     pools: dict[str, list[RunRecord]] = {}
     for run in studies:
         of_pool = {
@@ -74,8 +71,10 @@ def by_pool(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def loss_panels(studies: Sequence[RunRecord]) -> list[LossPanel]:
-    """A panel for each pool of which losses were measured; a loss that several studies of a pool
-    measured alike stands once, ones of the same name that differ are named by what differs.
+    """Make a panel for each pool on which losses were measured.
+
+    A loss that several studies of a pool measured with equal results occurs once. Losses of the
+    same name with different results are named by what differs.
     """
     panels = []
     for members in by_pool(studies):
@@ -97,7 +96,10 @@ def loss_panels(studies: Sequence[RunRecord]) -> list[LossPanel]:
 
 
 def _measured_alike(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Whether two studies say the same of a loss, up to rounding of sums over more losses."""
+    """Return True if two studies have equal results for a loss, up to rounding.
+
+    The rounding comes from sums over more losses.
+    """
 
     def texts(row: dict[str, Any]) -> list[Any]:
         return [row.get(key) for key in ("group_size", "baseline", "loss_type", "reason")]
@@ -112,11 +114,11 @@ def _measured_alike(rows: list[dict[str, Any]], others: list[dict[str, Any]]) ->
 
 
 def losses_table(panels: Sequence[LossPanel], study_keys: Sequence[str]) -> Table:
-    """A row per policy, loss and group size.
+    """Make a table with a row per policy, loss and group size.
 
     Args:
-        panels: with a measured loss each.
-        study_keys: by which their studies differ.
+        panels: panels with a measured loss each.
+        study_keys: configuration keys in which their studies differ.
     """
     rows, marks, data = [], {}, []
     for panel in panels:
@@ -167,12 +169,12 @@ def losses_table(panels: Sequence[LossPanel], study_keys: Sequence[str]) -> Tabl
 def joint_losses_figure(
     folder: Path, name: str, panels: Sequence[LossPanel], notes: Sequence[str]
 ) -> None:
-    """What a rollout of each loss is worth, a panel per pool, a line of panels or more per data
-    set; `<name>.{pdf,svg,png}`.
+    """Draw the worth of a rollout of each loss, in a panel per pool.
+
+    Each data set has a line of panels or more; the file is `<folder>/<name>.{pdf,svg,png}`.
 
     Args:
-        folder, name: where to.
-        panels: with a measured loss each.
+        panels: panels with a measured loss each.
         notes: lines under the figure.
     """
     of_study = {panel.study: panel for panel in panels}
@@ -197,7 +199,7 @@ def joint_losses_figure(
 
 
 def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
-    """Lines on losses of which a panel shows none."""
+    """List, for each panel, the losses that have no line in it."""
     lines = []
     for panel in panels:
         absent = [name for name in panel.lines if not _known(panel.measured.get(name, []))]
@@ -208,8 +210,9 @@ def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
 
 
 def losses_answer(panels: Sequence[LossPanel]) -> str:
-    """A sentence on what a rollout of a loss is worth at G = 8 or the nearest, from the least to
-    the most, and of how many losses that is not decided.
+    """State the worth of a rollout at G = 8 or the nearest, from the least to the most.
+
+    The sentence also gives the number of losses for which it is not decided.
     """
     decided, undecided, sizes = [], [], set()
     for panel in panels:
@@ -235,5 +238,5 @@ def losses_answer(panels: Sequence[LossPanel]) -> str:
 
 
 def _known(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether any of the rows has a worth."""
+    """Return True if any of the rows has a worth."""
     return any(math.isfinite(row_interval(row, "worth").estimate) for row in rows)

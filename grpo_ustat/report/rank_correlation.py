@@ -1,4 +1,4 @@
-"""Rank correlation of what group sizes train with what is predicted, over seeds."""
+"""Rank correlation between the training results of group sizes and the prediction, over seeds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ RESAMPLES = 4000
 
 
 def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
-    """Spearman correlation over G of the seeds' mean evaluation with minus the predicted error.
+    """Compute Spearman's correlation over G of mean evaluation with minus the predicted error.
 
-    The interval is the percentile bootstrap's over seeds, whole rows of G drawn again. Noise in the
-    means weakens a rank correlation, so the interval leans towards 0.
+    The evaluation is averaged over seeds. The interval is the percentile bootstrap's over seeds;
+    all G of a seed are drawn together. Noise in the means weakens a rank correlation, so the
+    interval leans towards 0.
 
     Args:
         mean_SG: mean evaluation of each seed and group size.
@@ -41,11 +42,11 @@ def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.
 
 
 def sign_flip_p_value(values_S: np.ndarray) -> float:
-    """The p-value that values, symmetric about their mean, have a mean of 0 or more; never below
-    2^-S.
+    """Return the p-value that values, symmetric about their mean, have a mean of 0 or more.
 
-    Of all signs of S values, up to 12, the share whose mean is as small; of more, of RESAMPLES
-    random signs. A t test is too sure of few correlations that are all alike.
+    It is the share of sign patterns whose mean is as small: of all signs of S values up to S = 12,
+    of RESAMPLES random signs beyond. It is never below 2^-S. A t test is overconfident with few
+    correlations that are all similar.
 
     >>> sign_flip_p_value(np.array([-1.0, -1.0, -1.0])), sign_flip_p_value(np.array([-1.0, 1.0]))
     (0.125, 0.75)
@@ -60,6 +61,6 @@ def sign_flip_p_value(values_S: np.ndarray) -> float:
 
 
 def _centred_ranks(values_RG: np.ndarray) -> np.ndarray:
-    """Ranks less their mean; equal values share theirs."""
+    """Return ranks minus their mean; equal values share theirs."""
     ranks_RG = stats.rankdata(values_RG.round(12), axis=1)
     return ranks_RG - ranks_RG.mean(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What the training runs of a report were swept over: a figure's axis, its lines and cells."""
+"""Settings over which the training runs of a report were swept: axis, lines, cells of a figure."""
 
 from __future__ import annotations
 
@@ -14,48 +14,45 @@ TEST_KEYS = ("dataset.", "eval.", "data")  # runs that differ in these answered 
 
 @dataclass(frozen=True)
 class Axis:
-    """The key along a figure's horizontal axis.
+    """The key along a figure's horizontal axis."""
 
-    Attributes:
-        key: by which the runs differ.
-        values: of the runs, numbers in order, others as the runs have them.
-    """
-
+    # Configuration key in which the runs differ.
     key: str = SIZE_KEY
+    # Values of the runs; numbers are sorted, others keep the order of the runs.
     values: tuple[Any, ...] = ()
 
     @property
     def label(self) -> str:
-        """Its name in words."""
+        """Name of the axis in words."""
         names = {SIZE_KEY: "group size G", ROLLOUTS_KEY: "rollouts a step, n"}
         return names.get(self.key, self.key.removesuffix(".name").replace("_", " "))
 
     @property
     def symbol(self) -> str:
-        """Its name within a sentence."""
+        """Name of the axis within a sentence."""
         return {SIZE_KEY: "G", ROLLOUTS_KEY: "n"}.get(self.key, "settings")
 
     @property
     def is_numeric(self) -> bool:
-        """Whether all values are numbers."""
+        """True if all values are numbers."""
         return all(_is_number(value) for value in self.values)
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether the values span so much that their ratios count."""
+        """True if the range of values is so wide that their ratios count."""
         if self.key in (SIZE_KEY, ROLLOUTS_KEY):
             return True
         positive = self.is_numeric and min(self.values, default=0) > 0
         return positive and max(self.values) >= 4 * min(self.values)
 
     def position(self, value: Any) -> float:
-        """Place of a value on the axis."""
+        """Return the place of a value on the axis."""
         if self.key == SIZE_KEY or self.is_numeric:
             return float(value)
         return float(self.values.index(value))
 
     def text(self, value: Any) -> str:
-        """A value as columns and answers name it.
+        """Name a value as columns and answers do.
 
         >>> Axis().text(8), Axis("baseline.name", ("none",)).text("none")
         ('G = 8', 'none')
@@ -67,13 +64,14 @@ class Axis:
 
 
 def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
-    """The key that a figure of the runs has along its axis: the group size where it was swept; else
-    of the other swept keys a numeric one, the one of the most values; the group size where nothing
-    was swept.
+    """Choose the key along the axis of a figure of the runs.
+
+    It is the group size if that was swept; else, of the other swept keys, a numeric one, the one
+    with the most values; and the group size if nothing was swept.
 
     Args:
-        runs: of `train`.
-        series_keys: by which they differ beside group size, budget and seed.
+        runs: training runs.
+        series_keys: keys in which they differ beside group size, budget and seed.
     """
     if len({run.config["group_size"] for run in runs}) > 1:
         return Axis(SIZE_KEY, _values(runs, SIZE_KEY))
@@ -86,11 +84,13 @@ def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
 
 
 def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> dict[str, Any]:
-    """Columns that say which setting a run is of.
+    """Return the columns that identify a run's setting.
 
     Returns:
-        `series`: its values of the series keys; `test`: of those that say which questions it was
-        tested on; `x`: its value along the axis; `line`: everything else that a line of a figure
+        `series`: its values of the series keys; `test`: the part of these that says on which
+            questions
+        it was tested; `x`: its value along the axis; `line`: everything else that a line of a
+        figure
         has in common; `setting`: the series without the test.
     """
     config, keys = run.config, run.keys
@@ -110,7 +110,7 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
 
 
 def value_text(value: Any) -> str:
-    """A value as on a command line.
+    """Format a value as on a command line.
 
     >>> value_text(0.0001), value_text(None), value_text([4, 8])
     ('0.0001', 'null', '[4,8]')
@@ -119,7 +119,7 @@ def value_text(value: Any) -> str:
 
 
 def _value(run: RunRecord, key: str) -> Any:
-    """A run's value of a key; lists as text, which can be told apart and sorted."""
+    """Return a run's value of a key; lists as text, which can be compared and sorted."""
     if key == SIZE_KEY:
         return run.config["group_size"]
     if key == ROLLOUTS_KEY:

@@ -29,22 +29,22 @@ COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The studies of theorems among the runs, in the paper's order."""
+    """Return the studies of theorems among the runs, in the paper's order."""
     kinds = list(TITLES)
     studies = [run for run in runs if run.command == "gap"]
     return sorted(studies, key=lambda run: (*kinds, kind_of(run)).index(kind_of(run)))
 
 
 def kind_of(run: RunRecord) -> str:
-    """Which result a study is of."""
+    """Return the kind of a study, which names the theorem or lemma."""
     return run.config["study"]["kind"]
 
 
 def theorems_table(studies: Sequence[RunRecord]) -> Table:
-    """A row per study: how many of its claims agree, the verdict, the answer.
+    """Make a table with a row per study: counts of its claims by verdict, its verdict and answer.
 
     Args:
-        studies: of theorems in order, finished or not.
+        studies: studies of theorems in order, finished or not.
     """
     rows, data = [], []
     for run, identity in zip(studies, _identities(studies), strict=True):
@@ -75,10 +75,10 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
 
 
 def claims_table(studies: Sequence[RunRecord]) -> Table:
-    """A row per claim: prediction, measurement, interval, verdict.
+    """Make a table with a row per claim: prediction, measurement, interval, verdict.
 
     Args:
-        studies: finished ones of theorems in order.
+        studies: finished studies of theorems in order.
     """
     rows, data = [], []
     for run, identity in zip(studies, _identities(studies), strict=True):
@@ -101,10 +101,10 @@ def claims_table(studies: Sequence[RunRecord]) -> Table:
 
 
 def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]]:
-    """The studies' own figures, and a line for each that cannot be shown.
+    """Return the studies' own figures, and a line for each that cannot be shown.
 
     Args:
-        studies: finished ones of theorems in order.
+        studies: finished studies of theorems in order.
     """
     figures, lines = [], []
     for run, identity in zip(studies, _identities(studies), strict=True):
@@ -121,10 +121,10 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
 
 
 def verdict_sentence(studies: Sequence[RunRecord]) -> str:
-    """How many studies agree, and which do not.
+    """State how many studies agree, and which do not.
 
     Args:
-        studies: finished ones of theorems in order.
+        studies: finished studies of theorems in order.
     """
     kinds = [kind_of(run) for run in studies]
     names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}  # of studies, by verdict
@@ -145,7 +145,7 @@ def verdict_sentence(studies: Sequence[RunRecord]) -> str:
 
 
 def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """What each study is of; `differs_in`: from others of the same result and test problem."""
+    """Identify each study; `differs_in` separates studies of the same result and test problem."""
     identities = []
     for run in studies:
         alike = [other.keys for other in studies if kind_of(other) == kind_of(run)]
@@ -164,13 +164,11 @@ def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _bed_text(identity: dict[str, Any], separator: str) -> str:
-    """Test problem, and in what else a study differs from others of its kind; - where there is
-    neither.
-    """
+    """Name the test problem and the difference from other studies of its kind; "-" without both."""
     return separator.join(filter(None, (identity["bed"], identity["differs_in"]))) or "-"
 
 
 def _study_name(identity: dict[str, Any]) -> str:
-    """`Theorem 8 (coins)`."""
+    """Name a study, as in `Theorem 8 (coins)`."""
     result, bed = identity["result"].partition(", ")[0], _bed_text(identity, ", ")
     return result if bed == "-" else f"{result} ({bed})"

@@ -1,7 +1,7 @@
-"""Completions written side by side: the state of each row, and what happens to all rows at once.
+"""Completions written side by side: the state of each row, and operations on all rows at once.
 
-Columns are tokens of prompt and completion. All rows end in the same column; a row's own columns
-begin at its prompt's first token, and its mask hides what is before.
+Columns are tokens of prompt and completion. All rows end in the same column. A row's own columns
+begin at its prompt's first token, and its mask hides earlier columns.
 """
 
 from __future__ import annotations
@@ -31,100 +31,87 @@ ROW_TENSORS = (
 
 @dataclass(frozen=True)
 class Work:
-    """The completions of a call, r = p G + i of each prompt p.
+    """The completions of a call, r = p G + i of each prompt p."""
 
-    Attributes:
-        encoded: token ids of each prompt.
-        group_size: G.
-        draws: the uniforms [len(rows), T] of completions.
-    """
-
+    # Token ids of each prompt.
     encoded: list[list[int]]
+    # G.
     group_size: int
+    # Returns the uniforms [len(rows), T] of completions.
     draws: Callable[[list[int]], np.ndarray]
 
     def prompt(self, r: int) -> list[int]:
-        """Token ids of a completion's prompt."""
+        """Return the token ids of a completion's prompt."""
         return self.encoded[r // self.group_size]
 
 
 class Completions:
-    """R completions of at most T tokens on the host; 0 after each one's end, and of no tokens
-    before it is written.
+    """R completions of at most T tokens on the host.
 
-    Attributes:
-        tokens_RT: token ids.
-        logprobs_RT, entropy_RT: of each token and of its distribution, in float32 or wider.
-        lengths_R: tokens of each row.
+    Columns after the end of a completion are 0, and so is a row that is not yet written.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         self.tokens_RT = torch.zeros((rows, width), dtype=torch.int64)
+        # Log-probability of each token and entropy of its distribution, in float32 or wider.
         self.logprobs_RT = self.tokens_RT.to(torch.promote_types(dtype, torch.float32))
         self.entropy_RT = self.logprobs_RT.clone()
+        # Tokens of each row.
         self.lengths_R = self.tokens_RT.sum(dim=1)
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, lengths, log-probabilities, entropies."""
+        """Return tokens, lengths, log-probabilities, entropies."""
         return self.tokens_RT, self.lengths_R, self.logprobs_RT, self.entropy_RT
 
 
 @dataclass
 class ReadPrompts:
-    """Prompts that are read but for their last token, for rows that begin later.
+    """Prompts that are read except for their last token, for rows that begin later."""
 
-    Attributes:
-        cache: keys and values of P prompts.
-        index: the place of each prompt.
-    """
-
+    # Keys and values of P prompts.
     cache: DynamicCache
+    # Row of each prompt in the cache.
     index: dict[int, int]
 
 
 class Shortcut(Protocol):
-    """A way to write tokens that takes no operation after the other."""
+    """A way to write tokens without launching each operation by itself."""
 
     def write(self, batch: DecodingBatch, count: int) -> int:
-        """See `DecodingBatch.write`; how many times it was done."""
+        """Do the work of `DecodingBatch.write`; return how many times it was done."""
         ...
 
     def fewer_rows(self, rows: int, count: int) -> int:
-        """How many of `rows` to go on with where `count` are unfinished."""
+        """Return the number of `rows` to continue with if `count` are unfinished."""
         ...
 
 
 class DecodingBatch:
     """R rows that the model continues token by token.
 
-    Tensors [R, T + 1] of what is written have a column more than a completion: rows that are
+    Tensors [R, T + 1] of written values have a column more than a completion: rows that are
     finished, but still there, write zeros behind their end.
-
-    Attributes:
-        rows: which completion each row writes, -1: none any more.
-        unfinished: as of the last `look`.
-        starts: each row's first column.
-        replaceable: whether rows can be replaced, see `replaceable_rows`.
-        began: what `drawn` was when each row began.
-        drawn: tokens drawn so far, of the batch.
-        length: columns read so far.
-        cache_name: the argument by which the model takes the cache.
-        shortcut: writes tokens by CUDA graphs; None: one operation after the other.
-        moved: whether tensors are other ones than when the shortcut wrote tokens last.
     """
 
     def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
         """Read each prompt once, repeat it, and draw the first tokens."""
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
+        # Name of the argument by which the model takes the cache.
         self.cache_name = str(cache_name(causal(policy.model)))
         self.width = sampling.max_completion_length
+        # `rows`: the completion that each row writes, -1: none any more. `drawn`: tokens drawn so
+        # far by the batch.
         self.rows, self.drawn = np.array(rows), 0
+        # The value of `drawn` when each row began.
         self.began = np.zeros_like(self.rows)
         prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
+        # `length`: columns read so far.
         self.cache, self.length, logits_PV = self._read_prompts([work.encoded[p] for p in prompts])
         lengths = np.array([len(work.prompt(r)) for r in rows])
+        # True if rows can be replaced, see `replaceable_rows`.
         self.replaceable = replaceable_rows(self.cache, self.length)
+        # First column of each row.
         self.starts, self.prompt_lengths_R = self.length - lengths, self._on_device(lengths)
         self.mask_RT = self._mask(self.starts, self.length + self.width)
         self.lengths_R = torch.zeros_like(self.prompt_lengths_R)
@@ -138,9 +125,12 @@ class DecodingBatch:
         self.goes_on_V = self._on_device(goes_on_V)
         index_R = self._on_device(index)
         self.cache.reorder_cache(cast(torch.LongTensor, index_R))
+        # As of the last `look`.
         self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
         self.read_ahead: ReadPrompts | None = None
+        # Writes tokens by CUDA graphs; None: one operation after the other.
         self.shortcut: Shortcut | None = None
+        # True if tensors were replaced since the shortcut last wrote tokens.
         self.moved = True
         self.draw(logits_PV[index_R])
         self.drawn = 1
@@ -171,16 +161,16 @@ class DecodingBatch:
         self.unfinished_R &= self.lengths_R < self.width
 
     def read(self) -> torch.Tensor:
-        """Read the tokens drawn last: the logits [R, V] of the next ones."""
+        """Read the tokens drawn last; return the logits [R, V] of the next ones."""
         mask_RT = self.mask_RT[:, : self.length + 1] if self.starts.any() else None
         return self.next_logits(self.cache, mask_RT)
 
     def next_logits(self, cache: DynamicCache, mask: torch.Tensor | None) -> torch.Tensor:
-        """The logits [R, V] after the tokens drawn last, which `cache` takes in.
+        """Return the logits [R, V] after the tokens drawn last, which `cache` takes in.
 
         Args:
             cache: keys and values of what was read before.
-            mask: of the columns that a row may look at, as the model wants it.
+            mask: mask of the columns that a row may attend to, in the model's format.
         """
         return self.model(
             input_ids=self.token_R[:, None],
@@ -199,15 +189,15 @@ class DecodingBatch:
             self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
 
     def until_look(self, every: int) -> int:
-        """Tokens from here to the next look: after so many, or where all rows are at the limit."""
+        """Return the tokens until the next look: after so many, or with all rows at the limit."""
         return min(every - self.drawn % every, self.width - self.drawn + int(self.began.max()))
 
     def all_at_the_limit(self) -> bool:
-        """Whether every row has drawn as many tokens as a completion may have."""
+        """Return True if every row has drawn as many tokens as a completion may have."""
         return self.drawn - int(self.began.max()) >= self.width
 
     def look(self, progress: Progress) -> int:
-        """How many rows are unfinished; waits for the device."""
+        """Return the number of unfinished rows; waits for the device."""
         state_2R = torch.stack([self.unfinished_R.to(torch.int64), self.lengths_R]).cpu().numpy()
         written = self.rows >= 0
         before, self.unfinished = self.unfinished, (state_2R[0] > 0) & written
@@ -232,13 +222,16 @@ class DecodingBatch:
         self.rows[slots] = -1
 
     def fewer_rows(self, count: int) -> int:
-        """How many rows to go on with where `count` are unfinished: these, once they are few."""
+        """Return the number of rows to continue with if `count` are unfinished.
+
+        It is `count` once they are few.
+        """
         if self.shortcut is not None:
             return self.shortcut.fewer_rows(len(self.rows), count)
         return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
 
     def keep_rows(self, count: int) -> None:
-        """Go on with so many rows: all that are unfinished, and others that are taken."""
+        """Continue with so many rows: all unfinished ones, and others that are taken."""
         slots = np.sort(np.argsort(~self.unfinished, kind="stable")[:count])
         index_B = self._on_device(slots)
         self.cache.reorder_cache(cast(torch.LongTensor, index_B))
@@ -249,10 +242,10 @@ class DecodingBatch:
         self.moved = True
 
     def refill(self, waiting: list[int]) -> None:
-        """Give the places of taken rows to completions that wait, as far as there are any.
+        """Give the places of taken rows to waiting completions, as far as there are any.
 
-        A new row comes in with its prompt read but for the last token, which stands as if it were
-        drawn last: the next `read` reads it.
+        A new row comes in with its prompt read except for the last token, which takes the place of
+        the token drawn last: the next `read` reads it.
         """
         slots = np.flatnonzero(~self.unfinished)
         while len(slots) and waiting:
@@ -279,7 +272,7 @@ class DecodingBatch:
             self.drop_columns()
 
     def drop_columns(self) -> None:
-        """Forget the first columns, that no unfinished row has."""
+        """Forget the first columns, which no unfinished row has."""
         first = int(self.starts[self.unfinished].min())
         if first > 0:
             for layer in self.cache.layers:
@@ -309,7 +302,7 @@ class DecodingBatch:
             column_RT.index_fill_(0, slots_B, 0)
 
     def _read_prompts(self, ids: list[list[int]]) -> tuple[DynamicCache, int, torch.Tensor]:
-        """A cache of P prompts, its columns, and the logits [P, V] of their next tokens."""
+        """Return a cache of P prompts, its columns, and the logits [P, V] of their next tokens."""
         ids_PL, mask_PL = left_padded(ids, self.policy.pad_token, self.device)
         length = ids_PL.shape[1]
         cache = growing_cache(self.model.config, length + self.width)
@@ -324,11 +317,11 @@ class DecodingBatch:
         return cache, length, output.logits[:, -1]
 
     def _mask(self, starts: np.ndarray, columns: int) -> torch.Tensor:
-        """1 from each row's first column on."""
+        """Return a mask that is 1 from each row's first column on."""
         return self._on_device((np.arange(columns) >= starts[:, None]).astype(np.int64))
 
     def _uniforms(self, rows: list[int]) -> torch.Tensor:
-        """The draws of these completions, and a column for those that are finished."""
+        """Return the draws of these completions, and a column for those that are finished."""
         return self._on_device(np.pad(self.work.draws(rows), ((0, 0), (0, 1))))
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A key-value cache that grows in place, and whose rows can be replaced.
 
-`DynamicCache` copies all it holds for every token. Here long keys and values stand in buffers with
-room for more tokens, so a token costs its own entry; what attention reads is the same. On CPUs
-short ones are copied all the same: reading them from where they do not lie side by side costs more.
+`DynamicCache` copies its whole content for every token. Here long keys and values are in buffers
+with room for more tokens, so a token costs only its own entry; attention reads the same numbers. On
+CPUs short ones are copied all the same, because reading them with gaps costs more.
 
 All rows end in the same column, whenever they began, so a finished row can be replaced: the new
 prompt's entries are written over the last columns, and the row's mask begins with them.
@@ -21,12 +21,11 @@ LEAST_IN_PLACE_BYTES = 12 * 1024  # of a row's head: a copy costs more than read
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
-    """`DynamicCache(config=config)` whose attention layers grow in place.
+    """Make `DynamicCache(config=config)` with attention layers that grow in place.
 
     Layers of other kinds (recurrent states, hybrids) stay as transformers made them.
 
     Args:
-        config: the model's.
         most: columns beyond which buffers of accelerators do not grow to the next power of two.
     """
     cache = DynamicCache(config=config)
@@ -39,9 +38,9 @@ def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
 
 
 def replaceable_rows(cache: DynamicCache, length: int) -> bool:
-    """Whether rows can be replaced: every layer is one of those below and holds `length` columns.
+    """Return True if rows can be replaced: each layer has a class below and holds `length` columns.
 
-    A model that keeps a state of its own leaves the layers empty.
+    A model that keeps its own state leaves the layers empty.
     """
     return all(
         isinstance(layer, GrowingLayer | GrowingSlidingWindowLayer) and layer.holds(length)
@@ -59,7 +58,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DynamicLayer`."""
+        """Append keys and values; return all of them. See `DynamicLayer`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -68,12 +67,12 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def stand_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Go on from these tensors, and keep no others."""
+        """Continue from these tensors, and keep no others."""
         self.keys, self.values = keys, values
         self._keys, self._values = GrowingTensor(self._keys.most), GrowingTensor(self._values.most)
 
     def holds(self, length: int) -> bool:
-        """Whether these are the columns of a text of so many tokens."""
+        """Return True if these are the columns of a text of so many tokens."""
         return self.get_seq_length() == length
 
     def replace(
@@ -102,7 +101,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DynamicSlidingWindowLayer`; returns the keys and values that the new tokens read."""
+        """Append keys and values; return those that the new tokens read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -114,7 +113,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def holds(self, length: int) -> bool:
-        """See `GrowingLayer`."""
+        """Return True if these are the columns of a text of so many tokens, within the window."""
         kept = min(length, self.sliding_window - 1)
         columns = -1 if self.keys is None else self.keys.shape[-2]
         return self.cumulative_length == length and columns == kept
@@ -126,7 +125,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         index_B: torch.Tensor,
         count: int,
     ) -> None:
-        """See `GrowingLayer`; of the columns those that the window reaches."""
+        """Write the last columns of `other`'s rows over rows, as far as the window reaches."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         count = min(count, self.sliding_window - 1)
@@ -134,7 +133,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         replace_rows(self.values, rows_B, other.values, index_B, count)
 
     def drop(self, count: int) -> None:
-        """See `GrowingLayer`."""
+        """Forget the first `count` columns that are still kept."""
         assert self.keys is not None and self.values is not None
         self.cumulative_length -= count
         excess = max(0, self.keys.shape[-2] - self.cumulative_length)
@@ -149,7 +148,10 @@ def replace_rows(
     index_B: torch.Tensor,
     count: int,
 ) -> None:
-    """In [rows, H, T, D]: `source`'s rows `index_B` over `target`'s `rows_B`, the last columns."""
+    """Copy `source`'s rows `index_B` over `target`'s `rows_B`, only the last `count` columns.
+
+    Both tensors are [rows, H, T, D].
+    """
     columns = source[:, :, source.shape[-2] - count :]
     target[:, :, target.shape[-2] - count :].index_copy_(0, rows_B, columns[index_B])
 
@@ -159,23 +161,21 @@ class GrowingTensor:
 
     The view that it returned last is extended in place. Any other tensor, such as that view with
     fewer rows, moves into a new buffer first. On accelerators a buffer's columns are a power of
-    two, or `most`: few sizes, so that the allocator can use a freed one again.
-
-    Attributes:
-        most: see `growing_cache`.
-        view: the tensor returned last, at the end of the used part of the buffer.
-        buffer: [B, H, T + room, D]; None where tensors are short and copied instead.
-        length: columns of the buffer in use.
+    two, or `most`: there are few sizes, so that the allocator can use a freed buffer again.
     """
 
     def __init__(self, most: int = 0) -> None:
+        # See `growing_cache`.
         self.most = most
+        # The tensor returned last, at the end of the used part of the buffer.
         self.view: torch.Tensor | None = None
+        # [B, H, T + room, D]; None if tensors are short and copied instead.
         self.buffer: torch.Tensor | None = None
+        # Columns of the buffer in use.
         self.length = 0
 
     def append(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """`old` followed by `new` along T, as a view of the buffer where it has room."""
+        """Return `old` followed by `new` along T, as a view of the buffer if it has room."""
         count, on_cpu = new.shape[-2], new.device.type == "cpu"
         if not old.numel() or (on_cpu and old[0, 0].nbytes < LEAST_IN_PLACE_BYTES):
             self.buffer, self.view = None, torch.cat([old, new], dim=-2) if old.numel() else new
@@ -195,7 +195,7 @@ class GrowingTensor:
         return self.view
 
     def crop(self, old: torch.Tensor, start: int) -> torch.Tensor:
-        """`old` without the tokens before `start`, to be extended in place if `old` was."""
+        """Return `old` without the tokens before `start`, to be extended in place if `old` was."""
         view = old[..., start:, :]
         if old is self.view:
             self.view = view

@@ -1,4 +1,4 @@
-"""Tokens from logits: drawn by inverting the cumulative distribution, or the likeliest."""
+"""Tokens from logits: drawn by inverting the cumulative distribution, or the most likely."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BLOCK_TOKENS = 256  # tokens whose weights are summed before any is looked at
 def choose(
     logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float, greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token of each row, its log-probability, and the entropy of its distribution.
+    """Choose a token of each row; return it with its log-probability and the entropy.
 
     The distribution is p = softmax(logits / temperature) over the whole vocabulary, the logits in
-    float32 or wider, as they are scored. With s = logits / temperature - max and Z = sum exp(s),
-    a drawn token is the first at which the cumulative sum of exp(s) passes u Z, summed in float64;
-    of a large vocabulary, sums of blocks are found first, see `draw_by_blocks`.
+    float32 or wider, as they are scored. With s = logits / temperature - max and Z = sum exp(s), a
+    drawn token is the first at which the cumulative sum of exp(s) passes u Z, summed in float64.
+    For a large vocabulary, sums of blocks are computed first, see `draw_by_blocks`.
 
     Args:
         logits_RV: logits of R rows.
@@ -55,7 +55,7 @@ def choose(
 def draw_token(
     weights_RV: torch.Tensor, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first token of each row at which the cumulative sum of its weights passes u Z.
+    """Draw the first token of each row at which the cumulative sum of its weights passes u Z.
 
     Args:
         weights_RV: not negative, at least one of a row positive.
@@ -72,9 +72,10 @@ def draw_token(
 def draw_by_blocks(
     weights_RV: torch.Tensor, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token as `draw_token` does, reading the vocabulary once less: the block in which u Z
-    is passed, then the token in that block. Blocks are summed in the precision of the weights, all
-    else in float64.
+    """Draw a token as `draw_token` does, reading the vocabulary once less.
+
+    First the block in which u Z is passed is located, then the token in that block. Blocks are
+    summed in the precision of the weights, all else in float64.
     """
     vocabulary = weights_RV.shape[1]
     whole = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
@@ -94,9 +95,10 @@ def draw_by_blocks(
 
 
 def first_beyond(cumulative_RN: torch.Tensor, threshold_R1: torch.Tensor) -> torch.Tensor:
-    """The first place at which each row is beyond its threshold, [R, 1]; where rounding brings
-    the threshold to the row's end or beyond, the first at which the row has its last value; of a
-    row that is not finite, the last place.
+    """Return the first place at which each row is beyond its threshold, [R, 1].
+
+    If rounding brings the threshold to the row's end or beyond, it is the first place with the
+    row's last value; for a row that is not finite, the last place.
     """
     last_R1 = cumulative_RN[:, -1:]
     below_R1 = last_R1.nextafter(torch.zeros_like(last_R1))

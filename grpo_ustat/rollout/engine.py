@@ -1,4 +1,4 @@
-"""Rollout engines: they sample the completions that are learnt from or measured."""
+"""Rollout engines, which sample the completions for training or measurement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHER_WAYS = "use rollout=vllm, or study rollouts that were made elsewhere (pool
 
 
 class Engine(Protocol):
-    """Samples from the policy as it was at the last `refresh`."""
+    """Sampler of the policy as it was at the last `refresh`."""
 
     def sample(
         self,
@@ -49,7 +49,7 @@ class Engine(Protocol):
         step: int = 0,
         first: int = 0,
     ) -> Rollouts:
-        """`group_size` completions of each prompt; see `grpo_ustat.rollout.local.sample`."""
+        """Sample `group_size` completions of each prompt; see `grpo_ustat.rollout.local.sample`."""
         ...
 
     def refresh(self) -> None:
@@ -66,12 +66,13 @@ class LocalEngine:
         self.sample = partial(sample, policy)
 
     def refresh(self) -> None:
-        """Nothing to do: the weights are the policy's own."""
+        """Do nothing: the weights are the policy's own."""
 
 
 def check_cache(model: PreTrainedModel) -> None:
-    """Refuse a model that ignores the cache it is called with, when every token after the first
-    would be drawn as if nothing stood before it; and one of recurrent layers alone, which would
+    """Refuse a model that ignores the cache with which it is called, or has only recurrent layers.
+
+    The first would draw every token after the first as if nothing stood before it. The second would
     take the mask of all tokens for that of the new ones (Mamba).
     """
     kind = model.config.model_type
@@ -85,9 +86,11 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 def check_sampling(policy: Policy) -> None:
-    """Refuse a model that cannot be sampled with a cache of transformers, or whose tokens, drawn
-    for prompts of unequal lengths side by side, have other probabilities than in rows read alone;
-    and one that reads rows of a batch otherwise, see `check_reading`.
+    """Refuse a model that cannot be sampled with a cache of transformers, or not correctly.
+
+    Tokens drawn side by side for prompts of unequal lengths must have the same probabilities as in
+    rows read alone. A model that reads rows of a batch differently is refused too, see
+    `check_reading`.
 
     A few short rows of fixed draws are written and read; no draw of the run changes.
     """
@@ -110,7 +113,7 @@ def check_sampling(policy: Policy) -> None:
 
 @contextmanager
 def _one_line(kind: str) -> Iterator[None]:
-    """Turn whatever a model raises that takes no cache of ours into one line."""
+    """Turn any error of a model that does not take our cache into one line."""
     try:
         yield
     except WRONG_CALLS as error:
@@ -124,7 +127,7 @@ def _one_line(kind: str) -> Iterator[None]:
 
 
 def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> Engine:
-    """The configured engine, which samples from `policy`, loaded from `model`."""
+    """Make the configured engine, which samples from `policy`, loaded from `model`."""
     options, longest = sampler.rollout, sampler.max_prompt_length
     if options.name == "local":
         return LocalEngine(policy)

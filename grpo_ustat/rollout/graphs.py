@@ -1,8 +1,8 @@
-"""Tokens as CUDA graphs: what a GPU does for a token is recorded once and launched as a whole.
+"""CUDA graphs of tokens: the work of a GPU for a token is recorded once and launched as a whole.
 
-A token of all rows is about a thousand kernels, which the host needs longer to launch than a GPU to
-run. A graph launches them all, on the memory that they had when they were recorded. So the state of
-a batch stands in tensors that stay where they are: keys and values in buffers as long as the
+A token of all rows takes about a thousand kernels, and the host needs longer to launch them than a
+GPU to run them. A graph launches them all, on the memory that they had when they were recorded. So
+the state of a batch is in tensors that stay in place: keys and values in buffers as long as the
 longest text, read up to a power of two of columns and written at a column that is a number on the
 device, and a mask that hides what is not written. There is a graph for each number of rows, that of
 the first batch, half as many, a quarter, ..., and of columns.
@@ -39,10 +39,10 @@ _one_by_one: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose toke
 
 
 def token_graphs(batch: DecodingBatch) -> TokenGraphs | None:
-    """What writes a batch's tokens as graphs; None where that is not wanted or cannot be.
+    """Return the object that writes a batch's tokens as graphs; None if unwanted or impossible.
 
-    It can on CUDA, where the model is whole on one device, is called without hooks, takes
-    a mask of numbers that are added, and keeps all keys and values: no sliding windows, no states.
+    It is possible on CUDA if the model is whole on one device, is called without hooks, takes a
+    mask of numbers that are added, and keeps all keys and values: no sliding windows, no states.
     """
     model = batch.model
     if (
@@ -66,8 +66,8 @@ def token_graphs(batch: DecodingBatch) -> TokenGraphs | None:
 class StaticLayer(DynamicLayer):
     """Keys and values [B, H, C, D] that stay in place.
 
-    Attributes:
-        column_1: where those of the next token are written.
+    Args:
+        column_1: column into which the keys and values of the next token are written.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, column_1: torch.Tensor):
@@ -78,52 +78,49 @@ class StaticLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token's; returns all columns, those that are not written too."""
+        """Write the keys and values of one token; return all columns, unwritten ones too."""
         assert self.keys is not None and self.values is not None
         self.keys.index_copy_(2, self.column_1, key_states)
         self.values.index_copy_(2, self.column_1, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All columns, from the first on."""
+        """Return the number of all columns, and an offset of 0."""
         assert self.keys is not None
         return self.keys.shape[-2], 0
 
 
 class TokenGraphs:
-    """Graphs of the batches that `local.decode` writes after each other, and their memory.
-
-    Attributes:
-        rows: of the largest batch, the first.
-        most: columns of the buffers.
-        columns: that are read, at present.
-        state: tensors of `STATE_TENSORS`.
-        buffers: keys and values of each layer.
-        bias_RC: is added to what attention says of a column: 0, or -inf where a row does not look.
-        column_1: of the next token.
-        graphs: by rows and columns.
-    """
+    """Graphs of the batches that `local.decode` writes after each other, and their memory."""
 
     def __init__(self, batch: DecodingBatch):
+        # `rows`: of the largest batch, the first. `columns`: columns read at present.
         self.rows, self.columns = len(batch.rows), 0
+        # Columns of the buffers.
         self.most = (
             -(-(batch.length + batch.width) // SPARE_COLUMNS) * SPARE_COLUMNS + SPARE_COLUMNS
         )
+        # Tensors of `STATE_TENSORS`.
         self.state = {name: torch.empty_like(getattr(batch, name)) for name in STATE_TENSORS}
         self.goes_on_V = batch.goes_on_V
+        # Keys and values of each layer.
         self.buffers = [
             [x.new_zeros((*x.shape[:2], self.most, x.shape[3])) for x in _tensors(layer)]
             for layer in batch.cache.layers
         ]
+        # Added to the attention scores of a column: 0, or -inf if a row must not attend to it.
         self.bias_RC = self.buffers[0][1].new_zeros((self.rows, self.most))
+        # Column of the next token.
         self.column_1 = torch.zeros(1, dtype=torch.int64, device=batch.device)
+        # By rows and columns.
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.stream = torch.cuda.Stream(batch.device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def fewer_rows(self, rows: int, count: int) -> int:
-        """The fewest of all rows, half of them, a quarter, ..., none that are at least `count`; at
-        most `rows`.
+        """Return the smallest of all rows, half, a quarter, ..., none that is at least `count`.
+
+        It is at most `rows`.
         """
         size = self.rows if count else 0
         while size > 1 and -(-size // 2) >= count:
@@ -134,8 +131,9 @@ class TokenGraphs:
         """Read the tokens drawn last and draw the next ones, `count` times.
 
         Returns:
-            How many times it was done: fewer where the model's tokens cannot be a graph, which is
-            said in a warning; the batch then goes on without, and so does the model.
+            How many times it was done: fewer if the model's tokens cannot be a graph, which a
+                warning
+            reports; the batch then goes on without graphs, and so does the model.
         """
         if batch.length + count > self.columns:
             batch.drop_columns()
@@ -164,7 +162,7 @@ class TokenGraphs:
         return count
 
     def _take_in(self, batch: DecodingBatch) -> None:
-        """Move a batch's tensors here unless they are here already; say which columns rows have."""
+        """Move a batch's tensors here unless they are here already; set the mask of its columns."""
         rows, length = len(batch.rows), batch.length
         if batch.moved:
             for name, whole in self.state.items():
@@ -181,7 +179,7 @@ class TokenGraphs:
         self.column_1.fill_(length)
 
     def _hand_back(self, batch: DecodingBatch) -> None:
-        """The batch's tensors are what is written of ours."""
+        """Make the batch's tensors views of the written part of the buffers."""
         rows, length = len(batch.rows), batch.length
         for name, whole in self.state.items():
             setattr(batch, name, whole[:rows])
@@ -189,7 +187,7 @@ class TokenGraphs:
             cast(Any, layer).stand_in(*(buffer[:rows, :, :length] for buffer in buffers))
 
     def _read(self, batch: DecodingBatch) -> torch.Tensor:
-        """`DecodingBatch.read`, of tensors that stay in place."""
+        """Do the work of `DecodingBatch.read` with tensors that stay in place."""
         rows, columns = len(batch.rows), self.columns
         cache: Any = DynamicCache()
         for keys, values in self.buffers:
@@ -199,14 +197,14 @@ class TokenGraphs:
         return batch.next_logits(cache, bias_RC[:, None, None])
 
     def _token(self, batch: DecodingBatch) -> None:
-        """What becomes a graph: a token of all rows is read, and the next one drawn."""
+        """Read a token of all rows and draw the next one; this becomes a graph."""
         token_R = batch.token_R
         batch.draw(self._read(batch))
         batch.token_R = token_R.copy_(batch.token_R)
         self.column_1 += 1
 
     def _compare(self, batch: DecodingBatch) -> None:
-        """Read once as without graphs and once as with them: both write the same column.
+        """Read once without graphs and once in their way: both write the same column.
 
         Raises:
             ValueError: the logits are not the same.
@@ -220,7 +218,7 @@ class TokenGraphs:
             raise ValueError("its logits are others than one operation after the other")
 
     def _aside(self, work: Callable[[], None]) -> None:
-        """Do it on the stream of recordings, before them: within, nothing can be set up."""
+        """Do the work on the stream of recordings before they begin, which allow no set-up."""
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -228,8 +226,9 @@ class TokenGraphs:
         current.wait_stream(self.stream)
 
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of it; nothing is computed. One whose recording failed leaves its stream current,
-        and other threads may go on using the device.
+        """Record a graph of the work; nothing is computed.
+
+        A failed recording leaves its stream current, and other threads may go on using the device.
         """
         graph, options = torch.cuda.CUDAGraph(), {"pool": self.pool, "stream": self.stream}
         recording: Any = partial(torch.cuda.graph, capture_error_mode="thread_local", **options)
@@ -239,7 +238,7 @@ class TokenGraphs:
 
 
 def leave(batch: DecodingBatch, error: Exception) -> None:
-    """Let a batch and its model go on without graphs; says why in a warning."""
+    """Let a batch and its model continue without graphs; a warning gives the reason."""
     batch.shortcut = None
     _one_by_one.add(batch.model)
     name = batch.model.config.name_or_path or batch.model.config.model_type
@@ -252,5 +251,5 @@ def leave(batch: DecodingBatch, error: Exception) -> None:
 
 
 def _tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values."""
+    """Return keys and values."""
     return layer.keys, layer.values

@@ -1,4 +1,4 @@
-"""Faster linear layers while nothing is learnt: packed weights on CPUs, narrow copies."""
+"""Faster linear layers without gradients: packed weights on CPUs, narrow copies."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ LARGEST_PACKED_SHARE = 1 / 8  # weights beyond this share of the machine's memor
 
 @contextmanager
 def packed_linears(model: nn.Module, rows: int) -> Iterator[None]:
-    """Within, plain float32 linear layers on CPUs compute with packed copies of their weights.
+    """Compute plain float32 linear layers on CPUs with packed copies of their weights.
 
-    The same products in float32, summed in another order. Without gradients only, and the weights
-    must not change meanwhile. Other layers, devices and types are left alone.
+    The products are the same in float32, summed in another order. It is for use without gradients,
+    and the weights must not change meanwhile. Other layers, devices and types are left alone.
 
     Args:
-        model: the model.
-        rows: rows of a usual product; any number works.
+        rows: rows of a typical product; any number works.
     """
     layers = [module for module in model.modules() if _packable(module)]
     size = sum(layer.weight.nbytes for layer in layers)
@@ -43,14 +42,11 @@ def packed_linears(model: nn.Module, rows: int) -> Iterator[None]:
 
 @contextmanager
 def cast_linears(model: nn.Module) -> Iterator[None]:
-    """Within, plain linear layers under autocast compute with copies of their weights in its type.
+    """Compute plain linear layers under autocast with copies of their weights in its type.
 
-    The same numbers to the bit: autocast makes the same copies, anew at every call where nothing
-    is differentiated. Made once, they cost half the bytes of float32 weights; where that is more
-    than half of what is free, and of other layers, autocast goes on as ever.
-
-    Args:
-        model: the model.
+    The numbers are the same to the bit: autocast makes the same copies, at every call if nothing is
+    differentiated. Made once, they cost half the bytes of float32 weights. If that is more than
+    half of the free memory, and for other layers, autocast works as usual.
     """
     device = next(model.parameters()).device
     layers = []
@@ -78,7 +74,7 @@ def cast_linears(model: nn.Module) -> Iterator[None]:
 
 
 def _packable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a plain layer: no subclass, and not hooked, sharded or quantized."""
+    """Return True if a module is a plain layer: no subclass, not hooked, sharded or quantized."""
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
@@ -93,7 +89,7 @@ def _packable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _packed_forward(layer: nn.Linear, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A forward pass of the layer with a packed copy of its weight."""
+    """Return a forward pass of the layer with a packed copy of its weight."""
     weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
     bias = layer.bias
 

@@ -38,16 +38,14 @@ def sample(
     step: int = 0,
     first: int = 0,
 ) -> Rollouts:
-    """`group_size` completions of each prompt.
+    """Sample `group_size` completions of each prompt.
 
-    Where memory runs out, half as many completions are sampled side by side, with a warning; the
-    draws are the same.
+    If memory runs out, half as many completions are sampled side by side, with a warning; the draws
+    are the same.
 
     Args:
-        policy: the model and tokenizer.
         prompts: P prompts.
         group_size: G.
-        sampling: see `Sampling`.
         step: training step or replicate, part of the draws' key.
         first: index of the first completion; completions 0..3 and then 4..7 are the same eight as
             0..7 at once.
@@ -59,7 +57,7 @@ def sample(
     encoded = policy.encode([prompt.text for prompt in prompts])
 
     def draws(rows: list[int]) -> np.ndarray:
-        """The uniforms of the completions r = p G + i, [len(rows), T]."""
+        """Return the uniforms of the completions r = p G + i, [len(rows), T]."""
         parts = []
         for p, group in groupby(rows, key=lambda r: r // group_size):
             completions = [first + r % group_size for r in group]
@@ -124,16 +122,12 @@ def decode(
 ) -> None:
     """Write completions, at most `at_once` side by side, one token of each at a time.
 
-    Where the model's cache allows it, waiting completions take the places of finished ones; the
-    longest prompts are the first, so that a later one always fits. Otherwise finished ones leave,
-    and the next begin when all have left.
+    If the model's cache allows it, waiting completions take the places of finished ones; the
+    longest prompts come first, so that a later one always fits. Otherwise finished ones leave, and
+    the next begin when all have left.
 
     Args:
-        policy: the model and tokenizer.
-        work: prompts and draws.
         order: the completions to write, those with the shortest prompts first.
-        at_once: see above.
-        sampling: see `Sampling`.
         written: is filled.
         progress: counts finished completions and tokens.
     """
@@ -174,15 +168,15 @@ def assemble(
     logprobs_RT: np.ndarray | None = None,
     entropy_RT: np.ndarray | None = None,
 ) -> Rollouts:
-    """Rollouts of R = P x G rows, prompt after prompt; columns beyond the longest are left out.
+    """Build rollouts of R = P x G rows, prompt after prompt; cut columns beyond the longest.
 
     Args:
-        policy: decodes the texts and says what ends a completion.
+        policy: decodes the texts and tells which tokens end a completion.
         prompts, prompt_tokens: the P prompts.
         tokens_RT: completion tokens, 0 beyond a row's length.
         lengths_R: tokens of each row, at least 1.
         logprobs_RT, entropy_RT: the sampler's log-probabilities and entropies, 0 beyond a row's
-            length; None where it has none.
+            length; None if it has none.
     """
     width, size = int(lengths_R.max()), len(lengths_R) // len(prompts)
     shape = (len(prompts), size, width)

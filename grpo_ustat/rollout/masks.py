@@ -1,4 +1,4 @@
-"""Attention masks of padded rows on accelerators, made without a look at their values."""
+"""Attention masks of padded rows on accelerators, made without reading their values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PATCHED_FUNCTION = "_ignore_causal_mask_sdpa"
 
 @contextmanager
 def masks_without_waits(device: torch.device) -> Iterator[None]:
-    """Within, transformers writes out every mask of padded rows on an accelerator.
+    """Make transformers write out every mask of padded rows on an accelerator.
 
-    It would read whether a mask hides anything, to leave it out if not, and wait for the device at
-    every token. The sampler passes a mask only where it hides something. A version of transformers
-    that asks elsewhere is left as it is: the same tokens, with waits.
+    It would read if a mask hides anything, to leave it out if not, and wait for the device at every
+    token. The sampler passes a mask only if it hides something. A version of transformers that asks
+    elsewhere is left as it is: the tokens are the same, with waits.
     """
     ask = getattr(masking_utils, PATCHED_FUNCTION, None)
     if device.type == "cpu" or ask is None:

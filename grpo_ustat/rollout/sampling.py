@@ -9,28 +9,25 @@ from grpo_ustat.config.parts import SamplerOptions
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling.
+    """Options of sampling."""
 
-    Attributes:
-        seed, stream: key the draws, with `step` of each call.
-        max_completion_length: tokens after which a completion is cut.
-        temperature: divides the logits.
-        rows: completions sampled side by side; changes speed and memory, not draws.
-        greedy: the most likely token each time instead of a drawn one.
-        cuda_graphs: tokens as CUDA graphs where that can be; changes speed and memory, not draws.
-    """
-
+    # With `stream`, and `step` of each call, it keys the draws.
     seed: int
     stream: str
+    # Tokens after which a completion is cut.
     max_completion_length: int
+    # Divides the logits.
     temperature: float = 1.0
+    # Completions sampled side by side; changes speed and memory, not draws.
     rows: int = 512
+    # Take the most likely token each time instead of a drawn one.
     greedy: bool = False
+    # Tokens as CUDA graphs if possible; changes speed and memory, not draws.
     cuda_graphs: bool = False
 
     @classmethod
     def of(cls, sampler: SamplerOptions, stream: str, greedy: bool = False) -> Sampling:
-        """The configured options for one stream of draws."""
+        """Return the configured options for one stream of draws."""
         return cls(
             seed=sampler.seed,
             stream=stream,

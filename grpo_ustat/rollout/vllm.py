@@ -55,15 +55,15 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 
 
 class VllmEngine:
-    """Samples as `grpo_ustat.rollout.local.sample` does, much faster on a GPU.
+    """Sampler with the interface of `grpo_ustat.rollout.local.sample`, much faster on a GPU.
 
-    A completion's noise is a function of (seed, stream, step, prompt id, completion) alone: it does
-    not depend on the other requests, and the same calls give the same tokens again. But logits
-    depend by rounding on what shares a batch, so that regrouping may flip a token; and the draws
-    are not those of `rollout=local`, nor of another version or device of vLLM.
+    A completion's noise is a function only of (seed, stream, step, prompt id, completion): it does
+    not depend on the other requests, and the same calls give the same tokens again. But the logits
+    depend, by rounding, on what shares a batch, so that regrouping may flip a token. The draws are
+    not those of `rollout=local`, nor of another version or device of vLLM.
 
-    What vLLM samples is what this policy would sample but for rounding: `rollouts.logprobs_PGT`
-    are its own log-probabilities, for the logged gap. Losses and ratios take the trainer's.
+    vLLM samples from this policy up to rounding: `rollouts.logprobs_PGT` are its own
+    log-probabilities, for the logged gap. Losses and ratios use the trainer's.
     """
 
     def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
@@ -71,8 +71,8 @@ class VllmEngine:
 
         Args:
             policy: kept; `refresh` reads its weights again.
-            options: nulls are left to vLLM. `gpu_memory_utilization` is the share of the GPU, or
-                of all memory on a CPU, that vLLM may hold, beside what the trainer needs.
+            options: nulls are left to vLLM. `gpu_memory_utilization` is the share of the GPU, or of
+                all memory on a CPU, that vLLM may hold, beside what the trainer needs.
             rows: completions sampled side by side.
         """
         vllm = import_vllm()
@@ -96,7 +96,10 @@ class VllmEngine:
         step: int = 0,
         first: int = 0,
     ) -> Rollouts:
-        """See `grpo_ustat.rollout.local.sample`; `sampling.rows` was settled at the start."""
+        """Sample completions; `sampling.rows` was settled at the start.
+
+        See `grpo_ustat.rollout.local.sample`.
+        """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         check_requests(encoded, sampling, self._llm.model_config.max_model_len)
         options = PLAIN_SAMPLING | {
@@ -128,12 +131,11 @@ class VllmEngine:
 
 
 def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int) -> None:
-    """Refuse what vLLM would cut early or sample at another temperature.
+    """Refuse requests that vLLM would cut early or sample at another temperature.
 
     Args:
         encoded: the prompts' tokens.
-        sampling: how they are completed.
-        limit: tokens of prompt and completion that vLLM has room for.
+        limit: tokens of prompt and completion for which vLLM has room.
     """
     longest = max(map(len, encoded))
     needed = longest + sampling.max_completion_length
@@ -157,8 +159,9 @@ def rollouts_of(
     completions_R: list[tuple[list[int], list[float] | None]],
     sampling: Sampling,
 ) -> Rollouts:
-    """Rollouts of what vLLM wrote: tokens of each row, with their log-probabilities unless greedy;
-    rows are prompt after prompt.
+    """Build rollouts from vLLM's output, prompt after prompt.
+
+    Each row has its tokens, and their log-probabilities unless greedy.
     """
     lengths_R = np.array([len(tokens) for tokens, _ in completions_R])
     tokens_RT = np.zeros((len(lengths_R), sampling.max_completion_length), dtype=np.int64)
@@ -171,9 +174,9 @@ def rollouts_of(
 
 
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The weights under the names of a saved checkpoint, adapters merged, the model untouched.
+    """Return the weights under the names of a saved checkpoint, adapters merged, model untouched.
 
-    Merging in place and taking it back would leave rounding in the trained model.
+    Merging in place and taking it back would leave rounding errors in the trained model.
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
@@ -181,7 +184,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def import_vllm() -> Any:
-    """The module, with its environment set for this process."""
+    """Return the module, with its environment set for this process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -195,7 +198,7 @@ def import_vllm() -> Any:
 
 
 def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
-    """A `vllm.LLM` of the model's shape, its weights still random."""
+    """Start a `vllm.LLM` of the model's shape, with random weights."""
     dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
@@ -230,8 +233,9 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
 
 @contextmanager
 def restore_process_state(device: torch.device) -> Iterator[None]:
-    """Within, vLLM may seed this process and replace `torch.set_num_threads`; afterwards torch's
-    random state and threads are as before.
+    """Restore torch's random state and threads afterwards.
+
+    Within, vLLM may seed this process and replace `torch.set_num_threads`.
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):

@@ -1,18 +1,15 @@
-r"""Reading the final answer out of a completion, strictly.
+r"""Strict reading of the final answer of a completion.
 
 A completion counts only if it states one final answer, in the first of these places that it has:
 
-- on a line marked by `####` (the mark of GSM8K, Cobbe et al. 2021). The first marked line that
   states a number counts, as in lm-evaluation-harness (Gao et al.), whose filter takes the first
-  match, and what comes after that line is not read: models write on below, base models with
-  further questions and answers of their own. Headings (`#### Step 1`) and echoed instructions
+  match. Text after that line is not read: models write on below, base models with further questions
+  and answers of their own. Headings (`#### Step 1`) and echoed instructions
   (`write #### and the answer`) state none and are passed over; five `#` are no mark;
-- in a single `\boxed{}`;
-- as the whole completion.
 
 An echoed question, an equation, several numbers, several boxes or two marks in a line state none.
 Behind a number on a marked line or in a box may stand its unit (`#### 18 dollars`), one of `UNITS`.
-Of a reasoning model only what stands behind its thoughts is read, see `after_thoughts`.
+For a reasoning model only the text after its thoughts is read, see `after_thoughts`.
 """
 
 from __future__ import annotations
@@ -77,12 +74,12 @@ _MEASURED = re.compile(  # a number, then a unit apart from it
 
 
 def after_thoughts(completion: str, prompt: str = "") -> str:
-    """What a completion says behind the last end of its thoughts; all of it where it has none, and
-    nothing where they do not end.
+    """Return the text of a completion after the last end of its thoughts.
+
+    It is the whole completion if it has no thoughts, and empty if they do not end.
 
     Args:
-        completion: whose answer is read.
-        prompt: before it; it may end in the mark that begins thoughts.
+        prompt: text before the completion; it may end in the mark that begins thoughts.
 
     >>> after_thoughts("<think>7</think> 8"), after_thoughts("8"), after_thoughts("7? 8", "<think>")
     (' 8', '8', '')
@@ -96,15 +93,14 @@ def after_thoughts(completion: str, prompt: str = "") -> str:
 
 
 def final_number(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""The number that `text` states as its final answer, or None; linear in the text's length.
+    r"""Return the number that `text` states as its final answer, or None; in linear time.
 
     Args:
-        text: a completion.
-        any_unit: where no number stands alone or with one of `UNITS`, one counts that has other
-            words behind it (`#### 12 apples`), but those that change its value.
+        any_unit: if no number stands alone or with one of `UNITS`, accept one with other words
+            behind it (`#### 12 apples`), except words that change its value.
 
     On a marked line `**`, `$...$`, `\(...\)`, `\[...\]`, a box around the number and spaces are
-    read over. A box on that line or before it must state the same number.
+    ignored. A box on that line or before it must state the same number.
 
     >>> [str(final_number(t)) for t in ("37+45=82, 82-12=70 #### 70", r"so \boxed{-1,070.50}.")]
     ['70', '-1070.50']
@@ -136,8 +132,9 @@ def _final_number(text: str, any_unit: bool) -> Decimal | None:
 
 
 def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
-    """The number on the first line marked by #### that states one, else None; and the position in
-    the text where that line ends.
+    """Return the number on the first line marked by #### that states one, else None.
+
+    The second value is the position in the text where that line ends.
     """
     for match in _MARKED.finditer(text):  # one in a line, by its last mark
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
@@ -149,10 +146,10 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
 
 def measured(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""The number that a short text consists of, apart from its unit and formatting, or None.
+    r"""Return the number of which a short text consists, apart from unit and formatting, or None.
 
     Args:
-        text: a line behind a mark, or what a box holds.
+        text: a line after a mark, or the content of a box.
         any_unit: see `final_number`.
 
     >>> [str(measured(t)) for t in ("18 dollars", r"$18\text{ miles per hour}$.", "18 thousand")]
@@ -174,7 +171,7 @@ def measured(text: str, any_unit: bool = False) -> Decimal | None:
 
 
 def _unwrapped(text: str) -> str:
-    """A short text without spaces and formatting around all of it; a long one is empty."""
+    """Strip spaces and formatting around a short text; return "" for a long one."""
     text = text.strip() if len(text) <= MAX_MARKED else ""
     inner = text.removesuffix(".").rstrip()
     for left, right in LATEX_WRAPPERS:
@@ -184,12 +181,12 @@ def _unwrapped(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in small letters."""
+    """Return the words of a text, in lower case."""
     return re.findall("[a-z]+", text.lower())
 
 
 def changes_value(word: str) -> bool:
-    """Whether a word behind a number is no unit: one of those above, or a part as tenths are.
+    """Return True if a word after a number is no unit: a number word above, or a part like tenths.
 
     >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
     [True, True, False, False, False]
@@ -200,15 +197,15 @@ def changes_value(word: str) -> bool:
 
 
 def forms(word: str) -> set[str]:
-    """A word as it is, and without the endings s and es of a plural."""
+    """Return a word as it is, and without the endings s and es of a plural."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def number(text: str) -> Decimal | None:
-    """The number that a text consists of and nothing else, or None.
+    """Return the number of which a text consists, with nothing else, or None.
 
     A sign (also the minus U+2212), a sign of a currency, commas between thousands (also `{,}` and
-    thin spaces), spaces around and one full stop behind are read over; at most 30 ASCII digits.
+    thin spaces), spaces around and one full stop behind are ignored; at most 30 ASCII digits.
     """
     text = _THOUSANDS.sub(",", text.strip().translate(MINUS))
     match = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
@@ -221,7 +218,7 @@ def number(text: str) -> Decimal | None:
 
 
 def plain(value: Decimal) -> str:
-    """A number as logs and gold answers write it.
+    """Format a number as logs and gold answers do.
 
     >>> [plain(Decimal(text)) for text in ("18.00", "-0.50", "+1000", "-0")]
     ['18', '-0.5', '1000', '0']
@@ -232,15 +229,13 @@ def plain(value: Decimal) -> str:
 
 
 def stated(text: str, any_unit: bool = False) -> str | None:
-    """The number that a text states as its final answer, see `final_number`, written as `plain`
-    does, for logs; or None.
-    """
+    """Return the final number of a text, see `final_number`, written as by `plain`, or None."""
     value = final_number(text, any_unit)
     return None if value is None else plain(value)
 
 
 def last_boxed(text: str, longest: int) -> str | None:
-    r"""What the last `\boxed{...}` or `\fbox{...}` of a text holds; linear in the text's length.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` of a text; in linear time.
 
     Args:
         text: a completion; braces behind a backslash do not count.

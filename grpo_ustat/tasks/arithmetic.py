@@ -1,9 +1,9 @@
 """Synthetic arithmetic: five kinds of questions with integer answers and disjoint splits.
 
 The kinds are those of the paper's Figure 4: two-step and three-step addition/subtraction, one
-multiplication, one exact division, addition/subtraction with parentheses. A question belongs to
-the split that the hash of its canonical form falls into, so questions that are the same arithmetic
-in another order (3*7 and 7*3, 9-(4+2) and 9-2-4, 21/7 and 3*7) are always on the same side.
+multiplication, one exact division, addition/subtraction with parentheses. The hash of a question's
+canonical form decides its split, so questions that are the same arithmetic in another order (3*7
+and 7*3, 9-(4+2) and 9-2-4, 21/7 and 3*7) are always in the same split.
 """
 
 from __future__ import annotations
@@ -24,41 +24,35 @@ MAX_TRIES = 1000  # redraws of one question before its kind counts as exhausted
 
 @dataclass(frozen=True)
 class Ranges:
-    """Operand ranges, both ends included.
+    """Operand ranges, both ends included."""
 
-    Attributes:
-        min_term, max_term: terms of sums and differences.
-        min_factor, max_factor: the larger factor, or the quotient; multiples of ten are left out,
-            because they are intermediate steps of the others.
-        min_digit, max_digit: the smaller factor, or the divisor.
-    """
-
+    # Terms of sums and differences.
     min_term: int = 1
     max_term: int = 49
+    # The larger factor, or the quotient; multiples of ten are left out, because they are
+    # intermediate steps of the others.
     min_factor: int = 11
     max_factor: int = 99
+    # The smaller factor, or the divisor.
     min_digit: int = 2
     max_digit: int = 9
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One question: its kind, text, answer, and what a worked solution needs.
-
-    Attributes:
-        operands: signed terms of a sum as written, or (factor, digit) of a product or quotient.
-        inside: for parentheses, the index of the first of the two terms inside.
-    """
+    """One question: its kind, text, answer, and the data of a worked solution."""
 
     kind: str
     text: str
     answer: int
+    # Signed terms of a sum as written, or (factor, digit) of a product or quotient.
     operands: tuple[int, ...]
+    # For parentheses, the index of the first of the two terms inside.
     inside: int | None = None
 
     @property
     def canonical(self) -> str:
-        """The arithmetic behind the question, whatever the order in which it is written."""
+        """The arithmetic of the question, independent of the order in which it is written."""
         if self.kind in ("multiplication", "division"):
             return "*".join(map(str, sorted(self.operands)))
         terms = self.operands
@@ -68,7 +62,7 @@ class Exercise:
 
     @property
     def split(self) -> str:
-        """The split that the canonical form hashes to: 3/5 train, 1/5 test, 1/5 study."""
+        """The split to which the canonical form hashes: 3/5 train, 1/5 test, 1/5 study."""
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
         return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
 
@@ -82,7 +76,10 @@ def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
 
 
 def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
-    """`operands` are signed as written: in 9-(4+2) they are (9, -4, 2), expanded to 9-4-2."""
+    """Make a question with `operands` signed as written.
+
+    In 9-(4+2) they are (9, -4, 2), expanded to 9-4-2.
+    """
     a, b, c = (rng.randint(ranges.min_term, ranges.max_term) for _ in range(3))
     inside = rng.choice((0, 1))
     first, second = rng.choice((1, -1)), rng.choice((1, -1))
@@ -128,7 +125,7 @@ def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Exercise:
 
 
 def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
-    """Endless questions of a split, kinds drawn uniformly; repeats occur."""
+    """Yield endless questions of a split, kinds drawn uniformly; repeats occur."""
     rng = random.Random(f"arithmetic/{split}/{seed}")
     while True:
         yield _one(rng, rng.choice(KINDS), split, ranges)
@@ -137,7 +134,7 @@ def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
 def draw(
     split: str, count: int, ranges: Ranges, seed: int | str, without: Container[str] = ()
 ) -> list[Exercise]:
-    """`count` distinct questions of a split, kinds drawn uniformly, no text in `without`."""
+    """Draw `count` distinct questions of a split, kinds uniformly, with no text in `without`."""
     rng = random.Random(f"arithmetic/{split}/{seed}")
     exercises: dict[str, Exercise] = {}
     while len(exercises) < count:
@@ -157,7 +154,7 @@ def draw(
 
 
 def worked(exercise: Exercise) -> str:
-    """A solution, step by step from the left, parentheses first.
+    """Return a solution, step by step from the left, parentheses first.
 
     >>> worked(Exercise("parentheses", "9-(4+2)", 3, (9, -4, 2), 1))
     '4+2=6, 9-6=3 #### 3'
@@ -181,11 +178,9 @@ class Arithmetic:
     """Questions of each split.
 
     Args:
-        ranges: operand ranges.
-        sizes: number of questions of `train`, `test`, `study` and `examples`, which are solved in
-            prompts: questions of the train side that are none of the train questions.
-        seed: of the questions, not of the run.
-        examples_seed: of the examples.
+        sizes: number of questions of `train`, `test`, `study` and `examples`. Examples are solved
+            in prompts; they are questions of the train side that are not among the train questions.
+        seed: seed of the questions, not of the run.
     """
 
     def __init__(self, ranges: Ranges, sizes: dict[str, int], seed: int, examples_seed: int = 0):
@@ -193,7 +188,7 @@ class Arithmetic:
         self._seed, self._examples_seed = seed, examples_seed
 
     def questions(self, split: str) -> list[Question]:
-        """The split's questions, in the order in which they were drawn."""
+        """Return the split's questions, in the order in which they were drawn."""
         return [
             Question(q.text, q.text, str(q.answer), q.kind, worked(q))
             for q in self._exercises(split)

@@ -1,4 +1,4 @@
-"""What a task is made of: questions, a way to put them, and a judge of completions."""
+"""Parts of a task: questions, a prompt format, and a judge of completions."""
 
 from __future__ import annotations
 
@@ -32,54 +32,51 @@ PROMPTS = {  # that fit questions of words, by the kind of the data set
 class Source(Protocol):
     """A data set: the questions of each split.
 
-    Attributes:
-        counts: of what was dropped and why, told once a run; may be missing.
-        note: further words about the questions, told once a run; may be missing.
+    A source may have two more attributes. `counts` holds the number of dropped questions by reason,
+    and `note` is a remark about the questions; both are printed once a run.
     """
 
     def questions(self, split: str) -> list[Question]:
-        """The questions of `train`, `test`, `study` or `examples`, in a fixed order; no question is
-        in two of them.
+        """Return the questions of `train`, `test`, `study` or `examples`, in a fixed order.
+
+        No question is in two of them.
         """
         ...
 
 
 class Judge(Protocol):
-    """Reads and rewards completions.
+    """Reader of completions, which gives them rewards."""
 
-    Attributes:
-        counts: of what went wrong while judging, `timeouts` and `failures`; grows.
-    """
-
+    # Errors while judging, `timeouts` and `failures`; grows.
     counts: Counter[str]
 
     def extract(self, completion: str) -> str | None:
-        """The final answer that a completion states; None where it states none."""
+        """Return the final answer that a completion states; None if it states none."""
         ...
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """The reward of each completion of its prompt, a finite number."""
+        """Return the reward of each completion of its prompt, a finite number."""
         ...
 
 
 def spoken(prompts: list[Prompt], completions: list[str]) -> list[str]:
-    """What each completion of its prompt says behind its thoughts, see `after_thoughts`."""
+    """Return the text of each completion after its thoughts, see `after_thoughts`."""
     pairs = zip(prompts, completions, strict=True)
     return [after_thoughts(text, prompt.text) for prompt, text in pairs]
 
 
 class NumberJudge:
-    """1 for the right final number, else 0; see `final_number`."""
+    """Judge with reward 1 for the right final number, else 0; see `final_number`."""
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        """The number in its plainest writing."""
+        """Return the number in its plainest form."""
         return stated(completion, any_unit=True)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`."""
+        """Return 1 for each right completion, else 0."""
         return [
             float(final_number(text, any_unit=True) == Decimal(prompt.answer))
             for prompt, text in zip(prompts, spoken(prompts, completions), strict=True)
@@ -87,17 +84,12 @@ class NumberJudge:
 
 
 class Task:
-    """Questions, a way to put them, and a judge of completions.
+    """Questions, a prompt format, and a judge of completions.
 
     Args:
-        source: of the questions.
-        prompting: how they are put.
-        judge: of completions.
-        reward_funcs: further reward functions by name, each [P, G] of rollouts.
-        reward_weights: of the judge and of each of them in their sum, the reward; none: 1 each.
-
-    Attributes:
-        reward_weights_F: the weights.
+        reward_funcs: further reward functions by name; each maps rollouts to an array [P, G].
+        reward_weights: weights of the judge and of each further function in the reward, their sum;
+            empty: 1 each.
     """
 
     def __init__(
@@ -113,24 +105,25 @@ class Task:
         self.reward_weights_F = np.array(reward_weights or [1.0] * (1 + len(self.reward_funcs)))
 
     def questions(self, split: str) -> list[Question]:
-        """See `Source.questions`."""
+        """Return the questions of a split, see `Source.questions`."""
         return self._source.questions(split)
 
     def prompts(self, split: str) -> list[Prompt]:
-        """The prompts of `train`, `test` or `study`, in a fixed order."""
+        """Return the prompts of `train`, `test` or `study`, in a fixed order."""
         return [self._prompting.prompt(question) for question in self.questions(split)]
 
     def extract(self, completion: str) -> str | None:
-        """See `Judge.extract`."""
+        """Return the final answer that a completion states; None if it states none."""
         return self._judge.extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`."""
+        """Return the judge's reward of each completion of its prompt."""
         return self._judge.rewards(prompts, completions)
 
     def take_counts(self) -> dict[str, int]:
-        """What went wrong while judging since the last call: keys `timeouts` and `failures`, with a
-        judge that can fail, else none.
+        """Return the errors while judging since the last call.
+
+        The keys are `timeouts` and `failures` with a judge that can fail, else there are none.
         """
         counts = dict(self._judge.counts)
         self._judge.counts.update({name: -count for name, count in counts.items()})
@@ -138,20 +131,18 @@ class Task:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many questions the source left out, by reason; reasons with count 0 are absent."""
+        """Number of questions that the source left out, by reason; no reason has a count of 0."""
         counts = getattr(self._source, "counts", {})
         return {reason: count for reason, count in counts.items() if count}
 
     @property
     def note(self) -> str:
-        """What the source says of its questions; empty where that is nothing."""
+        """The source's remark about its questions; empty if there is none."""
         return getattr(self._source, "note", "")
 
 
 def tell_dropped(task: Task) -> None:
-    """Print once, on rank 0, what the data set says of its questions, and how many it left out and
-    why.
-    """
+    """Print once, on rank 0, the data set's note and the number of dropped questions by reason."""
     if task.note and is_main():
         tell(f"note: {task.note}", file=sys.stderr)
     reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
@@ -160,7 +151,7 @@ def tell_dropped(task: Task) -> None:
 
 
 def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
-    """Warn on rank 0 where most prompts put an equals sign behind a question of words."""
+    """Warn on rank 0 if most prompts put an equals sign behind a question of words."""
     ended = [
         prompt
         for prompt in prompts
@@ -178,12 +169,13 @@ def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
 
 
 def rewards(task: Task, rollouts: Rollouts) -> Array:
-    """Rewards of every completion by every reward function, [P, G, F], float64; the task's own is
-    the first.
+    """Compute rewards of every completion by every reward function, [P, G, F], float64.
+
+    The task's own function comes first.
 
     Raises:
-        FloatingPointError: one is not finite or above `LARGEST_REWARD`; names its prompt and its
-            function.
+        FloatingPointError: a reward is not finite or above `LARGEST_REWARD`; names its prompt and
+            its function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
@@ -201,12 +193,12 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
 
 
 def summed_rewards(task: Task, rollouts: Rollouts) -> Array:
-    """The weighted sum of `rewards`, [P, G]: what rules and errors are of."""
+    """Return the weighted sum of `rewards`, [P, G], on which baselines and errors are computed."""
     return weighted_sum(rewards(task, rollouts), task.reward_weights_F)
 
 
 def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
-    """Whether an answer was found in each completion, right or wrong, bool [P, G]."""
+    """Mark the completions that state an answer, right or wrong, bool [P, G]."""
     pairs = zip(rollouts.prompts, rollouts.texts_PG, strict=True)
     return np.array(
         [[extracted(reader, prompt, text) is not None for text in texts] for prompt, texts in pairs]
@@ -214,8 +206,9 @@ def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
 
 
 def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | None:
-    """The final answer that a completion of a prompt states; None where it states none, or does not
-    end the thoughts that the prompt began.
+    """Return the final answer that a completion of a prompt states.
+
+    None if it states none, or does not end the thoughts that the prompt began.
     """
     silent = completion and not after_thoughts(completion, prompt.text)
     return None if silent else reader.extract(completion)
@@ -225,10 +218,8 @@ class Fitting:
     """The questions of a source whose prompts have at most `max_length` tokens.
 
     Args:
-        source: of the questions.
-        prompting: how they are put.
-        lengths: tokens of each text.
-        max_length: of a prompt, `prompt.max_length`.
+        lengths: returns the number of tokens of each text.
+        max_length: limit for a prompt in tokens, `prompt.max_length`.
     """
 
     def __init__(
@@ -246,11 +237,11 @@ class Fitting:
 
     @property
     def counts(self) -> Counter[str]:
-        """Questions left out, by reason: by the source, and too long ones of splits read so far."""
+        """Questions left out by reason: those of the source, and long ones of the splits read."""
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:
-        """See `Source.questions`."""
+        """Return the fitting questions of a split, see `Source.questions`."""
         if split not in self._fitting_by_split:
             every, most = self._source.questions(split), self._most
             lengths = self._lengths([self._prompting.prompt(question).text for question in every])

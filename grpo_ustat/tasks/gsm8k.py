@@ -21,13 +21,13 @@ def gsm8k(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Questions of each split; with `verbatim`, white space at their ends stays."""
+    """Return the questions of each split; with `verbatim`, white space at their ends stays."""
     train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 
 
 def question_of(row: Row, verbatim: bool = False) -> Question:
-    """The question of a row, its solution without the calculator's annotations."""
+    """Return the question of a row, its solution without the calculator's annotations."""
     text, worked = row.text("question"), row.text("answer")
     if not verbatim:
         text, worked = text.strip(), worked.strip()

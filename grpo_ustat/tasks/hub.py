@@ -1,5 +1,7 @@
-"""Whether the hub answers. Where it does not, only its local cache is read, as HF_HUB_OFFLINE=1 has
-it: huggingface_hub would try each file six times, for more than a minute.
+"""Test of the connection to the Hugging Face hub.
+
+If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1: huggingface_hub
+would try each file six times, for more than a minute.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ ANSWER_SECONDS = 8.0  # to answer; names are looked up without a limit of their 
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Read the local cache alone from here on where the hub does not answer, with a warning; in
-    this process and in those that it starts. True where it did so. The hub is asked once.
+    """Read only the local cache from here on if the hub does not answer, with a warning.
+
+    This holds for this process and those that it starts. Return True if it was done. The hub is
+    asked once.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 

@@ -1,5 +1,6 @@
-"""Rows of a user's own file or folder, each with a question and an answer: json lines, json or
-Parquet, plain or compressed.
+"""Rows of a user's own file or folder, each with a question and an answer.
+
+Formats: json lines, json or Parquet, plain or compressed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,15 @@ LARGEST_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas wri
 
 
 class JsonlSource:
-    """The questions of a file's rows; where there is no test file, some rows are held out.
+    """The questions of a file's rows; without a test file, some rows are held out.
+
+    Its `counts` are rows left out, by reason; its `note` gives the number of questions of each
+    split.
 
     Args:
-        dataset: its configuration.
-        sizes: how many of `train`, `test`, `study` and `examples`; None: all that are left.
-        examples_seed: of the examples.
-        verbatim: whether white space at the ends of questions and solutions stays.
-
-    Attributes:
-        counts: of rows that were left out, by reason.
-        note: how many questions each split has.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all that are
+            left.
+        verbatim: keep white space at the ends of questions and solutions.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class JsonlSource:
         )
 
     def questions(self, split: str) -> list[Question]:
-        """See `Source.questions`."""
+        """Return the questions of a split, see `Source.questions`."""
         questions = self._splits.questions(split)
         if split != "examples" and not questions:
             raise ConfigError(
@@ -70,13 +69,13 @@ class JsonlSource:
 def questions_of(
     key: str, files: list[Path], dataset: JsonlConfig, verbatim: bool = False
 ) -> list[Question]:
-    """The questions of files, one a row."""
+    """Read the questions of files, one per row."""
     rows = (row for file in files for row in rows_of_file(file, key))
     return [_question(row, dataset, verbatim) for row in rows]
 
 
 def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
-    """A row's question; what stands behind the last #### of its answer is the expected one."""
+    """Make a row's question; the text after the last #### of its answer is the expected answer."""
     text, answer = row.text(dataset.question), row.value(dataset.answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise row.refused(dataset.answer, answer, "a text or a number")
@@ -94,17 +93,17 @@ def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
 
 
 class ExactJudge:
-    """1 for the expected answer as it is written, else 0; white space counts as one blank.
+    """Judge with reward 1 for the expected answer as written, else 0.
 
-    The answer of a completion is what stands behind its last #### on that line, else all of it but
-    its thoughts.
+    White space counts as one blank. The answer of a completion is the text after its last #### on
+    that line, else all of it except its thoughts.
     """
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        r"""See `Judge.extract`.
+        r"""Return the answer of a completion; None if it is empty.
 
         >>> judge = ExactJudge()
         >>> judge.extract("3 + 4 #### 7 \nNext"), judge.extract(" a  b "), judge.extract(" ")
@@ -114,7 +113,7 @@ class ExactJudge:
         return " ".join((end.split("\n")[0] if mark else end).split()) or None
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`."""
+        """Return 1 for each completion with the expected answer, else 0."""
         return [
             float(self.extract(text) == " ".join(prompt.answer.split()))
             for prompt, text in zip(prompts, spoken(prompts, completions), strict=True)

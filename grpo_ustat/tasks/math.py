@@ -22,7 +22,7 @@ def math(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Questions of each split; with `verbatim`, white space at their ends stays."""
+    """Return the questions of each split; with `verbatim`, white space at their ends stays."""
     train_rows, test_rows = train_and_test(dataset)
     counts: Counter[str] = Counter()
     every_test = {question_id("math", row.text("problem")) for row in test_rows}
@@ -37,8 +37,9 @@ def math(
 
 
 def question_of(row: Row, verbatim: bool = False) -> Question:
-    """The question of a row, whose answer, where the row has none, is the last box of its solution;
-    empty where that has none either.
+    """Return the question of a row.
+
+    If the row has no answer, the answer is the last box of its solution, or empty without a box.
     """
     text, solution = row.text("problem"), row.text("solution")
     if not verbatim:
@@ -52,7 +53,7 @@ def question_of(row: Row, verbatim: bool = False) -> Question:
 
 
 def boxed(solution: str) -> str:
-    r"""What the last box of a solution holds, also of a box without braces, `$\boxed 5$`; else "".
+    r"""Return the content of a solution's last box, also of `$\boxed 5$` without braces; else "".
 
     >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
     ('\\frac{1}{2}', '5', '')
@@ -63,12 +64,12 @@ def boxed(solution: str) -> str:
 
 
 def subject_of(row: Row) -> str:
-    """`subject`, in some copies called `type`."""
+    """Return the `subject`, called `type` in some copies."""
     return row.text("subject", "type").strip()
 
 
 def level_of(row: Row) -> int | None:
-    """1 to 5, written as a number or as `Level 3`; None for the few rows that say `Level ?`."""
+    """Return the level, 1 to 5, written as a number or as `Level 3`; None for `Level ?`."""
     value = row.value("level")
     match = re.fullmatch(r"(?:Level )?([1-5?])", str(value).strip())
     if not match:
@@ -93,7 +94,7 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
 
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
-    """The rows whose `unique_id` stands on a line of the file."""
+    """Return the rows whose `unique_id` stands on a line of the file."""
     try:
         ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, ValueError) as error:

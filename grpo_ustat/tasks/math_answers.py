@@ -1,33 +1,33 @@
-r"""Judging answers to MATH questions (Hendrycks et al. 2021): the last `\boxed{}` of a completion.
+r"""Judging of answers to MATH questions (Hendrycks et al. 2021): a completion's last `\boxed{}`.
 
 math-verify is lenient in ways that a policy learns to use: for a gold of 70 it accepts the question
 copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, an answer is
 
-1. nothing, if there is no closed box, or more than 300 characters in the last one;
-2. right, if it is the gold but for spaces, harmless LaTeX (`\left`, `\!`, `\text{}`, `\dfrac`) and
-   another spelling, see `spelled`; answers with dots or a modulus are right in no other way;
-3. where the gold is a number, judged as one: right if it is one number of the same value, possibly
+1. no answer, if there is no closed box, or more than 300 characters in the last one;
+2. right, if it equals the gold apart from spaces, harmless LaTeX (`\left`, `\!`, `\text{}`,
+   `\dfrac`) and spelling, see `spelled`; answers with dots or a modulus are right in no other way;
+3. judged as a number, if the gold is one: right if it is one number of the same value, possibly
    behind a name of the question (`x=3`), in round brackets, with a dollar or degree sign, `{,}`
    between thousands, or a unit in `\text{}` that the question, the gold or the list here names. A
-   decimal gold may also be met in scientific notation or by a
-   reduced fraction, a gold fraction by any fraction or decimal; never by a sum, a product, an
-   equation or several numbers. A percent sign needs one in the gold or the question. A gold that
-   names its base (`204_5`) needs its digits, and its base unless the question names that;
-4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied out of the
+   decimal gold may also be met in scientific notation or by a reduced fraction, a gold fraction by
+   any fraction or decimal; never by a sum, a product, an equation or several numbers. A percent
+   sign needs one in the gold or the question. A gold that names its base (`204_5`) needs its
+   digits, and its base unless the question names that;
+4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied from the
    question;
-5. otherwise what math-verify says of gold and answer, both in `\boxed{}`, but for what it reads
+5. otherwise judged by math-verify, with gold and answer in `\boxed{}`, except for what it reads
    wrongly: values joined by words or of two signs (`\pm`) are written as a list or a union of
-   intervals, a unit is taken off where it stands apart from the expression (the c of `3+2c` is
-   none), i is the imaginary unit of a complex gold, and values that differ only below 2^-54 differ.
+   intervals, a unit is taken off if it stands apart from the expression (the c of `3+2c` is none),
+   i is the imaginary unit of a complex gold, and values that differ only below 2^-54 differ.
 
 U+2212 and its like are a minus everywhere. `120,240` is a list and a number, see `readings`: an
-answer is right if it is in one of these readings.
+answer is right if it is right in one of these readings.
 
-The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` for 3) or
-rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
+The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` for 3) or rounded
+(`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
 (`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio in
-another writing, and right forms that stand in the question as they are. What is left of the
-leniency: for a gold that is no number, a form that is not worked out earns, unless it is a copy.
+another writing, and right forms that the question contains literally. The remaining leniency: for a
+gold that is no number, a form that is not worked out is right, unless it is a copy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ CANARIES = (  # question, gold, completion, for the steps before math-verify
 
 
 class MathJudge:
-    """1 for the right answer in the last box of a completion, else 0; a `tasks.base.Judge`.
+    """Judge with reward 1 for the right answer in the last box of a completion, else 0.
+
+    It is a `tasks.base.Judge`.
 
     Args:
         verifier: judges what this module cannot.
@@ -83,13 +85,14 @@ class MathJudge:
         self._verifier, self._longest = verifier, longest
 
     def extract(self, completion: str) -> str | None:
-        """The content of the completion's last box; None without a closed box, or where it is too
-        long.
+        """Return the content of the completion's last box.
+
+        None without a closed box, or if it is too long.
         """
         return last_boxed(after_thoughts(completion), self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """1 or 0 for each completion of its prompt; what was not judged is 0 and counted.
+        """Return 1 or 0 for each completion of its prompt; what was not judged is 0 and counted.
 
         Raises:
             JudgeError: see `verdicts`.
@@ -101,11 +104,11 @@ class MathJudge:
         return [float(verdict is Verdict.RIGHT) for verdict in verdicts]
 
     def verdicts(self, triples: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """The verdict on each (question, gold, completion), in one batch of the verifier.
+        """Return the verdict on each (question, gold, completion), in one batch of the verifier.
 
         Raises:
-            JudgeError: math-verify does not start, or what is known is judged wrongly, by it or by
-                the steps before it, which judge the canaries in every batch.
+            JudgeError: math-verify does not start, or a canary is judged wrongly, by math-verify or
+                by the steps before it, which judge the canaries in every batch.
         """
         for question, gold, text, expected in CANARIES:
             judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
@@ -137,7 +140,7 @@ class MathJudge:
 
 
 def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | None:
-    r"""The verdict where steps 1 to 4 find one, else None.
+    r"""Return the verdict if steps 1 to 4 give one, else None.
 
     >>> what = "Compute $37 + 45 - 12$."
     >>> answers = ("70", r"\$70.0", r"70\text{ cm}", r"70^\circ", "37+45-12", "140/2", "x=70")
@@ -151,12 +154,12 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
-    """Gold and answer as `spelled` writes them, in each of their `readings`."""
+    """Return gold and answer as `spelled` writes them, in each of their `readings`."""
     return list(product(readings(spelled(gold)), readings(spelled(answer))))
 
 
 def _judged(question: str, gold: str, answer: str) -> Verdict | None:
-    """The verdict on one reading, see `without_sympy`."""
+    """Return the verdict on one reading, see `without_sympy`."""
     if bare(gold) == bare(answer):
         return Verdict.RIGHT
     if _BY_TEXT.search(gold + answer):
@@ -181,7 +184,7 @@ def _judged(question: str, gold: str, answer: str) -> Verdict | None:
 
 
 def _mentions(question: str, name: str) -> bool:
-    """Whether a question has the letter of a name, or neither formulas nor digits to tell by."""
+    """Return True if a question has the letter of a name, or neither formulas nor digits."""
     letters = re.match(r"\\?[a-zA-Z]+", name)
     mentioned = letters and re.search(
         rf"(?<![a-zA-Z\\]){re.escape(letters[0])}(?![a-zA-Z])", question
@@ -190,8 +193,9 @@ def _mentions(question: str, name: str) -> bool:
 
 
 def _meets(gold: Number, answer: Number, named: str) -> bool:
-    """Whether an answer's number counts as the gold's: equal value, in a form and with a unit that
-    `named`, question and gold, allows.
+    """Return True if an answer's number counts as the gold's.
+
+    It must have the same value, in a form and with a unit that `named`, question and gold, allows.
     """
     if answer.value != gold.value:
         return False
@@ -207,8 +211,9 @@ def _meets(gold: Number, answer: Number, named: str) -> bool:
 
 
 def _states(answer: str, digits: str, base: int, question: str) -> bool:
-    """Whether an answer has these digits and this base; the base may be missing where the question
-    names it.
+    """Return True if an answer has these digits and this base.
+
+    The base may be missing if the question names it.
     """
     if (based := read_based(answer)) is not None:
         return based[1] == base and int(based[0], base) == int(digits, base)
@@ -218,6 +223,6 @@ def _states(answer: str, digits: str, base: int, question: str) -> bool:
 
 
 def _copied(answer: str, question: str) -> bool:
-    """Whether the question contains the answer, not as a part of longer numbers."""
+    """Return True if the question contains the answer, not as a part of longer numbers."""
     text, copy = (_COMMA.sub("", bare(latex)) for latex in (plain(question), answer))
     return re.search(rf"(?<![\d.]){re.escape(copy)}(?!\d)", text) is not None

@@ -1,4 +1,4 @@
-r"""Reading LaTeX answers: their text without decoration, and the numbers that they are."""
+r"""Reading of LaTeX answers: their text without decoration, and the numbers that they state."""
 
 from __future__ import annotations
 
@@ -131,8 +131,10 @@ class Number:
 
 
 def spelled(latex: str) -> str:
-    r"""An answer in one of the ways to write it: as `plain` does, without braces or brackets around
-    all of it, cases as pairs, degrees of angles in radians, and the real numbers by their letter.
+    r"""Write an answer in one of the ways to write it.
+
+    It is written as by `plain`, without braces or brackets around all of it, cases as pairs,
+    degrees of angles in radians, and the real numbers by their letter.
 
     >>> spelled("x ≥ 3"), spelled(r"\text{all reals}"), spelled("((5))")
     ('x \\ge  3', '\\mathbb{R}', '5')
@@ -152,7 +154,7 @@ def spelled(latex: str) -> str:
 
 
 def plain(latex: str) -> str:
-    """LaTeX, of which a question may hold several, with one command for each thing."""
+    """Rewrite LaTeX, which may contain several answers, with one command for each thing."""
     text = latex.translate(_UNICODE).strip()
     for pattern, by in _SPELLINGS:
         text = pattern.sub(by, text)
@@ -160,7 +162,7 @@ def plain(latex: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """LaTeX without braces around all of it, and without round brackets around what is no list."""
+    """Strip braces around LaTeX, and round brackets around what is no list."""
     depths = list(accumulate((sign in "([{") - (sign in ")]}") for sign in text))
     inner = text[1:-1].strip()
     whole = text[:1] in ("{", "(") and inner and 0 not in depths[:-1] and not depths[-1]
@@ -170,7 +172,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _pairs_of_cases(match: re.Match[str]) -> str:
-    """What a case is and where, in round brackets; cases without a second column as a list."""
+    """Write each case as value and condition in brackets; without a second column as a list."""
     rows = [
         [_IF.sub("", cell).strip() for cell in row.split("&")]
         for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1])
@@ -180,8 +182,10 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 
 
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
-    r"""Gold and answer without the name of their values, where they have the same or one has none;
-    a gold of several names is a tuple for an answer of none, whose order counts.
+    r"""Return gold and answer without the name of their values.
+
+    The name goes if both have the same or one has none. A gold of several names is a tuple for an
+    answer without names, whose order counts.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
@@ -197,7 +201,7 @@ def unnamed(gold: str, answer: str) -> tuple[str, str]:
 
 
 def named(latex: str) -> tuple[str, str]:
-    """The one name in a text, "" of none or several, and what it is; else the text itself."""
+    """Return the one name in a text, "" for none or several, and its value, else the text."""
     names, values = set(), []
     for part in parts(latex):
         terms = _EQUALS.split(part, maxsplit=1)
@@ -215,7 +219,7 @@ def named(latex: str) -> tuple[str, str]:
 
 
 def read_based(latex: str) -> tuple[str, int] | None:
-    r"""The digits and the base of a number that states its base, or None.
+    r"""Return the digits and the base of a number that states its base, or None.
 
     >>> [read_based(t) for t in ("204_5", r"204_{\text{five}}", "1A_{16}", "204_3", "x_1", "204")]
     [('204', 5), ('204', 5), ('1A', 16), None, None, None]
@@ -230,7 +234,7 @@ def read_based(latex: str) -> tuple[str, int] | None:
 
 
 def bare(latex: str) -> str:
-    r"""LaTeX without spaces and decoration, so that equal answers are equal texts.
+    r"""Strip spaces and decoration from LaTeX, so that equal answers are equal texts.
 
     >>> bare(r"\left( \dfrac12,\, 1{,}000 \right)."), bare(r"\text{ 1 2 }")
     ('(\\frac{1}{2},1,000)', '1 2')
@@ -242,7 +246,7 @@ def bare(latex: str) -> str:
 
 
 def read_number(latex: str) -> Number | None:
-    r"""The number that a LaTeX text consists of and nothing else, or None.
+    r"""Return the number of which a LaTeX text consists, with nothing else, or None.
 
     >>> [str(read_number(t).value) for t in (r"-\frac{2}{4}", r"1\tfrac34", r"\$1{,}000.50", "7/2")]
     ['-1/2', '7/4', '2001/2', '7/2']
@@ -290,7 +294,7 @@ def _fraction(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _cleaned(latex: str) -> str:
-    """LaTeX with one spelling of spaces, fractions and degrees; at most one space in a row."""
+    """Write LaTeX with one spelling of spaces, fractions and degrees; no two spaces in a row."""
     latex = " ".join(latex.translate(MINUS).split())
     for pattern, by in _CLEANED:
         latex = pattern.sub(by, latex)
@@ -298,9 +302,11 @@ def _cleaned(latex: str) -> str:
 
 
 def boxes(gold: str, answer: str) -> tuple[str, str]:
-    r"""Gold and answer in boxes, as math-verify needs them: fractions with braces, a minus as `-`,
-    values and intervals joined by words as a list and a union, no unit that stands apart, a space
-    behind a comma between numbers, which is none between thousands.
+    r"""Return gold and answer in boxes, in the form that math-verify needs.
+
+    Fractions have braces, a minus is `-`, values and intervals joined by words are a list and a
+    union, a unit that stands apart is gone, and a space follows a comma between numbers, which is
+    not a comma between thousands.
     """
     gold, answer = without_words(gold, answer)
     for pattern, by in (*_FRACTIONS, _TEXT_LETTER):
@@ -310,8 +316,9 @@ def boxes(gold: str, answer: str) -> tuple[str, str]:
 
 
 def without_words(gold: str, answer: str) -> tuple[str, str]:
-    """Gold and answer without units, without words between several values and without the name of
-    the values; each value of two signs, and ranges upwards.
+    """Return gold and answer without units, names of values and words between several values.
+
+    Each value of two signs is written out, and ranges go upwards.
     """
     first, second = (without_unit(latex.translate(MINUS)) for latex in (gold, answer))
     first, second = (
@@ -322,8 +329,10 @@ def without_words(gold: str, answer: str) -> tuple[str, str]:
 
 
 def without_unit(latex: str) -> str:
-    r"""LaTeX without the unit behind it: a text that changes no value, or several letters that are
-    one of `UNITS`, apart from the expression. A last letter of the expression is none.
+    r"""Strip the unit after a LaTeX expression.
+
+    A unit is a text that changes no value, or several letters that are one of `UNITS`, apart from
+    the expression. The last letter of the expression is no unit.
 
     >>> [without_unit(x) for x in (r"2\pi\text{ cm}^2", r"\sqrt{2}\,cm", "3t", r"\pi h")]
     ['2\\pi', '\\sqrt{2}', '3t', '\\pi h']
@@ -339,8 +348,9 @@ def without_unit(latex: str) -> str:
 
 
 def _letter(latex: str, unit: list[str]) -> bool:
-    r"""Whether what looks like a unit is a letter of mathematics, as the e of `2\mathrm{e}` is, and
-    the t of `3\text{t}`, which stands at its number.
+    r"""Return True if an apparent unit is a letter of mathematics.
+
+    Examples are the e of `2\mathrm{e}`, and the t of `3\text{t}`, which stands at its number.
     """
     if len(unit) != 1 or len(unit[0]) > 1 or unit[0] in UNITS:
         return False
@@ -349,11 +359,11 @@ def _letter(latex: str, unit: list[str]) -> bool:
 
 
 def misshapen(question: str, gold: str, answer: str) -> bool:
-    r"""Whether an answer that is not the gold's text has a form that cannot answer for it.
+    r"""Return True if an answer that is not the gold's text has a form that cannot answer for it.
 
-    A time, a ratio or a subscript of digits is met by its text alone; a tuple by a tuple; a list by
-    a list or a set. An answer to a gold without a relation has none but of one name and what it
-    is (`x=5`, `0<x<2`), and a range answers only for an interval.
+    A time, a ratio or a subscript of digits is met only by its text; a tuple by a tuple; a list by
+    a list or a set. An answer to a gold without a relation may have only a relation of one name and
+    its value (`x=5`, `0<x<2`), and a range answers only for an interval.
 
     >>> pairs = ("6:00", "6"), ("(1,2)", r"\{1,2\}"), (r"\pi", r"\pi=\pi"), ("[0,1)", r"x^2<x")
     >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
@@ -375,7 +385,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
 
 
 def _shape(text: str) -> str:
-    """One of `FITTING`: "named" is a list such as x=1,y=2, "range" what an inequality says."""
+    """Return one of `FITTING`: "named" is a list such as x=1,y=2, "range" an inequality."""
     listed = parts(text)
     if len(listed) > 1:
         names = [part[0] for part in listed if re.match("[a-zA-Z]=", part)]
@@ -389,7 +399,7 @@ def _shape(text: str) -> str:
 
 
 def _says_of_one_name(part: str) -> bool:
-    """Whether a part has no relation, or one between a single name and terms without it."""
+    """Return True if a part has no relation, or one between a single name and terms without it."""
     terms = _RELATION.split(part)
     names = [term for term in terms if _NAME.fullmatch(term)]
     if len(terms) == 1:

@@ -41,8 +41,9 @@ _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 
 
 def readings(latex: str) -> list[str]:
-    r"""LaTeX without commas between thousands and with a space behind those of a list: one reading,
-    or that of a list and that of a number where nothing decides.
+    r"""Return LaTeX without commas between thousands and with a space behind those of a list.
+
+    There is one reading, or that of a list and that of a number if nothing decides.
 
     >>> readings("120,240"), readings("0,100"), readings("-100,100"), readings(r"(100,200)")
     (['120, 240', '120240'], ['0, 100'], ['-100, 100'], ['(100, 200)'])
@@ -63,7 +64,7 @@ def readings(latex: str) -> list[str]:
 
 
 def _kind(before: str, run: str, behind: str) -> str:
-    """Whether digits in groups of three are a "list", a "number" or "either".
+    """Classify digits in groups of three as a "list", a "number" or "either".
 
     A list begins with 0, stands in the brackets of a set, a point or an interval, or holds opposite
     numbers or several whole hundreds. A number has a group that begins with 0, a dollar sign or a
@@ -90,8 +91,10 @@ def _kind(before: str, run: str, behind: str) -> str:
 
 
 def both_signs(latex: str) -> str:
-    r"""LaTeX with each part that has signs of two values as the list of its values: of one sign or
-    with `\mp` two, which take the upper or the lower signs, else every combination.
+    r"""Write each part of LaTeX that has signs of two values as the list of its values.
+
+    A part with one sign or with `\mp` has two values, which take the upper or the lower signs, else
+    every combination.
 
     >>> both_signs(r"\frac{1\pm 2}{3},4"), both_signs(r"(1\pm 2,\mp 3)"), both_signs(r"\{\pm 1\}")
     ('\\frac{1+ 2}{3},\\frac{1- 2}{3},4', '(1+ 2,- 3),(1- 2,+ 3)', '\\{+ 1,- 1\\}')
@@ -102,7 +105,7 @@ def both_signs(latex: str) -> str:
 
 
 def turned(latex: str) -> str:
-    r"""LaTeX whose ranges of two ends go from the lower to the upper one.
+    r"""Write ranges of two ends from the lower to the upper one.
 
     >>> turned(r"4\ge x>1"), turned("1<x<4"), turned("x>1")
     ('1<x\\le 4', '1<x<4', 'x>1')
@@ -122,7 +125,7 @@ def _turned(part: str) -> str:
 
 
 def _signed(part: str) -> list[str]:
-    """The values of a part, see `both_signs`; the part itself with more than `MOST_SIGNS` signs."""
+    """Return the values of a part, see `both_signs`; itself with more than `MOST_SIGNS` signs."""
     signs = _TWO_SIGNS.findall(part)
     if not signs or len(signs) > MOST_SIGNS:
         return [part]
@@ -137,7 +140,7 @@ def _signed(part: str) -> list[str]:
 
 
 def parts(text: str) -> list[str]:
-    """Split at the commas outside brackets; at none where a bracket closes that was not open."""
+    """Split at the commas outside brackets; at none if a bracket closes that was not open."""
     depth, cuts = 0, [-1]
     for i, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -149,7 +152,7 @@ def parts(text: str) -> list[str]:
 
 
 def both_joined(gold: str, answer: str) -> tuple[str, str]:
-    """Gold and answer as `joined` writes them; what one has joined by commas, the other has too."""
+    """Write gold and answer as by `joined`; what one joins by commas, the other does too."""
     intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
     listed = any(
         _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)
@@ -159,13 +162,14 @@ def both_joined(gold: str, answer: str) -> tuple[str, str]:
 
 
 def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
-    r"""LaTeX whose values are joined by words, as a list; intervals and ranges of one letter as a
-    union, or as what they have in common. What has other words stays as it is.
+    r"""Write values joined by words as a list.
+
+    Intervals and ranges of one letter become a union or an intersection. LaTeX with other words
+    stays as it is.
 
     Args:
-        latex: of a gold or an answer.
-        intervals: whether a pair in round brackets is certainly one, and no point.
-        unions: whether ranges may become one, else they become a list.
+        intervals: a pair in round brackets is certainly an interval, and no point.
+        unions: ranges may become a union, else they become a list.
 
     >>> joined(r"x=1 \text{ or } x=2"), joined("1, 2, and 3"), joined(r"\text{Ann and Bo}")
     ('x=1,x=2', '1,2,3', '\\text{Ann and Bo}')
@@ -195,15 +199,16 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
 
 
 def _compares(latex: str) -> bool:
-    """Whether it says that something is more, less or other than something."""
+    """Return True if it states that something is more than, less than or different from another."""
     for pattern, sign in _SIGNS:
         latex = re.sub(pattern, sign, latex)
     return bool(re.search("[<>≤≥≠]", latex))
 
 
 def _interval(part: str) -> tuple[str, str]:
-    r"""The letter that a range is of, "" of none, and the range as an interval or a set; that is ""
-    where it is none.
+    r"""Return the letter of a range ("" without one), and the range as an interval or a set.
+
+    The second is "" if it is no range.
 
     >>> _interval("0<x<2"), _interval(r"x \ne 3"), _interval("[0,1)"), _interval("x<x+1")
     (('x', '(0,2)'), ('x', '((-\\infty,3)\\cup(3,\\infty))'), ('', '[0,1)'), ('', ''))
@@ -237,8 +242,9 @@ def _interval(part: str) -> tuple[str, str]:
 
 
 def _common(name: str, sets: list[str]) -> str:
-    """What ranges of one letter have in common, as a range where that is a lower and an upper end,
-    else as an intersection.
+    """Intersect ranges of one letter.
+
+    The result is a range if it has a lower and an upper end, else an intersection.
     """
     low = [one for one in sets if one.endswith(r",\infty)")]
     high = [one for one in sets if one.startswith(r"(-\infty,")]

@@ -1,8 +1,8 @@
-"""One-step arithmetic, for base and small language models, which answer it after solved examples.
+"""One-step arithmetic for base and small language models, which answer it after solved examples.
 
-There are few such questions, so each falls by the hash of its canonical form (3 * 7 and 7 * 3 share
-one) into train, test, study or the solved examples; a split never holds what another one or an
-example shows.
+There are few such questions, so the hash of its canonical form (3 * 7 and 7 * 3 share one) assigns
+each to train, test, study or the solved examples; no split holds a question of another one or of an
+example.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Exercise:
-    """One question, `7 * 8`, and what it is in whatever order it is written."""
+    """One question, `7 * 8`, and its canonical form, which does not depend on the order."""
 
     text: str
     answer: int
@@ -36,13 +36,13 @@ class Exercise:
 
     @property
     def split(self) -> str:
-        """2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
+        """The split of the canonical form: 2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
         return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
 
 
 def exercises(tables: list[str]) -> list[Exercise]:
-    """Every question of these tables, names of `TABLES`; a question of two of them once."""
+    """List every question of these tables, names of `TABLES`; a question of two tables once."""
     by_text = {}
     for name in tables:
         sign, result, lefts, rights = TABLES[name]
@@ -55,8 +55,9 @@ def exercises(tables: list[str]) -> list[Exercise]:
 
 
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
-    """`count` distinct questions of a split, of `examples` in one order each; fewer are the first
-    of more.
+    """Draw `count` distinct questions of a split, of `examples` in one order each.
+
+    A smaller draw is the beginning of a larger one.
     """
     name, stream = "+".join(tables), "shots" if split == "examples" else split
     held = [exercise for exercise in exercises(tables) if exercise.split == split]
@@ -75,8 +76,7 @@ class OneStep:
     Args:
         tables: names of `TABLES`.
         sizes: number of questions of `train`, `test`, `study` and `examples`.
-        seed: of the questions, not of the run.
-        examples_seed: of the examples.
+        seed: seed of the questions, not of the run.
     """
 
     def __init__(self, tables: list[str], sizes: dict[str, int], seed: int, examples_seed: int = 0):
@@ -86,7 +86,7 @@ class OneStep:
         }
 
     def questions(self, split: str) -> list[Question]:
-        """The split's questions, in the order in which they were drawn."""
+        """Return the split's questions, in the order in which they were drawn."""
         return [
             Question(q.text, q.text, str(q.answer), q.table, f"{q.text} = {q.answer}")
             for q in self._exercises[split]

@@ -36,25 +36,23 @@ DISJOINT_FROM = {  # splits that a split must share no question with
 
 
 class OwnSource:
-    """The questions of a user's task, as many of each split as are asked for.
+    """The questions of a user's task, up to a number for each split.
 
     Args:
-        name: of the entry point.
-        options: what it is called with.
-        sizes: how many of `train`, `test`, `study` and `examples`; None: all that there are.
-
-    Attributes:
-        task: what the entry point returned.
+        name: name of the entry point.
+        options: arguments with which it is called.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
         self._name, self._sizes = describe(TASKS, name), sizes
         with user_errors(self._name):
+            # Return value of the entry point.
             self.task = entry_point(TASKS, name)(**options)
         check_method(self._name, self.task, "questions", "split")
 
     def questions(self, split: str) -> list[Question]:
-        """The task's first questions of a split, as many as its size says."""
+        """Return the task's first questions of a split, as many as its size says."""
         questions = self._cut(split)
         others = [
             q for other in DISJOINT_FROM[split] if self._sizes[other] != 0 for q in self._cut(other)
@@ -96,12 +94,12 @@ class OwnSource:
 
 
 class OwnJudge:
-    """A user's own function of prompt and completion, one completion at a time.
+    """A user's own function of prompt and completion, called for one completion at a time.
 
     Args:
         reward: takes a `Prompt` and a completion, returns a finite number; may be an `async def`.
         extract: takes a completion; None: a completion is its own answer.
-        name: what to call them in errors.
+        name: name of these functions in errors.
     """
 
     def __init__(
@@ -118,14 +116,14 @@ class OwnJudge:
         self._loop_of = 0
 
     def extract(self, completion: str) -> str | None:
-        """See `Judge.extract`."""
+        """Return the answer by the user's function; None if the completion is empty."""
         if self._extract is None:
             return completion.strip() or None
         with user_errors(f"{self._name}, extract"):
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`. Rewards of an `async def` are awaited together."""
+        """Return the reward of each completion; those of an `async def` are awaited together."""
         names = [f"{self._name}, {prompt.where or f'prompt {prompt.id}'}" for prompt in prompts]
         rewards = []
         for name, prompt, text in zip(names, prompts, completions, strict=True):
@@ -136,7 +134,7 @@ class OwnJudge:
         return [_finite(reward, name) for reward, name in zip(rewards, names, strict=True)]
 
     def _awaited(self, rewards: list[Any], names: list[str]) -> list[Any]:
-        """The rewards with those that a coroutine has still to give; of errors the first."""
+        """Await the rewards of coroutines and return all rewards, or raise their first error."""
         import asyncio
 
         async def one(reward: Any, name: str) -> Any:
@@ -157,7 +155,7 @@ class OwnJudge:
 
 
 def _finite(reward: Any, name: str) -> float:
-    """A reward as a float: any real number, also one of NumPy's or a tensor's."""
+    """Return a reward as a float: any real number, also one of NumPy's or a tensor's."""
     number = reward
     if callable(getattr(reward, "item", None)):
         with suppress(Exception):  # of several values
@@ -176,10 +174,9 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
     """Refuse a task without a method that can be called with these arguments.
 
     Args:
-        name: of the task, for the message.
-        task: what its entry point returned.
-        method: of it.
-        arguments: their names.
+        name: name of the task, for the message.
+        task: return value of its entry point.
+        arguments: names of the arguments.
     """
     function, call = getattr(task, method, None), f"{method}({', '.join(arguments)})"
     if not callable(function):
@@ -195,10 +192,10 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
 
 
 def signature_of(function: Any) -> inspect.Signature:
-    """What a function takes.
+    """Return the parameters that a function takes.
 
     Raises:
-        TypeError: that is not known, as of some of C.
+        TypeError: they are unknown, as for some functions of C.
     """
     try:
         return inspect.signature(function)
@@ -207,30 +204,35 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def describe(group: str, name: str) -> str:
-    """How errors name an entry point: its group and its name."""
+    """Name an entry point in errors, by its group and its name."""
     return f"{group} entry point {name!r}"
 
 
 def entry_point(group: str, name: str) -> Any:
-    """What an installed package offers under this name; `data_config` has checked that one does."""
+    """Load the object that an installed package offers under this name.
+
+    `data_config` has checked that there is one.
+    """
     return importlib.metadata.entry_points(group=group)[name].load()
 
 
 class _FreshSource(SourceFileLoader):
-    """Reads a file anew, never its compiled copy, which is taken for the same by time and size."""
+    """Loader that reads a file, never its compiled copy, which is matched only by time and size."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """See `InspectLoader.get_code`."""
+        """Compile the file's source, see `InspectLoader.get_code`."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 @cache
 def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float]:
-    """The function of FILE:FUNCTION, from that file alone: what the file imports must be installed.
+    """Load the function of FILE:FUNCTION from that file only.
+
+    Modules that the file imports must be installed.
 
     Args:
         reward: FILE:FUNCTION.
-        field_name: of the configuration, which names it.
+        field_name: configuration field with this value, for errors.
     """
     own = reward_file(reward)
     assert own is not None, "the name of an entry point"
@@ -249,9 +251,7 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
 
 @contextmanager
 def user_errors(source: str) -> Iterator[None]:
-    """Within, an exception of the user's code becomes a ConfigError of one line that names its
-    place.
-    """
+    """Turn an exception of the user's code into a ConfigError of one line that names its place."""
     try:
         yield
     except BaseException as error:  # an exit would end a run as if it were done

@@ -1,4 +1,4 @@
-"""How a question is put to the model: a template, solved examples, the model's chat format."""
+"""Formatting of a question for the model: a template, solved examples, the model's chat format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Turn = dict[str, str]  # role and content, as chat templates take them
 
 
 def render(template: str, question: Question) -> str:
-    """The template with a question's fields in their places; no other braces are special.
+    """Fill a template with a question's fields; no other braces are special.
 
     >>> render("Q: {question} {x}", Question("", "2^{answer}", "4", "", ""))
     'Q: 2^{answer} {x}'
@@ -26,24 +26,20 @@ def render(template: str, question: Question) -> str:
 
 @dataclass(frozen=True)
 class Prompting:
-    """How a question becomes a prompt.
-
-    Attributes:
-        template: of a question.
-        reply: of what follows a solved example's question; None: there are no examples.
-        examples: questions that are shown solved, the same before every question.
-        system: the system turn of a chat; None: the chat template's own, if it has one.
-        chat: writes turns in the model's chat format; None: plain text.
-    """
+    """Rule by which a question becomes a prompt."""
 
     template: str
+    # Template of the text after a solved example's question; None: there are no examples.
     reply: str | None = None
+    # Questions that are shown solved, the same before every question.
     examples: tuple[Question, ...] = ()
+    # The system turn of a chat; None: the chat template's own, if it has one.
     system: str | None = None
+    # Writes turns in the model's chat format; None: plain text.
     chat: Callable[[list[Turn]], str] | None = None
 
     def prompt(self, question: Question) -> Prompt:
-        """The prompt of a question, as the policy reads it."""
+        """Return the prompt of a question, as the policy reads it."""
         if self.chat:
             turns = [] if self.system is None else [{"role": "system", "content": self.system}]
             for example in self.examples:

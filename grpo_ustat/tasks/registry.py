@@ -1,4 +1,4 @@
-"""A task from its options."""
+"""Construction of a task from its options."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ def make_task(
     chat: Callable[[list[Turn]], str] | None = None,
     lengths: Callable[[list[str]], list[int]] | None = None,
 ) -> Task:
-    """The configured task.
+    """Make the configured task.
 
     Args:
-        options: which questions, prompt and reward functions.
-        chat: writes turns in the model's chat format, see `policy.loading.chat_format`; read where
+        chat: writes turns in the model's chat format, see `policy.loading.chat_format`; used if
             `prompt.chat` asks for it.
-        lengths: tokens of each text; read where `prompt.max_length` asks for it.
+        lengths: returns the tokens of each text; used if `prompt.max_length` asks for it.
     """
     source, prompt = make_source(options), options.prompt
     examples = tuple(source.questions("examples")) if prompt.shots else ()
@@ -53,7 +52,7 @@ def make_task(
 
 
 def make_source(options: TaskOptions) -> Source:
-    """The configured data set."""
+    """Make the configured data set."""
     dataset, prompt = options.dataset, options.prompt
     sizes = {split: getattr(dataset, f"{split}_size") for split in ("train", "test", "study")}
     sizes["examples"] = prompt.shots
@@ -75,8 +74,9 @@ def make_source(options: TaskOptions) -> Source:
 
 
 def make_judge(options: TaskOptions, source: Source) -> Judge:
-    """The configured judge. A user's own reward replaces the data set's, which still extracts
-    answers.
+    """Make the configured judge.
+
+    A user's own reward replaces the data set's, which still extracts answers.
     """
     dataset = options.dataset
     if dataset.kind == "own":

@@ -1,4 +1,4 @@
-"""Reward functions beside the data set's own: those that any data set has, and the user's."""
+"""Reward functions beside the data set's own: those for any data set, and the user's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RewardFunction = Callable[[Rollouts], Array]  # rewards_PG of completions
 def make_reward_funcs(
     reward_funcs: list[str], max_completion_length: int, judge: Judge
 ) -> dict[str, RewardFunction]:
-    """The configured functions after the data set's own, by the name that metrics have.
+    """Return the configured functions after the data set's own, by the name that metrics have.
 
     Args:
         reward_funcs: as configured, the data set's own first.
-        max_completion_length: in tokens, which `brevity` is relative to.
-        judge: of the data set, which reads answers.
+        max_completion_length: in tokens, the scale of `brevity`.
+        judge: judge of the data set, which reads answers.
     """
     of_any_dataset: dict[str, RewardFunction] = {
         "format": lambda rollouts: answer_format(rollouts, judge),
@@ -38,25 +38,25 @@ def make_reward_funcs(
 
 
 def answer_format(rollouts: Rollouts, judge: Judge) -> Array:
-    """1 where an answer can be read in the completion, right or wrong, else 0, [P, G]."""
+    """Return 1 if an answer can be read in the completion, right or wrong, else 0, [P, G]."""
     return answered(judge, rollouts).astype(np.float64)
 
 
 def termination(rollouts: Rollouts) -> Array:
-    """1 where the policy ended its completion, 0 where it was cut, [P, G]."""
+    """Return 1 if the policy ended its completion, 0 if it was cut, [P, G]."""
     return rollouts.ended_PG.astype(np.float64)
 
 
 def brevity(rollouts: Rollouts, max_completion_length: int) -> Array:
-    """1 - length / max_completion_length in tokens, end token included, [P, G]."""
+    """Compute 1 - length / max_completion_length in tokens, end token included, [P, G]."""
     return 1 - rollouts.lengths_PG / max_completion_length
 
 
 def own_reward(name: str) -> RewardFunction:
-    """A user's function of prompt and completion, see `OwnJudge`.
+    """Load a user's function of prompt and completion, see `OwnJudge`.
 
     Args:
-        name: FILE.py:FUNCTION, or that of an entry point.
+        name: FILE.py:FUNCTION, or the name of an entry point.
     """
     if reward_file(name):
         source = f"reward_funcs={name}"

@@ -1,6 +1,6 @@
 """Rows of a data set: a file, a folder, or a hub id, which the `datasets` library reads.
 
-What cannot be used is refused by file, row (from 1) and field.
+An unusable value is refused with its file, row (from 1) and field.
 """
 
 from __future__ import annotations
@@ -19,22 +19,18 @@ from grpo_ustat.terminal.streams import SURROGATE
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data set.
-
-    Attributes:
-        fields: values by name.
-        where: file, or hub id and split, and the number of the row.
-    """
+    """One row of a data set."""
 
     fields: dict[str, Any]
+    # File, or hub id and split, and the number of the row.
     where: str
 
     def has(self, name: str) -> bool:
-        """Whether the row has a value in the field of this name."""
+        """Return True if the row has a value in the field of this name."""
         return self.fields.get(name) is not None
 
     def value(self, *names: str) -> Any:
-        """The field of the first of these names that it has."""
+        """Return the field of the first of these names that the row has."""
         for name in names:
             if self.has(name):
                 value = self.fields[name]
@@ -47,14 +43,14 @@ class Row:
         )
 
     def text(self, *names: str) -> str:
-        """The field as a text that is not blank, with the white space at its ends."""
+        """Return the field as a text that is not blank, with the white space at its ends."""
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
             raise self.refused(" or ".join(names), value, "a text that is not empty")
         return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
-        """The error for a field whose value does not meet a requirement."""
+        """Return the error for a field whose value does not meet a requirement."""
         return ConfigError(
             f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
         )
@@ -62,22 +58,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place that rows are read from.
+    """The place from which rows are read."""
 
-    Attributes:
-        key: the configuration key that names the path, for errors.
-        path: of a file or folder, or a hub id.
-        subset: of a folder or hub id that has several, as their cards name them.
-        revision: branch, tag or commit of a hub id.
-    """
-
+    # The configuration key that names the path, for errors.
     key: str
+    # A file or folder, or a hub id.
     path: str
+    # Subset of a folder or hub id that has several, as their cards name them.
     subset: str | None = None
+    # Branch, tag or commit of a hub id.
     revision: str | None = None
 
     def rows(self, split: str) -> list[Row]:
-        """All rows of a split; a single file holds the rows of any split."""
+        """Read all rows of a split; a single file holds the rows of any split."""
         place = Path(self.path).expanduser()
         if place.is_file():
             return rows_of_file(place)
@@ -99,7 +92,7 @@ class Origin:
         return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
 
     def _files(self, split: str) -> list[Path]:
-        """The files of a split, known by their names or by the folder's card."""
+        """Find the files of a split, known by their names or by the folder's card."""
         files = split_files(self.key, self.path, self.subset)
         return list(self._chosen(split, files))
 
@@ -113,7 +106,7 @@ class Origin:
 
 
 def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
-    """All train rows and all test rows of a data set."""
+    """Read all train rows and all test rows of a data set."""
     train = Origin("dataset.path", dataset.path, dataset.subset, dataset.revision)
     test = train
     if dataset.test_path is not None:
@@ -127,7 +120,7 @@ def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
 
 
 def rows_of_file(file: Path, key: str = "") -> list[Row]:
-    """All rows of a file, see `read_rows`."""
+    """Read all rows of a file, see `read_rows`."""
     rows = read_rows(file, key)
     if not rows:
         raise ConfigError(f"{file} cannot be read: it is empty")

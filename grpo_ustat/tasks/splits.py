@@ -11,8 +11,10 @@ from grpo_ustat.records import Question
 
 
 def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
-    """A stable name: questions have the same one if they differ only in white space and, outside
-    of formulas, in case. With `verbatim` white space makes another question, of the same family.
+    """Return a stable name of a question.
+
+    Questions have the same name if they differ only in white space and, outside of formulas, in
+    case. With `verbatim` white space makes another question, of the same family.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
@@ -30,7 +32,7 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
 
 
 def family(name: str) -> str:
-    """The part of a question's id that questions share which differ in white space alone."""
+    """Return the part of an id that is shared by questions which differ only in white space."""
     return "-".join(name.split("-")[:2])
 
 
@@ -38,19 +40,16 @@ class Splits:
     """Questions of each split, none in two of them, not even with other white space.
 
     Test questions are test rows. The train rows, shuffled by seed, are first the study's, then come
-    the examples, and what is left is for training. Where a question stands in the shuffle depends
-    on itself and the seed alone.
+    the examples, and the rest is for training. The place of a question in the shuffle depends only
+    on itself and the seed.
 
     Args:
         train, test: the questions of the rows.
-        sizes: how many of `train`, `test`, `study` and `examples`; None: all that are left.
-        seed: of the questions, not of the run.
-        examples_seed: of the examples.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all that are
+            left.
+        seed: seed of the questions, not of the run.
         barred: ids that must not be trained on, beside those of the test questions.
-        counts: of the rows that were left out before, by reason.
-
-    Attributes:
-        counts: of the rows that were left out in all, by reason.
+        counts: rows that were left out before, by reason.
     """
 
     def __init__(
@@ -63,6 +62,7 @@ class Splits:
         barred: Iterable[str] = (),
         counts: Mapping[str, int] = {},
     ):
+        # Rows that were left out in all, by reason.
         self.counts = Counter(counts)
         clean = self._without(train, [*barred, *(q.id for q in test)], "test questions")
         tests = _shuffled(self._once(test, "test"), f"test/{seed}")
@@ -82,20 +82,20 @@ class Splits:
         }
 
     def questions(self, split: str) -> list[Question]:
-        """The split's questions, in a fixed order."""
+        """Return the split's questions, in a fixed order."""
         return list(self._splits[split])
 
     def _without(
         self, questions: list[Question], others: Iterable[str], reason: str
     ) -> list[Question]:
-        """The questions that are none of the others, even with other white space."""
+        """Return the questions that are not among the others, even with other white space."""
         barred = set(map(family, others))
         left = [question for question in questions if family(question.id) not in barred]
         self.counts[f"train questions that are also {reason}"] += len(questions) - len(left)
         return left
 
     def _once(self, questions: list[Question], rows: str) -> list[Question]:
-        """The questions without repetitions: of equal ids the first one."""
+        """Return the questions without repetitions: of equal ids the first one."""
         first_by_id: dict[str, Question] = {}
         for question in questions:
             first_by_id.setdefault(question.id, question)
@@ -106,14 +106,14 @@ class Splits:
 def hold_out(
     questions: list[Question], count: int, seed: int
 ) -> tuple[list[Question], list[Question]]:
-    """The questions apart from `count` different ones of them, and those, drawn by the seed."""
+    """Draw `count` different questions by the seed; return the rest, and those drawn."""
     shuffled = _shuffled(list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}")
     held = {question.id for question in shuffled[:count]}
     return [q for q in questions if q.id not in held], shuffled[:count]
 
 
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:
-    """The questions in an order of their families, so that few splits part one."""
+    """Order the questions by their families, so that few splits divide one."""
     return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 
 

@@ -1,12 +1,12 @@
 r"""math-verify (Hugging Face) in worker processes that can be killed.
 
-A policy writes the answers, so one may hang or eat memory: `\boxed{9^{9^{9^9}}}` does. The limits
-of math-verify itself are alarms of the main thread and are silent; here every answer has a hard
-deadline and a memory limit, and what ran into one is told from a wrong answer.
+A policy writes the answers, so one may hang or use up memory: `\boxed{9^{9^{9^9}}}` does. The
+limits of math-verify itself are alarms of the main thread and are silent; here every answer has a
+hard deadline and a memory limit, and an answer that hits one is distinguished from a wrong answer.
 
-The processes are started by `subprocess` and spoken to in JSON rather than through a pool of
-`multiprocessing` (pebble 5.2.3 was tried): so the daemonic workers of a study may start them,
-nothing of the parent's main module is imported again, and none outlives a killed parent.
+The processes are started by `subprocess` and receive JSON, instead of a pool of `multiprocessing`
+(pebble 5.2.3 was tried): so the daemonic workers of a study may start them, nothing of the parent's
+main module is imported again, and none outlives a killed parent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \box
 
 
 class Verdict(Enum):
-    """What became of an answer; `TIMEOUT` and `FAILURE` say that it was not judged."""
+    """Outcome of judging an answer; `TIMEOUT` and `FAILURE` mean that it was not judged."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -63,13 +63,14 @@ CANARIES: Mapping[Pair, Verdict] = {
 
 
 class JudgeError(ConfigError):
-    """The judge itself is broken; going on would score everything wrong. One line, as a mistake in
-    the configuration.
+    """Fault of the judge itself, which would score everything wrong.
+
+    It is shown in one line, like a mistake in the configuration.
     """
 
 
 class Verifier:
-    """Judges pairs of texts with math-verify; from any thread and process, several at once.
+    """Judge of pairs of texts by math-verify; from any thread and process, several at once.
 
     Workers start at the first call. In every batch with a pair that was not judged before, each of
     them judges the canaries before its first pair; verdicts that are remembered came from a worker
@@ -80,7 +81,7 @@ class Verifier:
         deadline: seconds that one answer may take before its process is killed.
         memory_gb: address space of one process, GiB.
         canaries: pairs and the verdict that each must get.
-        max_tasks: pairs after which a worker begins afresh.
+        max_tasks: pairs after which a worker is restarted.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Verifier:
         weakref.finalize(self, _end, self._workers, self._process)
 
     def judge(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """The verdict on each pair of gold and answer; equal pairs are judged once.
+        """Return the verdict on each pair of gold and answer; equal pairs are judged once.
 
         Raises:
             JudgeError: a worker does not start or judges a canary wrongly, and so does the fresh
@@ -128,7 +129,7 @@ class Verifier:
             _end(self._workers, self._process)
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
-        """The verdict on each of these distinct pairs; one thread per worker."""
+        """Return the verdict on each of these distinct pairs; one thread per worker."""
         waiting, verdicts, progress = deque(pairs), {}, Progress("judging", len(pairs))
         with ThreadPoolExecutor(self._places) as threads:
             try:
@@ -158,8 +159,9 @@ class Verifier:
             worker = None if worker.lost else worker
 
     def _proved(self, place: int, waiting: deque[Pair]) -> _Worker | None:
-        """Worker number `place`, after it has judged the canaries rightly; None if no pair is
-        waiting.
+        """Return worker number `place`, after it has judged the canaries correctly.
+
+        None if no pair is waiting.
         """
         for last in (False, True):
             worker = self._workers.get(place)
@@ -174,7 +176,7 @@ class Verifier:
         return None
 
     def _replaced(self, place: int) -> _Worker:
-        """A newly started worker in the place of worker number `place`."""
+        """Start a new worker in the place of worker number `place`."""
         if place in self._workers:
             self._workers[place].end()
         self._workers[place] = _Worker(*self._limits)
@@ -182,7 +184,7 @@ class Verifier:
 
 
 class _Worker:
-    """A process of `verify_worker.py`, which leads a session of its own and so sees no Ctrl-C."""
+    """A process of `verify_worker.py`, which leads its own session and so sees no Ctrl-C."""
 
     def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
         self.pipe, worker_end = Pipe()
@@ -200,7 +202,7 @@ class _Worker:
         worker_end.close()  # so that the pipe ends with the worker
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
-        """Wait for the imports, False as soon as nothing is left to judge.
+        """Wait for the imports; return False as soon as nothing is left to judge.
 
         Raises:
             JudgeError: it does not start.
@@ -220,7 +222,7 @@ class _Worker:
         return self.started
 
     def prove(self, canaries: Mapping[Pair, Verdict]) -> bool:
-        """True if it judges every canary as it must.
+        """Return True if it judges every canary as it must.
 
         Raises:
             JudgeError: it does not.
@@ -244,7 +246,7 @@ class _Worker:
         return True
 
     def ask(self, pair: Pair) -> Verdict:
-        """The verdict on one pair; a worker that gives none is `lost`."""
+        """Return the verdict on one pair; a worker that gives none is `lost`."""
         try:
             self.pipe.send_bytes(json.dumps(pair).encode())
             if self.pipe.poll(self.deadline + GRACE_SECONDS):
@@ -274,7 +276,7 @@ def _end(workers: dict[int, _Worker], process: int) -> None:
 
 
 def judge_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a judging process sees of the environment: where Python and its packages are, no key.
+    """Select what a judging process sees of the environment: paths of Python and packages, no keys.
 
     >>> judge_environment({"PATH": "/bin", "HF_TOKEN": "x", "PYTHONPATH": "y"})
     {'PATH': '/bin', 'PYTHONPATH': 'y', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

@@ -1,10 +1,10 @@
 r"""The process behind `grpo_ustat.tasks.verifier`: judges pairs of LaTeX texts with math-verify.
 
-Started by path, so that neither grpo_ustat nor torch nor the main module of a run is imported.
-What is imported here stays clean: a fork of it judges, and when that one dies of a pair, or has
-judged enough, the next fork takes over within milliseconds. The deadline is an alarm of the system,
-which ends a fork whatever it computes, also when nobody is left to ask for the verdict. A fork that
-judges opens no file but the modules that the libraries still import, no socket and no process.
+Started by path, so that neither grpo_ustat nor torch nor the main module of a run is imported. The
+process itself stays clean: a fork of it judges, and if that fork dies of a pair, or has judged
+enough, the next fork takes over within milliseconds. The deadline is an alarm of the system, which
+ends a fork whatever it computes, also when nobody is left to ask for the verdict. A fork that
+judges opens no file except the modules that the libraries still import, no socket and no process.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
 
 
 def _limited(what: int, most: int) -> int:
-    """Set this process's limit on a resource to `most`, or to the present one if that is lower, and
-    return it; on systems without that limit nothing is set.
+    """Set this process's limit on a resource to `most`, or to the present one if that is lower.
+
+    Return the limit. On systems without that limit nothing is set.
     """
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -85,7 +86,7 @@ def _say(pipe: Connection, word: str) -> None:
 
 
 def _forked(work: Callable[[], int]) -> int:
-    """Exit code of a fork that does the work, minus the signal where one ended it."""
+    """Return the exit code of a fork that does the work, or minus the signal that ended it."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -105,7 +106,7 @@ def _serve(
     memory_bytes: int,
     tasks: int,
 ) -> int:
-    """Judge up to `tasks` pairs; the exit code."""
+    """Judge up to `tasks` pairs; return the exit code."""
     _guard()
     for _ in range(tasks):
         try:
@@ -126,10 +127,10 @@ def _serve(
 
 
 def _guard() -> None:
-    """Have this process read nothing but Python's modules and packages, write no file, and neither
-    reach the network nor start a process.
+    """Restrict this process to reading Python's modules and packages.
 
-    An audit hook, which nothing takes off again. It sees what Python does, not machine code.
+    It writes no file, and neither reaches the network nor starts a process. The restriction is an
+    audit hook, which cannot be removed. It sees what Python does, not machine code.
     """
     sys.dont_write_bytecode = True
     packages = tuple(os.path.join(os.path.realpath(x), "") for x in (sys.prefix, sys.base_prefix))
@@ -164,8 +165,9 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
 
 
 def _peak_bytes() -> int:
-    """The largest address space that this process has had, bytes; where the system does not say,
-    its largest memory.
+    """Return the largest address space that this process has had, bytes.
+
+    If the system does not tell, it is the process's largest memory.
     """
     if not os.path.exists(STATUS_FILE):
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
@@ -175,7 +177,7 @@ def _peak_bytes() -> int:
 
 
 def _judge() -> Judge:
-    """`judge(gold, answer)` by math-verify, whose own time limits are off.
+    """Return `judge(gold, answer)` by math-verify, with its own time limits off.
 
     Only LaTeX is read: plain expressions would go through sympy's `parse_expr`. No unit is taken
     off: math-verify would take the last letter of `3t` for one.
@@ -189,13 +191,13 @@ def _judge() -> Judge:
     settings = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
 
     def read(text: str) -> list:
-        """What math-verify makes of a text."""
+        """Parse a text with math-verify."""
         # parsing_timeout=None is math-verify's own way to set no alarm, which its type leaves out
         options: dict[str, Any] = {"parsing_timeout": None, "raise_on_error": True}
         return parse(text, config, "no_fallback", **options)
 
     def judge(gold: str, answer: str) -> bool:
-        """Whether any reading of the answer equals one of the gold."""
+        """Return True if any reading of the answer equals one of the gold."""
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
@@ -212,8 +214,10 @@ def _judge() -> Judge:
 
 
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Gold and answer with one symbol for each letter, of which math-verify makes a real one and
-    another, and with the imaginary unit for the letter i where that makes the gold complex.
+    """Return gold and answer with one symbol for each letter.
+
+    math-verify gives one letter a real symbol and another. The letter i becomes the imaginary unit
+    if that makes the gold complex.
     """
     import sympy
 
@@ -227,8 +231,9 @@ def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
-    """Whether a value or an entry of it is a number that is not real with the imaginary unit for a
-    letter; it has no power of the letter and no sum, as where that is a variable or an index.
+    """Return True if a value or an entry of it is not real with the imaginary unit for a letter.
+
+    It has no power of the letter and no sum, as it would if the letter is a variable or an index.
     """
     import sympy
 
@@ -243,8 +248,9 @@ def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
 
 
 def _differ(gold: Any, answer: Any) -> bool:
-    """Whether values that math-verify takes for equal certainly differ: it cuts off what is below
-    2^-54, and rounds a decimal to six digits behind the point.
+    """Return True if values that math-verify takes for equal certainly differ.
+
+    math-verify cuts off what is below 2^-54, and rounds a decimal to six digits behind the point.
     """
     import sympy
 
@@ -269,8 +275,9 @@ def _differ(gold: Any, answer: Any) -> bool:
 
 
 def _distance(gold: Any, answer: Any) -> Any:
-    """How far apart two values are, at one point of their letters: 0 where no difference is seen;
-    None of what has no distance.
+    """Return the distance of two values at one point of their letters.
+
+    It is 0 if no difference is seen, and None for values without a distance.
     """
     import sympy
 
@@ -285,13 +292,15 @@ def _distance(gold: Any, answer: Any) -> Any:
 
 
 def _at_a_point(*values: Any) -> list[Any]:
-    """Values with numbers in the place of letters; of relations the larger side less the other, of
-    equations that name a letter what it is.
+    """Return values with numbers in the place of letters.
+
+    A relation becomes its larger side minus the other; an equation that names a letter becomes the
+    letter's value.
     """
     import sympy
 
     def value(x: Any) -> Any:
-        """The expression that stands for an equation or a relation; another one as it is."""
+        """Return the expression for an equation or a relation; another one as it is."""
         if isinstance(x, sympy.Eq | sympy.Ne):
             left, right = cast(Any, x.lhs), cast(Any, x.rhs)
             if left.is_Symbol or right.is_Symbol:
@@ -306,7 +315,7 @@ def _at_a_point(*values: Any) -> list[Any]:
 
 
 def _entries(value: Any) -> list[Any]:
-    """The entries of a tuple or a set, a matrix, row by row, or the ends of an interval."""
+    """List the entries of a tuple or a set, a matrix, row by row, or the ends of an interval."""
     import sympy
 
     if isinstance(value, sympy.Interval):

@@ -1,1 +1,1 @@
-"""What `train` does: the loop, objectives, updates, held-out evaluation, checkpoints."""
+"""The command `train`: loop, objectives, updates, held-out evaluation, checkpoints."""

@@ -10,14 +10,14 @@ from grpo_ustat.runs.status import PlannedRun
 
 
 def load_run() -> Run:
-    """The function that makes one run; importing it imports torch."""
+    """Return the function that makes one run; importing it imports torch."""
     from grpo_ustat.train.trainer import fit
 
     return fit
 
 
 def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
-    """Print what planned runs would cost."""
+    """Print the costs of planned runs."""
     from grpo_ustat.costs import table
     from grpo_ustat.train.plan import plan
 

@@ -1,6 +1,6 @@
-"""Alarms: one clear line for each well-known failure of a run, with what to do about it.
+"""Alarms: one clear line for each well-known failure of a run, with a remedy.
 
-An alarm goes off where a condition on a step's metrics row has held for some steps in a row. It is
+An alarm goes off if a condition on a step's metrics row has held for some steps in a row. It is
 printed once a run; result.json counts the steps at which it held.
 """
 
@@ -27,28 +27,24 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Alarm:
-    """A failure that a step's metrics row shows.
+    """A failure that a step's metrics row shows."""
 
-    Attributes:
-        steps: in a row that the condition holds, until the alarm is printed.
-        holds: the condition, on a step's row.
-        text: what it means and what to do.
-    """
-
+    # Number of steps in a row for which the condition holds, until the alarm is printed.
     steps: int
+    # The condition, on a step's row.
     holds: Callable[[TrainConfig, Row], bool]
+    # The meaning and the remedy.
     text: Callable[[TrainConfig, Row], str]
 
 
 def check_alarms(
     config: TrainConfig, row: Row, streaks: dict[str, int], alarms: dict[str, int]
 ) -> list[str]:
-    """Lines of the alarms to print at this step.
+    """Return the lines of the alarms to print at this step.
 
     Args:
-        config: the run's.
         row: the step's metrics.
-        streaks: steps in a row that each condition has held; updated.
+        streaks: steps in a row for which each condition has held; updated.
         alarms: steps at which each alarm has held; updated.
     """
     lines = []
@@ -66,12 +62,12 @@ def check_alarms(
 
 
 def computing_type(config: TrainConfig) -> str:
-    """The type that forward passes compute in."""
+    """Return the type in which forward passes compute."""
     return "bfloat16" if config.bf16 else config.model.dtype
 
 
 def _unjudged(row: Row) -> int:
-    """Completions of the step that the judge gave up on."""
+    """Count the completions of the step that the judge could not judge."""
     return row.get("judge/timeouts", 0) + row.get("judge/failures", 0)
 
 

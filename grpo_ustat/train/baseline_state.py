@@ -1,8 +1,9 @@
-"""What baselines carry from batch to batch.
+"""State that baselines carry from batch to batch.
 
 In every step `context` comes before the batch's advantages and `update` after them, both under the
-policy that sampled the batch. So the context holds nothing of the batch at hand: a baseline that
-reads no more is unbiased given the past. All ranks add the whole batch and hold the same state.
+policy that sampled the batch. So the context holds nothing of the current batch: a baseline that
+reads only the context is unbiased given the past. All ranks add the whole batch and hold the same
+state.
 """
 
 from __future__ import annotations
@@ -39,24 +40,27 @@ class RunningMean(BaselineState):
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """See `BaselineState`."""
+        """Return the average of past rewards."""
         return {"running": self.running}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """See `BaselineState`."""
+        """Move the average towards the batch's mean reward."""
         self.running = running_update(self.running, batch.rewards_PG, self.decay)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `BaselineState`."""
+        """Return the average."""
         return {"running": np.array(self.running)}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """See `BaselineState`."""
+        """Restore the average."""
         self.running = float(state["running"])
 
 
 class RewardHistory(BaselineState):
-    """What EBPO shrinks by: moments of all rewards and all groups' means since the first step."""
+    """History of rewards since the first step, behind EBPO's shrinkage.
+
+    It has the moments of all rewards and of all group means.
+    """
 
     def __init__(self):
         self.history_23 = np.zeros((2, 3))
@@ -64,19 +68,19 @@ class RewardHistory(BaselineState):
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """See `BaselineState`."""
+        """Return the history."""
         return {"history": self.history_23}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """See `BaselineState`."""
+        """Add the batch's rewards to the history."""
         self.history_23 = add_to_history(self.history_23, batch.rewards_PG)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `BaselineState`."""
+        """Return the history."""
         return {"history": self.history_23}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """See `BaselineState`."""
+        """Restore the history."""
         self.history_23 = state["history"]
 
 
@@ -86,21 +90,22 @@ class Tracker(BaselineState):
     A prompt's first visit starts from `budget.value_completions` completions outside the batch.
     Each visit discounts the past by rho, from the mean absolute change of the token
     log-probabilities of the last visit's first completion, and adds the group's rewards.
-
-    Attributes:
-        counts: alpha and beta of each prompt id.
-        completions: tokens and log-probabilities of the first completion of the last visit.
     """
 
     def __init__(self, rho_min: float, rho_max: float, half_distance: float):
         self.rho_min, self.rho_max, self.half_distance = rho_min, rho_max, half_distance
+        # alpha and beta of each prompt id.
         self.counts: dict[str, tuple[float, float]] = {}
+        # Tokens and log-probabilities of the first completion of the last visit.
         self.completions: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """See `BaselineState`."""
+        """Return each prompt's expected reward and the cost of first visits.
+
+        The expected reward is alpha / (alpha + beta).
+        """
         unseen = [prompt for prompt in batch.own_rollouts.prompts if prompt.id not in self.counts]
         rollouts, cost = sample_extra(run, unseen, run.config.budget.value_completions, step)
         first_counts = {}
@@ -114,7 +119,7 @@ class Tracker(BaselineState):
         return {"tracker_P": counts_P2[:, 0] / counts_P2.sum(axis=1)}, cost
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """See `BaselineState`."""
+        """Discount each prompt's counts and add its group's rewards."""
         check_successes(batch.rewards_PG)
         own_distances = self.distances(run, batch.own_rollouts)
         own_completions = first_completions(run, batch.own_rollouts)
@@ -128,8 +133,9 @@ class Tracker(BaselineState):
             self.counts[prompt.id] = (rho * alpha + successes, rho * beta + size - successes)
 
     def distances(self, run: TrainContext, rollouts: Rollouts) -> dict[str, float]:
-        """D of this rank's prompts, in nats a token: how far the policy has moved on each prompt's
-        stored completion; 0 at a first visit.
+        """Return D of this rank's prompts, in nats per token.
+
+        D is the policy's change on each prompt's stored completion; 0 at a first visit.
         """
         result = {prompt.id: 0.0 for prompt in rollouts.prompts}
         visited = [p for p, prompt in enumerate(rollouts.prompts) if prompt.id in self.completions]
@@ -141,7 +147,7 @@ class Tracker(BaselineState):
         return result
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `BaselineState`."""
+        """Return counts and stored completions as arrays."""
         ids, completions = list(self.counts), [self.completions[name] for name in self.counts]
         return {
             "ids": np.array(ids, dtype=np.str_),
@@ -152,7 +158,7 @@ class Tracker(BaselineState):
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """See `BaselineState`."""
+        """Restore counts and stored completions."""
         ids = state["ids"].tolist()
         counts = ((alpha, beta) for alpha, beta in state["counts"].tolist())
         self.counts = dict(zip(ids, counts, strict=True))
@@ -165,7 +171,8 @@ class Critic(BaselineState):
     """A linear value head on the policy's last hidden state at the prompt's last token.
 
     Least squares with a ridge on the mean rewards of past batches, batch k steps ago at weight
-    decay^k; 0 for every prompt before the first batch. Hidden states are those of their own time.
+    decay^k; 0 for every prompt before the first batch. Hidden states are those of the policy at
+    their time.
     """
 
     def __init__(self, decay: float, ridge: float):
@@ -176,7 +183,7 @@ class Critic(BaselineState):
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """See `BaselineState`."""
+        """Return the predicted reward of each prompt."""
         self.features_PD = np.array(gather_by_prompt(prompt_features(run, batch.own_rollouts)))
         if not len(self.moment):
             return {"critic_P": np.zeros(len(batch.prompts))}, SamplingCost()
@@ -185,7 +192,7 @@ class Critic(BaselineState):
         return {"critic_P": self.features_PD @ weights_D}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """See `BaselineState`."""
+        """Add the batch's mean rewards to the least squares."""
         x_PD, width = self.features_PD, self.features_PD.shape[1]
         if not len(self.moment):
             self.gram, self.moment = np.zeros((width, width)), np.zeros(width)
@@ -193,16 +200,16 @@ class Critic(BaselineState):
         self.moment = self.decay * self.moment + x_PD.T @ batch.rewards_PG.mean(axis=1)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `BaselineState`."""
+        """Return the sums of the least squares."""
         return {"gram": self.gram, "moment": self.moment}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """See `BaselineState`."""
+        """Restore the sums of the least squares."""
         self.gram, self.moment = state["gram"], state["moment"]
 
 
 def make_baseline_state(rule: BaselineConfig) -> BaselineState:
-    """The state that a rule carries; most carry none."""
+    """Make the state that a rule carries; most carry none."""
     options = dict(rule.options)
     options.pop("epsilon", None)
     kinds = {
@@ -215,7 +222,7 @@ def make_baseline_state(rule: BaselineConfig) -> BaselineState:
 
 
 def merge_ranks(own_entries: dict[str, Any]) -> dict[str, Any]:
-    """All ranks' entries in one dictionary."""
+    """Return all ranks' entries in one dictionary."""
     return {name: value for share in gather_object([own_entries]) for name, value in share.items()}
 
 
@@ -236,7 +243,7 @@ def check_successes(rewards_PG: np.ndarray) -> None:
 def first_completions(
     run: TrainContext, rollouts: Rollouts
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Tokens and log-probabilities of the first completion of each of this rank's prompts."""
+    """Return tokens and log-probabilities of the first completion of this rank's prompts."""
     tokens = [rollouts.tokens_PGT[p, 0, : n[0]].copy() for p, n in enumerate(rollouts.lengths_PG)]
     logprobs = completion_logprobs(run, rollouts, list(range(len(tokens))), tokens)
     ids = (prompt.id for prompt in rollouts.prompts)
@@ -246,12 +253,10 @@ def first_completions(
 def completion_logprobs(
     run: TrainContext, rollouts: Rollouts, prompts: list[int], tokens: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """Token log-probabilities of one completion of each listed prompt, under the current policy.
+    """Compute token log-probabilities of one completion of each listed prompt, under the policy.
 
     Args:
-        run: its policy.
-        rollouts: where the prompts are.
-        prompts: their places in `rollouts.prompts`.
+        prompts: their indices in `rollouts.prompts`.
         tokens: token ids of the completions.
     """
     lengths = [len(row) for row in tokens]
@@ -273,11 +278,14 @@ def completion_logprobs(
 
 @torch.inference_mode()
 def prompt_features(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
-    """Last hidden state at each prompt's last token, and a constant 1: [P, D + 1], float64."""
+    """Return [P, D + 1], float64: each prompt's features for the critic.
+
+    They are the last hidden state at the prompt's last token, and a constant 1.
+    """
     policy, prompt_tokens = run.policy, rollouts.prompt_tokens
 
     def hidden_states() -> np.ndarray:
-        """[P, D], read in parts that fit the token budget."""
+        """Compute [P, D] in parts that fit the token budget."""
         size = max(1, run.token_budget.tokens // max(map(len, prompt_tokens)))
         parts = []
         for start in range(0, len(prompt_tokens), size):

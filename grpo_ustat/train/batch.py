@@ -1,4 +1,4 @@
-"""One step's batch across ranks, and what a baseline reads besides its rewards."""
+"""The batch of one step across ranks, and the inputs of a baseline besides its rewards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
 
 
 def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
-    """One entry per prompt, in the order of the step's prompts, of which rank r of w holds
-    `prompts[r::w]`; the same list on every rank.
+    """Return one entry per prompt, in the order of the step's prompts.
+
+    Rank r of w holds the entries of `prompts[r::w]`. The list is the same on every rank.
     """
     shares = gather_object([list(own_rows)])
     rows: list[Any] = [None] * sum(map(len, shares))
@@ -30,8 +31,10 @@ def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
 def sample_batch(
     run: TrainContext, prompts: list[Prompt], count: int, sampling: Sampling, step: int = 0
 ) -> Batch:
-    """Sample `count` completions of each prompt, on this rank of its own prompts (there may be
-    none), reward them, and gather rewards and lengths of all ranks.
+    """Sample `count` completions of each prompt, and reward them.
+
+    Each rank samples its own prompts (there may be none); rewards and lengths of all ranks are
+    gathered.
     """
     own_prompts = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
     rollouts, rows = None, []
@@ -48,8 +51,9 @@ def sample_batch(
 def sample_extra(
     run: TrainContext, prompts: list[Prompt], count: int, step: int, greedy: bool = False
 ) -> tuple[Rollouts | None, SamplingCost]:
-    """Completions outside the batch of this rank's prompts (None without prompts), and their cost
-    over all ranks.
+    """Sample completions outside the batch for this rank's prompts; return them and their cost.
+
+    The completions are None without prompts. The cost is that of all ranks.
     """
     rollouts, cost = None, (0, 0)
     if prompts:
@@ -65,7 +69,7 @@ def sample_extra(
 def baseline_context(
     run: TrainContext, batch: Batch, step: int
 ) -> tuple[BaselineContext, SamplingCost]:
-    """What the configured baseline reads of all P prompts besides rewards, and what it cost."""
+    """Return the configured baseline's inputs for all P prompts besides rewards, and their cost."""
     needs = BASELINES[run.config.baseline.name].needs
     fields, cost = run.baseline_state.context(run, batch, step)
     if "lengths_PG" in needs:
@@ -89,12 +93,12 @@ def baseline_context(
 
 
 def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
-    """`b* = sum q z / sum q` of each prompt, q the squared score norms; 0 where every q is 0."""
+    """Compute `b* = sum q z / sum q` per prompt, q the squared score norms; 0 if every q is 0."""
     count = rollouts.lengths_PG.size
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
 
     def squared_norms() -> np.ndarray:
-        """q [N], scored in parts that fit the token budget."""
+        """Compute q [N] in parts that fit the token budget."""
         size = max(1, run.token_budget.tokens // longest)
         parts = np.split(np.arange(count), range(size, count, size))
         scores = (

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the model as save_pretrained writes it, and everything else of a run.
+"""Checkpoints: the model as save_pretrained writes it, and all other state of a run.
 
 No random state is stored: every draw is keyed by the step. Files are safetensors, JSON and npz
 without pickle, so loading one runs no code of it.
@@ -35,7 +35,7 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 
 
 def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
-    """Write `checkpoint-<step>/`, after the rows up to it; returns whether the disk took it.
+    """Write `checkpoint-<step>/`, after the rows up to it; return True if the disk took it.
 
     A disk that refuses it stops nothing: it is counted, with a warning, and the checkpoint before
     stays.
@@ -76,10 +76,11 @@ def write_checkpoint(
     baseline_state: dict[str, Any],
     texts: dict[str, str] | None = None,
 ) -> Path:
-    """Publish `checkpoint-<step>/`: model, tokenizer, `moments` (see `fsdp2`), state, baseline's
-    state, and further texts by file name.
+    """Publish `checkpoint-<step>/`.
 
-    With adapters the model part is PEFT's: the adapters alone, which name their base model.
+    It holds model, tokenizer, `moments` (see `fsdp2`), state, the baseline's state, and further
+    texts by file name. With adapters the model part is PEFT's: only the adapters, which name their
+    base model.
 
     Raises:
         FloatingPointError: see `check_finite`; nothing is published.
@@ -87,7 +88,7 @@ def write_checkpoint(
     check_finite(policy, moments)
 
     def write_files(staging: Path) -> None:
-        """Every file of the checkpoint, into the folder that `publish` then renames."""
+        """Write every file of the checkpoint into the folder that `publish` then renames."""
         policy.model.save_pretrained(staging)
         save_tokenizer(policy.tokenizer, staging)
         save_file(moments, staging / OPTIMIZER_FILE)
@@ -102,7 +103,7 @@ def write_checkpoint(
 
 
 def drop_old(run: TrainContext, step: int) -> None:
-    """Remove checkpoints beyond `save_total_limit`; also those that a killed run left behind."""
+    """Remove checkpoints beyond `save_total_limit`, also those that a killed run left behind."""
     path, limit = run.folder.path, run.config.save_total_limit
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
@@ -123,7 +124,7 @@ def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None)
 
 @contextmanager
 def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
-    """Within, a number that is not finite is reported with the run folder and the step.
+    """Report a number that is not finite with the run folder and the step.
 
     Raises:
         FloatingPointError: with that line.
@@ -135,7 +136,7 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Go on from the newest checkpoint that is whole; without any, start."""
+    """Continue from the newest complete checkpoint; without any, start."""
     checkpoint = main_only(newest_whole, run.folder.path)
     if checkpoint is None:
         return TrainProgress()
@@ -172,13 +173,13 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
-    """The baseline's state, see `BaselineState.state_dict`."""
+    """Load the baseline's state, see `BaselineState.state_dict`."""
     with np.load(checkpoint / BASELINE_FILE, allow_pickle=False) as arrays:
         return dict(arrays)
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:
-    """Restore a model, or its adapters, in place; before that every tensor is checked."""
+    """Restore a model, or its adapters, in place, after a check of every tensor."""
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy and pass@k of the test questions; of rewards other than 0 and 1 their mean."""
+"""Held-out accuracy and pass@k of the test questions; the mean of rewards other than 0 and 1."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from grpo_ustat.train.context import Batch, TrainContext, TrainProgress
 
 
 def sample_eval(run: TrainContext, decoding: str) -> Batch:
-    """Completions of all test questions: of each one greedy or `eval.num_generations` sampled.
+    """Sample completions of all test questions: one greedy, or `eval.num_generations` each.
 
-    Draws are keyed by prompt alone, so evaluations at different steps share their randomness and
+    Draws are keyed only by prompt, so evaluations at different steps share their randomness and
     differences between them are paired.
     """
     greedy = decoding == "greedy"
@@ -34,10 +34,10 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
 
 
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
-    """One row of eval.csv; all rows of a run have the same keys.
+    """Make one row of eval.csv; all rows of a run have the same keys.
 
     Its numbers are of the task's own rewards, see `quantity`, with intervals over questions, see
-    `mean_reward`. Of rewards other than 0 and 1 there is no pass@k: none says what counts as right.
+    `mean_reward`. Rewards other than 0 and 1 have no pass@k, because none of them means "right".
 
     Args:
         step: updates before it.
@@ -64,8 +64,10 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
 
 
 def name_jointly(rows: list[dict[str, Any]]) -> None:
-    """Give all evaluations of a run one name: a mean reward once any has another reward than 0 and
-    1, where those before it may have had none.
+    """Give all evaluations of a run one name.
+
+    It is a mean reward once any evaluation has a reward other than 0 and 1, even if those before it
+    had none.
     """
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         for row in rows:
@@ -74,8 +76,10 @@ def name_jointly(rows: list[dict[str, Any]]) -> None:
 
 
 def held_out_gain(progress: TrainProgress) -> Interval:
-    """The mean of the last evaluation less that of the first, by the first decoding, paired by
-    question: of accuracies `matched_difference`, of mean rewards `paired_difference`.
+    """Return the mean of the last evaluation minus that of the first, paired by question.
+
+    Both are by the first decoding. Accuracies use `matched_difference`, mean rewards
+    `paired_difference`.
     """
     names = (row["quantity"] for row in progress.evals)
     difference = matched_difference if joint_quantity(names) == ACCURACY else paired_difference
@@ -83,7 +87,7 @@ def held_out_gain(progress: TrainProgress) -> Interval:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """2, 4, 8 ... up to `most`.
+    """Return 2, 4, 8 ... up to `most`.
 
     >>> powers_of_two(1), powers_of_two(9)
     ([], [2, 4, 8])

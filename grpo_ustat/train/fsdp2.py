@@ -1,15 +1,15 @@
 """FSDP2: parameters, their gradients and the optimizer's state in shards, one on each rank.
 
 The trained model exists twice. Gradients are formed through the sharded one, whose layers gather
-their parameters as they run: collectives, which every rank enters equally often (`rounds`). All
-else (sampling, evaluation, log-probabilities, scores, checkpoints) reads a full copy on each rank,
-with no collective, so there ranks may have unequal work. The copy's memory is released while
-gradients are formed (`release_full_copy`): a rank holds the shards and either full weights or one
-layer's. Under bf16=true the copy has linear layers in bfloat16, as autocast computes them anyway;
-where the weights themselves are needed they are gathered for the time (`exact_full_copy`).
+their parameters as they run: these are collectives, which every rank enters equally often
+(`rounds`). All else (sampling, evaluation, log-probabilities, scores, checkpoints) reads a full
+copy on each rank, with no collective, so there ranks may have unequal work. The copy's memory is
+released while gradients are formed (`release_full_copy`): a rank holds the shards and either full
+weights or one layer's. Under bf16=true the copy has linear layers in bfloat16, as autocast computes
+them anyway; work that needs the weights themselves gathers them for the time (`exact_full_copy`).
 
-Sharding is torch's `fully_shard`, on a CPU as on GPUs; accelerate launches, and says which version
-and which options, but shards nothing on a CPU itself.
+Sharding is torch's `fully_shard`, on a CPU as on GPUs; accelerate launches, and gives the version
+and the options, but shards nothing on a CPU itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ from grpo_ustat.train.micro_batches import Result, plan
 
 
 def is_configured(accelerator: Accelerator) -> bool:
-    """Whether accelerate launched this run with FSDP2 (grpo_ustat/launch/accelerate/fsdp2.yaml)."""
+    """Return True if accelerate launched this run with FSDP2.
+
+    The configuration is grpo_ustat/launch/accelerate/fsdp2.yaml.
+    """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or not dist.is_initialized():
         return False
     plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
@@ -60,7 +63,7 @@ def is_configured(accelerator: Accelerator) -> bool:
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
-    """A copy of the policy whose parameters are shards, gathered layer by layer."""
+    """Return a copy of the policy whose parameters are shards, gathered layer by layer."""
     # No clone: `fully_shard` copies this rank's part out of the full copy's own storage.
     aliases = {
         id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
@@ -85,10 +88,10 @@ def shard(policy: Policy, device: torch.device) -> Policy:
 
 @contextmanager
 def release_full_copy(run: TrainContext) -> Iterator[None]:
-    """Within, the full copy of the weights takes no memory; at the end the shards fill it again.
-    Without FSDP2 nothing happens.
+    """Release the memory of the full copy of the weights within the block.
 
-    On an error the copy stays empty: filling it would wait for ranks that may not come.
+    At the end the shards fill it again. Without FSDP2 nothing happens. On an error the copy stays
+    empty: filling it would wait for ranks that may not come.
     """
     if run.sharded_policy is None:
         yield
@@ -101,8 +104,9 @@ def release_full_copy(run: TrainContext) -> Iterator[None]:
 
 @contextmanager
 def exact_full_copy(run: TrainContext) -> Iterator[None]:
-    """Within, the full copy has every weight as it is trained, under bf16=true too; on all ranks at
-    once. Without FSDP2 nothing happens.
+    """Give the full copy every weight as it is trained, within the block, under bf16=true too.
+
+    All ranks enter it at once. Without FSDP2 nothing happens.
     """
     narrowed = run.sharded_policy is not None and run.policy.bf16
     if narrowed:
@@ -114,10 +118,9 @@ def exact_full_copy(run: TrainContext) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_weights(run: TrainContext, exact: bool = False) -> None:
-    """Fill the full copy from the shards; on all ranks at once.
+    """Fill the full copy from the shards; on all ranks at once, under FSDP2.
 
     Args:
-        run: under FSDP2.
         exact: under bf16=true linear layers come in bfloat16, half the bytes to send and to hold
             and the same numbers, since autocast rounds them to it at every call; not if exact.
     """
@@ -140,7 +143,7 @@ def scatter_weights(run: TrainContext) -> None:
 
 
 def parameter_pairs(run: TrainContext) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter of the full copy beside its shards."""
+    """Pair each parameter of the full copy with its shards."""
     assert run.sharded_policy is not None
     return zip(run.policy.model.parameters(), run.sharded_policy.model.parameters(), strict=True)
 
@@ -148,7 +151,7 @@ def parameter_pairs(run: TrainContext) -> Iterator[tuple[torch.Tensor, torch.Ten
 def rounds(
     run: TrainContext, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Fsdp2Reader, list[np.ndarray]]]:
-    """Readers of this rank's completions with one part each, as many as the busiest rank has.
+    """Yield readers of this rank's completions with one part each, as many as on the busiest rank.
 
     A rank without work left gets empty parts: it takes part in the collectives and adds zero.
     """
@@ -163,7 +166,10 @@ def rounds(
 
 
 def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
-    """What the work returns: with collectives inside, one rank cannot do it again alone."""
+    """Return the result of the work, without a second try.
+
+    With collectives inside, one rank cannot do the work again alone.
+    """
     try:
         return work()
     except RuntimeError as error:
@@ -176,30 +182,27 @@ def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
 
 
 class Fsdp2Reader:
-    """Prompts and completions read through the sharded model: one forward, one backward pass.
+    """Reader of prompts and completions through the sharded model: one forward, one backward pass.
 
     The output layer's parameters stay gathered from the forward to the end of the backward pass,
     and the gradients that reach them in between are summed over ranks with the rest.
 
     Args:
         sharded_policy: see `shard`.
-        rollouts: prompts and completions.
-        contiguous: whether rows are padded at the end and read without a mask.
-
-    Attributes:
-        policy: the same, but its model's call starts no collective.
-        output: the class of what the layers return, after `window`.
+        contiguous: rows are padded at the end and read without a mask.
     """
 
     def __init__(self, sharded_policy: Policy, rollouts: Rollouts, contiguous: bool):
         self.model, self.rollouts = sharded_policy.model, rollouts
         self.contiguous = contiguous
         model: Any = _WithoutHooks(sharded_policy.model)
+        # The sharded policy, except that calling its model starts no collective.
         self.policy = replace(sharded_policy, model=model)
 
     def window(self, index: np.ndarray) -> Window:
-        """Window of the positions at which these completions are predicted; with none of them,
-        where one of this rank's is.
+        """Return the window of the positions at which these completions are predicted.
+
+        Without completions, it is that of one of this rank's.
         """
         if not len(index):
             index = np.zeros(1, dtype=np.int64)
@@ -228,6 +231,7 @@ class Fsdp2Reader:
                 self.model(**inputs, logits_to_keep=1, use_cache=False)
         finally:
             hook.remove()
+        # Class of the output of the layers; set by `window`.
         self.output = type(outputs[0])
         hidden = outputs[0].last_hidden_state
         if isinstance(rows, ContiguousRows):
@@ -252,7 +256,7 @@ class Fsdp2Reader:
 
 
 class _WithoutHooks:
-    """A sharded model whose call starts no collective: its output layer is gathered already."""
+    """Sharded model whose call starts no collective: its output layer is gathered already."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -265,7 +269,10 @@ class _WithoutHooks:
 
 
 def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's full state as `parameter/field`, on rank 0's CPU; on all ranks at once."""
+    """Return the optimizer's full state as `parameter/field`, on rank 0's CPU.
+
+    All ranks call it at once.
+    """
     result = {}
     for name, parameter in named_parameters(policy, optimizer).items():
         for field, value in optimizer.state.get(parameter, {}).items():
@@ -278,7 +285,7 @@ def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch
 def load_moments(
     policy: Policy, optimizer: torch.optim.Optimizer, entries: dict[str, torch.Tensor]
 ) -> None:
-    """Put back what `moments` returned, whatever the number of ranks was and is."""
+    """Restore the state that `moments` returned, for any numbers of ranks then and now."""
     parameters = named_parameters(policy, optimizer)
     for key, value in entries.items():
         name, _, field = key.rpartition("/")
@@ -292,23 +299,23 @@ def load_moments(
 def named_parameters(
     policy: Policy, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Parameter]:
-    """The optimizer's parameters, shards or not, under the names of the full copy's."""
+    """Return the optimizer's parameters, shards or not, under the names of the full copy's."""
     (group,) = optimizer.param_groups
     return dict(zip(trained_names(policy), group["params"], strict=True))
 
 
 def trained_names(policy: Policy) -> list[str]:
-    """Names of the parameters that are trained, in order."""
+    """Return the names of the parameters that are trained, in order."""
     return [name for name, p in policy.model.named_parameters() if p.requires_grad]
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """All of a tensor of which ranks may hold shards; on all ranks at once."""
+    """Return the whole of a tensor of which ranks may hold shards; on all ranks at once."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value in the same shards as the parameter; every rank has all of it."""
+    """Return the value in the same shards as the parameter; every rank has all of it."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

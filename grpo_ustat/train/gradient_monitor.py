@@ -1,9 +1,10 @@
-"""C1, C2, C3 and G* as training goes, from a step's own rollouts, before its update.
+"""C1, C2, C3 and G* during training, from a step's own rollouts, before its update.
 
-With ghat_x the leave-one-out gradient of prompt x's group and q the squared score norms, what a
-study computes from a pool (see `estimators.scaling`) is computed here from the P groups of a step,
-N = G: one more forward and backward pass over the step's completions, nothing else sampled. With
-bf16=true the completions are those of bfloat16, but the scores are of the float32 computation.
+With ghat_x the leave-one-out gradient of prompt x's group and q the squared score norms, the
+quantities that a study computes from a pool (see `estimators.scaling`) are computed here from the P
+groups of a step, N = G: one more forward and backward pass over the step's completions, with no
+further sampling. With bf16=true the completions are those of bfloat16, but the scores are of the
+float32 computation.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ REPORTED = ("c1", "c2", "c3", "gstar", "corr", *NOISE, "noise_scale_tokens", "no
 
 
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
-    """`monitor/...` of a metrics row: C1, C2, C3, G* and corr(q, Z) with intervals over prompts.
+    """Return `monitor/...` of a metrics row: C1, C2, C3, G* and corr(q, Z) with intervals.
 
-    The constants are those of the population that the step's prompts are drawn from and of the
-    rewards as judged by the task. A bound that is not finite is None, and `..._reason` says why.
+    The intervals are over prompts. The constants are those of the population from which the step's
+    prompts are drawn and of the rewards as judged by the task. A bound that is not finite is None,
+    and `..._reason` gives the reason.
+
     `monitor/mse` is the error of leave_one_out's gradient from a step of so many prompts and
-    completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased; `monitor/noise_scale` the number of
+    completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased. `monitor/noise_scale` is the number of
     rollouts at which it equals ||grad J||^2 (`..._tokens`: tokens, each prompt counted once a
-    group; `..._best`: at G*), `monitor/prompt_share` the part of it that comes from which prompts
-    were drawn, `monitor/noise_share` its part of E||ghat||^2, see `estimators.noise`. Where the
-    estimate of ||grad J||^2 is not above 0 a noise scale has a lower end at most; averages over
-    steps are ratios of averages, `noise_of_steps`. `monitor/heavy_tails` is 1 where the
-    intervals are likely to cover less than 90 % (see `intervals.Tails`), 0 where not.
-    The same on any number of ranks; parameters and gradients stay as they are. Where even one
-    completion at a time finds no memory on some rank, every interval is None and a warning says so:
-    training goes on, and updates keep their micro-batches.
+    group; `..._best`: at G*), `monitor/prompt_share` the part of it that comes from the draw of
+    prompts, `monitor/noise_share` its part of E||ghat||^2, see `estimators.noise`. If the estimate
+    of ||grad J||^2 is not above 0 a noise scale has at most a lower end; averages over steps are
+    ratios of averages, `noise_of_steps`. `monitor/heavy_tails` is 1 if the intervals are likely to
+    cover less than 90 % (see `intervals.Tails`), else 0.
+
+    The row is the same on any number of ranks; parameters and gradients stay as they are. If even
+    one completion at a time finds no memory on some rank, every interval is None and a warning is
+    printed: training goes on, and updates keep their micro-batches.
     """
     start, heavy = time.perf_counter(), None
     intervals: dict[str, Interval] = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
@@ -92,17 +96,17 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
 
 
 def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | None]:
-    """Score norms and leave-one-out gradient of each of this rank's prompts, in order.
+    """Return score norms and leave-one-out gradient of each of this rank's prompts, in order.
 
-    Where memory runs out a prompt is read again, fewer completions at once; None for all of them
-    where one completion is too many.
+    If memory runs out a prompt is read again, fewer completions at once; None for all of them if
+    one completion is too many.
     """
     rollouts, budget = batch.own_rollouts, TokenBudget(run.token_budget.tokens)
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
     def gradient_of(p: int) -> GroupGradient:
-        """Gradient of prompt `p`, as many completions at once as the token budget of now allows."""
+        """Compute the gradient of prompt `p`, as many completions at once as the budget allows."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
         scores = group_scores(run.policy, rollouts, p, run.config.temperature, sketch, at_once)
@@ -117,7 +121,7 @@ def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | N
 
 
 def _reason(name: str, intervals: dict[str, Interval]) -> str:
-    """Why an interval has a bound that is not finite."""
+    """Return the reason why an interval has a bound that is not finite."""
     if math.isnan(intervals["c1"].estimate):
         return "every group has zero variance"
     if name == "corr":

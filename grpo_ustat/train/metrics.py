@@ -1,4 +1,4 @@
-"""A step's row of metrics.jsonl, under TRL's names; of all ranks' completions."""
+"""The row of a step in metrics.jsonl, under TRL's names; of all ranks' completions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
 
 def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict[str, Any]:
-    """Fields of rewards and lengths.
+    """Compute the fields of rewards and lengths.
 
-    Where there are several reward functions, `reward` and the fields after it are of their weighted
-    sum, and each has `rewards/NAME/mean` and `.../std`. As in TRL, standard deviations are over the
-    whole batch with divisor n - 1, and lengths of terminated completions are 0 where all were cut.
-    `frac_reward_zero_std` counts groups of exactly equal rewards; `..._expected`, of 0/1 rewards
-    alone, is `silent_share_if_alike`.
+    With several reward functions, `reward` and the fields after it are of their weighted sum, and
+    each function has `rewards/NAME/mean` and `.../std`. As in TRL, standard deviations are over the
+    whole batch with divisor n - 1, and lengths of terminated completions are 0 if all were cut.
+    `frac_reward_zero_std` counts groups of exactly equal rewards; `..._expected`, only for 0/1
+    rewards, is `silent_share_if_alike`.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
     row = {
@@ -55,16 +55,19 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
 
 
 def _std(rewards_PG: np.ndarray) -> float:
-    """Standard deviation of all rewards; 0 where they are equal, whose mean may differ from them in
-    its last digit.
+    """Compute the standard deviation of all rewards; 0 if they are equal.
+
+    The mean of equal rewards may differ from them in its last digit.
     """
     equal = (rewards_PG == rewards_PG[0, 0]).all()
     return 0.0 if equal else float(rewards_PG.std(ddof=1))
 
 
 def judge_failures(run: TrainContext) -> dict[str, int]:
-    """Completions of all ranks that could not be judged since the last call, and earned nothing:
-    `judge/timeouts` and `judge/failures`, with a judge that can fail.
+    """Count the completions of all ranks that could not be judged since the last call.
+
+    They earned nothing. The keys are `judge/timeouts` and `judge/failures`, with a judge that can
+    fail.
     """
     own_counts = run.task.take_counts()
     if not own_counts:
@@ -74,18 +77,19 @@ def judge_failures(run: TrainContext) -> dict[str, int]:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Tokens of a batch as TRL's `num_tokens` adds them up: those of a prompt once for each of its
-    completions, and those of the completions.
+    """Count the tokens of a batch as TRL's `num_tokens` does.
+
+    The tokens of a prompt count once for each of its completions, plus those of the completions.
     """
     return int(batch.prompt_lengths_P.sum() * batch.lengths_PG.shape[1] + batch.lengths_PG.sum())
 
 
 def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs) -> dict[str, Any]:
-    """Fields of the step's updates and of the sampler, over all ranks; only what the objective and
-    the sampler have.
+    """Compute the fields of the step's updates and of the sampler, over all ranks.
 
-    Entropy is a mean over all tokens; `sampling_logp_difference` is between the sampler's
-    log-probabilities and the trainer's before the update, over the tokens that the trainer read.
+    Only fields that the objective and the sampler have are present. Entropy is a mean over all
+    tokens. `sampling_logp_difference` is between the sampler's log-probabilities and the trainer's
+    before the update, over the tokens that the trainer read.
     """
     own_sums, mask_PGT = Counter(stats.sums), rollouts.mask_PGT
     if rollouts.entropy_PGT is not None:
@@ -121,8 +125,9 @@ def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs)
 def completion_rows(
     run: TrainContext, batch: Batch, advantage_PG: np.ndarray, step: int
 ) -> list[dict[str, Any]]:
-    """Rows of completions.parquet: the step's first `log_completions` completions, so whole groups
-    of its first prompts, which were drawn at random; the same on every rank.
+    """Make the rows of completions.parquet: the step's first `log_completions` completions.
+
+    They are whole groups of its first prompts, which were drawn at random; the same on every rank.
     """
     count = run.config.log_completions
     if not count:

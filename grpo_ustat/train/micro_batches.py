@@ -1,4 +1,4 @@
-"""How an update's completions are cut into micro-batches: for memory and speed only."""
+"""Division of an update's completions into micro-batches: for memory and speed only."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ LEAST_LENGTH_RATIO = 0.9  # to a part's longest completion; shorter ones begin a
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Prompts read together, and the completions that continue them, part by part.
+    """Prompts read together, and the completions that continue them, part by part."""
 
-    Attributes:
-        prompts: prompt numbers, ascending.
-        parts: flat completion indices p*G + i; the longest completions come first.
-    """
-
+    # Prompt numbers, ascending.
     prompts: np.ndarray
+    # Flat completion indices p*G + i; the longest completions come first.
     parts: list[np.ndarray]
 
 
@@ -42,11 +39,10 @@ def plan(
     """Cut completions into micro-batches whose padded tokens stay below a limit.
 
     Args:
-        rollouts: prompts and completions.
         index: flat indices of the completions that count.
         tokens: padded prompt and completion tokens at a time; a single row may exceed them.
-        share: whether a micro-batch reads each of its prompts once.
-        device: type of the device, which says from where on small parts are no slower.
+        share: a micro-batch reads each of its prompts once.
+        device: type of the device, which determines from which size on small parts are no slower.
     """
     size = rollouts.mask_PGT.shape[1]
     heads_N = np.array([len(rollouts.prompt_tokens[i // size]) for i in index], dtype=np.int64)
@@ -78,7 +74,7 @@ def _parts(
     Once a part has enough tokens, it also ends before a tail that would be padded by much.
 
     Args:
-        rows: (number, head, tail): what is cut, its prompt tokens and its completion tokens.
+        rows: (number, head, tail): the row, its prompt tokens and its completion tokens.
         tokens: padded tokens of a part at most.
         enough: padded tokens of a part that is large enough.
 
@@ -101,11 +97,11 @@ def _parts(
 
 
 class OutOfMemory(ConfigError):
-    """No memory for one completion at a time."""
+    """Lack of memory even for one completion at a time."""
 
 
 class TokenBudget:
-    """Padded tokens of a backward pass; halved where memory runs out, which changes no gradient.
+    """Padded tokens of a backward pass; halved when memory runs out, which changes no gradient.
 
     Args:
         tokens: `micro_batch_tokens`.
@@ -115,11 +111,11 @@ class TokenBudget:
         self.tokens = tokens
 
     def attempt(self, work: Callable[[], Result], what: str = "an update") -> Result:
-        """What the work returns; where memory runs out, again with half as many tokens.
+        """Return the result of the work; if memory runs out, try again with half as many tokens.
 
         Args:
-            work: reads `tokens` anew each time.
-            what: it is, for the warning.
+            work: reads `tokens` at each try.
+            what: name of the work, for the warning.
 
         Raises:
             OutOfMemory: nothing is left to halve.

@@ -1,4 +1,4 @@
-"""The model card of a finished run: README.md of its last checkpoint, as the Hub reads it.
+"""The model card of a finished run: README.md of its last checkpoint, in the Hub's format.
 
 Beside it lies the whole configuration, from which the run can be repeated. Both are written into
 the staged checkpoint, so its manifest covers them.
@@ -48,8 +48,9 @@ hydra:
 
 
 def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
-    """Texts of card and configuration by file name; none, and a warning, where something goes
-    wrong: words about a model must not cost the model.
+    """Return the texts of card and configuration by file name; none, with a warning, on an error.
+
+    The card must not cost the model.
     """
     try:
         rows, _ = read_rows(run.folder.path / "metrics.jsonl")
@@ -63,7 +64,7 @@ def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
 
 
 def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]]) -> str:
-    """The card's text; `rows` are those of metrics.jsonl."""
+    """Return the card's text; `rows` are those of metrics.jsonl."""
     config = run.config
     kind = f"LoRA adapters of rank {config.lora.r} for" if config.lora.r else "A fine-tune of"
     revision = "" if config.model.revision is None else f" at {config.model.revision}"
@@ -81,7 +82,7 @@ def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]])
 
 
 def front_matter(config: TrainConfig) -> dict[str, Any]:
-    """What the Hub sorts models by; what is not known is left out."""
+    """Return the fields by which the Hub sorts models; unknown ones are left out."""
     name, lora = config.model.model_name_or_path, config.lora.r > 0
     paths = (getattr(config.dataset, key, None) for key in ("path", "test_path"))
     fields = {
@@ -97,17 +98,17 @@ def front_matter(config: TrainConfig) -> dict[str, Any]:
 
 
 def on_hub(name: str | None) -> bool:
-    """Whether a name is of a model or data set on the Hub, not of a local folder."""
+    """Return True if a name is of a model or data set on the Hub, not of a local folder."""
     return bool(name and HUB_ID.fullmatch(name)) and not is_local(name)
 
 
 def is_local(name: str | None) -> bool:
-    """Whether a file or folder of this name exists here."""
+    """Return True if a file or folder of this name exists here."""
     return bool(name) and Path(name).expanduser().exists()
 
 
 def license_of(name: str) -> str | None:
-    """The license that the base model's own card names; embedded policies have this package's."""
+    """Return the license in the base model's card; embedded policies have this package's."""
     if name.startswith(EMBEDDED):
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
@@ -118,7 +119,7 @@ def license_of(name: str) -> str | None:
 
 
 def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Held-out accuracy or mean reward by step, and its change from first to last."""
+    """Write held-out accuracy or mean reward by step, and its change from first to last."""
     config, name = run.config, progress.evals[0]["quantity"]
     header = ("step", "decoding", name, "95 % interval", "questions", "cut")
     cells = [
@@ -140,7 +141,7 @@ def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[An
 
 
 def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """A table of steps."""
+    """Write a table of steps."""
     names = ("step", "reward", "frac_reward_zero_std", "completions/mean_length", "grad_norm")
     cells = [
         [f"{row[name]:.4g}" if isinstance(row.get(name), int | float) else "" for name in names]
@@ -150,7 +151,7 @@ def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -
 
 
 def thinned(rows: list[Any]) -> list[Any]:
-    """About `MOST_ROWS` of them with the first and the last."""
+    """Select about `MOST_ROWS` of the rows, with the first and the last."""
     if len(rows) <= MOST_ROWS:
         return rows
     places = np.unique(np.linspace(0, len(rows) - 1, MOST_ROWS).round().astype(int))
@@ -158,7 +159,7 @@ def thinned(rows: list[Any]) -> list[Any]:
 
 
 def data_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Which questions; local data are known by their fingerprint, not by their place."""
+    """Describe the questions; local data are identified by their fingerprint, not their place."""
     dataset, dropped = run.config.dataset, run.task.dropped
     facts = {
         "data set": f"{dataset.name} (kind {dataset.kind}, seed {dataset.seed})",
@@ -176,7 +177,7 @@ def data_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) ->
 
 
 def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """The main settings, what the run has used, and the whole configuration."""
+    """Write the main settings, the resources used, and the whole configuration."""
     config = run.config
     facts = {
         "completions a step": f"n = {config.budget.rollouts} = {config.prompts_per_step} prompts x "
@@ -198,7 +199,7 @@ def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]
 
 
 def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Starts, resumptions and ends; machines are not named."""
+    """List starts, resumptions and ends; machines are not named."""
     cells, starts = [], 0
     for row in history.launches(run.folder.path):
         event = row.get("event")
@@ -221,7 +222,7 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
 
 
 def repeat_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Commit, configuration, command and package versions."""
+    """Write commit, configuration, command and package versions."""
     state = json.loads((run.folder.path / "code.json").read_text())
     commit = state["commit"] or "not from a git clone"
     changed = "; with uncommitted changes, see `diff` in the run folder's code.json"
@@ -234,7 +235,7 @@ def repeat_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
 
 
 def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """What the numbers do not show."""
+    """List what the numbers do not show."""
     config = run.config
     lines = [
         f"One run with seed {config.seed}: the intervals generalise to new questions, not to new "
@@ -269,5 +270,5 @@ SECTIONS: dict[str, Section] = {  # of the card, by title
 
 
 def _published(config: TrainConfig) -> dict[str, Any]:
-    """The configuration without the folder that it wrote to, which is nobody else's."""
+    """Return the configuration without the folder to which the run wrote."""
     return asdict(config) | {"output_root": "outputs"}

@@ -1,4 +1,4 @@
-r"""What an update ascends, as a function of the completion tokens' log-probabilities.
+r"""The objective that an update ascends, as a function of completion tokens' log-probabilities.
 
 With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that sampled
 it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weight of its tokens by
@@ -24,8 +24,8 @@ loss types have a form of their own, with `sg` a factor that is not differentiat
 with rho_it = exp(l_it - o_it). n and the sums are over the update's minibatch on all ranks.
 Completions that `mask_truncated_completions` leaves out have L_i = 0, and n counts them (Yu et al.
 2025); those that a filter leaves out (`row_weights.rows_that_count`) are in no sum, n included.
-With `top_entropy_quantile` q < 1 the sum over t is of tokens alone whose entropy, under the policy
-at hand, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty are as before
+With `top_entropy_quantile` q < 1 the sum over t is only of tokens whose entropy, under the current
+policy, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty are as before
 (Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
 
 `clip(rho, A)` is `rho A`, with epsilon
@@ -62,35 +62,29 @@ from grpo_ustat.estimators.token_weights import (
 
 @dataclass(frozen=True)
 class Part:
-    """B completions of an update, and what is constant about them.
-
-    Attributes:
-        advantage_B: advantages.
-        mask_BT: 1 on completion tokens.
-        old_BT: log-probabilities under the policy that sampled them; None while it is still the
-            policy at hand.
-        reference_BT: log-probabilities under the reference model, None without one.
-        weight_B: w_i, see `estimators.row_weights.token_weights`.
-        num_rollouts: n.
-        chosen_BT: 1 on the tokens of `top_entropy_quantile`; None: all.
-    """
+    """B completions of an update, and their constants."""
 
     advantage_B: torch.Tensor
+    # 1 on completion tokens.
     mask_BT: torch.Tensor
+    # Log-probabilities under the policy that sampled them; None while it is still the current
+    # policy.
     old_BT: torch.Tensor | None
+    # Log-probabilities under the reference model, None without one.
     reference_BT: torch.Tensor | None
+    # w_i, see `estimators.row_weights.token_weights`.
     weight_B: torch.Tensor
+    # n.
     num_rollouts: int
+    # 1 on the tokens of `top_entropy_quantile`; None: all.
     chosen_BT: torch.Tensor | None = None
 
 
 def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """What these completions add to the objective, without the entropy bonus: a scalar to ascend.
+    """Return these completions' share of the objective, without entropy bonus: a scalar to ascend.
 
     Args:
-        objective: which form.
         logprob_BT: l, with its graph.
-        part: what is constant.
     """
     assert logprob_BT.shape == part.mask_BT.shape
     token_BT, advantage_B1 = part.weight_B[:, None] * part.mask_BT, part.advantage_B[:, None]
@@ -122,7 +116,7 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
 
 
 def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Factors of `cispo`, [B, T], or `vespo`, [B, 1], which are not differentiated."""
+    """Return the factors of `cispo`, [B, T], or `vespo`, [B, 1], which are not differentiated."""
     ratio, _ = ratios(objective, logprob_BT, part)
     if objective.loss_type == "cispo":
         return ratio if objective.epsilon_high is None else ratio.clamp(max=objective.epsilon_high)
@@ -137,7 +131,7 @@ def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Pa
 def ratios(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance ratios, [B, T] of tokens or [B] of sequences, and a mask of those that count."""
+    """Return importance ratios, [B, T] of tokens or [B] of sequences, and a mask of their use."""
     old_BT = logprob_BT.detach() if part.old_BT is None else part.old_BT
     change_BT = (logprob_BT - old_BT) * part.mask_BT
     if objective.importance_sampling_level == "token":
@@ -149,7 +143,7 @@ def ratios(
 
 
 def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """K of each token, [B, T]: an estimate of the divergence from the reference model."""
+    """Return K of each token, [B, T]: an estimate of the divergence from the reference model."""
     assert part.reference_BT is not None
     log_BT = (part.reference_BT - logprob_BT) * part.mask_BT
     if objective.kl_estimator == "k2":
@@ -160,9 +154,9 @@ def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) ->
 def factors(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Derivatives of the objective by each token's log-probability and by its entropy, [B, T].
+    """Differentiate the objective by each token's log-probability and by its entropy, [B, T].
 
-    The gradient is `sum factor grad l + entropy_factor grad H`; None without a bonus.
+    The gradient is `sum factor grad l + entropy_factor grad H`; the second is None without a bonus.
     """
     with torch.enable_grad():
         leaf_BT = logprob_BT.detach().requires_grad_()
@@ -173,30 +167,32 @@ def factors(
 
 
 def penalised_loss(objective: ObjectiveConfig) -> bool:
-    """Whether the loss holds a penalty for leaving the reference model."""
+    """Return True if the loss has a penalty for leaving the reference model."""
     return objective.beta > 0 and objective.kl_in == "loss"
 
 
 def has_ratio(objective: ObjectiveConfig, part: Part) -> bool:
-    """Whether importance ratios can differ from 1: they are asked for, and the policy has moved."""
+    """Return True if importance ratios can differ from 1: they are in use, and the policy moved."""
     return part.old_BT is not None and objective.importance_sampling_level != "none"
 
 
 def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
-    """Whether `factors` need the policy's current log-probabilities: not for a plain on-policy
-    update.
+    """Return True if `factors` need the policy's current log-probabilities.
+
+    A plain on-policy update does not.
     """
     return penalised_loss(objective) or has_ratio(objective, part)
 
 
 def skips_silent(objective: ObjectiveConfig) -> bool:
-    """Whether a completion with advantage exactly 0 adds exactly nothing."""
+    """Return True if a completion with advantage exactly 0 adds exactly nothing."""
     return not penalised_loss(objective) and not objective.entropy_coef
 
 
 def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
-    """Whether the log-probabilities before a step's first update are needed: some update follows
-    another one on the same batch, or the reward has a penalty.
+    """Return True if the log-probabilities before a step's first update are needed.
+
+    They are if an update follows another one on the same batch, or the reward has a penalty.
     """
     several = objective.num_iterations > 1 or objective.update_size(num_rollouts) < num_rollouts
     return several or (objective.beta > 0 and objective.kl_in == "reward")
@@ -204,7 +200,7 @@ def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
 
 @torch.no_grad()
 def diagnostics(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
-    """Sums over tokens (or sequences) for the step's metrics: how much was clipped, and the K."""
+    """Sum over tokens (or sequences) for the step's metrics: clipped ratios, and K."""
     sums: dict[str, Any] = {}
     if has_ratio(objective, part):
         ratio, counts = ratios(objective, logprob_BT, part)

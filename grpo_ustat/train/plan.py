@@ -1,4 +1,4 @@
-"""A planned run of `train` as costs see it: what it samples, updates and keeps."""
+"""Description of a planned run of `train` for costs: its sampling, updates and stored files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASS_FILL = 1 / 4
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """One run, with what it costs."""
+    """Describe one run with its cost."""
     config: TrainConfig = planned.config
     is_open = config.dataset.test_size is None
     return Plan(
@@ -58,13 +58,14 @@ def plan(planned: PlannedRun) -> Plan:
 
 
 def training_cost(config: TrainConfig) -> Cost:
-    """n completions a step; evaluations at step 0, every eval_steps and the last.
+    """Compute the cost of n completions a step, and of the evaluations.
 
-    Values, at most, per step and prompt: budget.value_completions for `oracle` and `optimal`, one
-    greedy for `remax`; `spo` spends budget.value_completions on a prompt's first visit. A gradient
-    and the optimizer's moments are kept beside each weight, none with adapters, whose few
-    parameters are not counted. While a checkpoint is written there are save_total_limit + 1 of
-    them, afterwards save_total_limit.
+    Evaluations are at step 0, every eval_steps and the last step. Values, at most, per step and
+    prompt: budget.value_completions for `oracle` and `optimal`, one greedy for `remax`; `spo`
+    spends budget.value_completions on a prompt's first visit. A gradient and the optimizer's
+    moments are kept beside each weight, none with adapters, whose few parameters are not counted.
+    While a checkpoint is written there are save_total_limit + 1 of them, afterwards
+    save_total_limit.
     """
     needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
     visits = config.prompts_per_step * config.max_steps
@@ -106,9 +107,7 @@ def training_cost(config: TrainConfig) -> Cost:
 
 
 def batch_in_words(config: TrainConfig) -> str:
-    """How a step's batch is divided: `n = P x G`, what each process has of it, its updates and
-    their backward passes.
-    """
+    """Describe how a step's batch is divided: `n = P x G`, shares, updates and backward passes."""
     rollouts, prompts = config.budget.rollouts, config.prompts_per_step
     ranks, objective = config.launch.num_processes, config.objective
     size = objective.update_size(rollouts)

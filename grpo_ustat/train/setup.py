@@ -1,4 +1,4 @@
-"""Before the first step: the ranks, the policy and everything else that a run holds."""
+"""Set-up before the first step: the ranks, the policy and all other objects of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANK_TIMEOUT = timedelta(hours=2)  # for the slowest rank; NCCL waits 10 minutes
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
-    """Load the policy and everything around it; what can be refused without its weights, before."""
+    """Load the policy and everything around it, after all checks that do not need its weights."""
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
@@ -105,7 +105,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
 
 
 def join_ranks(config: TrainConfig) -> Accelerator:
-    """Connect this process with the other ranks; the same accelerator at every call."""
+    """Connect this process with the other ranks; return the same accelerator at every call."""
     check_device(config.launch.device)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RefusedByRank(
@@ -150,7 +150,7 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
 def make_optimizer(
     config: TrainConfig, policy: Policy
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The configured optimizer of the trained parameters, and the schedule of its learning rate.
+    """Make the configured optimizer of the trained parameters, and its learning-rate schedule.
 
     The schedule has one tick a step, whatever the number of its updates: its state is the step.
     """
@@ -175,7 +175,7 @@ def make_optimizer(
 
 
 def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
-    """Whether updates read a prompt once for its group; where they can't, a note says why."""
+    """Return True if updates read a prompt once for its group; if they cannot, print the reason."""
     if not config.share_prompts:
         return False
     if config.gradient_checkpointing:
@@ -190,8 +190,9 @@ def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
 
 
 def check_same_start(run: TrainContext, step: int) -> None:
-    """Refuse ranks that start apart: they apply the same updates to weights that no collective
-    compares again.
+    """Refuse ranks that start from different weights or steps.
+
+    They apply the same updates to weights that no collective compares again.
     """
     if run.accelerator.num_processes == 1:
         return
@@ -206,7 +207,7 @@ def check_same_start(run: TrainContext, step: int) -> None:
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """A hash of all parameters' bits: a sum of integers, exact in any order and on any device."""
+    """Hash all parameters' bits: a sum of integers, exact in any order and on any device."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     total = 0
     for place, parameter in enumerate(model.parameters(), start=1):

@@ -3,7 +3,7 @@
 A snapshot is staged in a hidden folder beside its place; its files are synced to the disk, their
 sizes and checksums go last into a manifest, and the folder is renamed. Only then do older ones go,
 each renamed away before it is emptied. So a name `checkpoint-<step>` never stands for a part, and
-where there was a whole snapshot there is one at every moment after.
+once there is a whole snapshot, there is one at every later moment.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FORMAT = 1
 
 
 class DamagedSnapshot(ValueError):
-    """A snapshot whose files are not those of its manifest; the message names the file."""
+    """Mismatch between a snapshot's files and its manifest; the message names the file."""
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a staging folder and make it `checkpoint-<step>`.
 
     Raises:
-        Exception: whatever `write` or the disk raised; nothing is left of the staged folder.
+        Exception: any error of `write` or of the disk; nothing is left of the staged folder.
     """
     target = folder / f"{PREFIX}{step}"
     staging = hidden_path(target)
@@ -71,8 +71,9 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The latest snapshot that verifies, None where there is none of any kind; a warning for
-    each later one, with the file and what is wrong with it.
+    """Return the latest snapshot that verifies, or None if there is none of any kind.
+
+    Each later one gets a warning with the damaged file and the fault.
     """
     snapshots = _numbered(folder)[::-1]
     for _, path in snapshots:
@@ -95,8 +96,8 @@ def verify(snapshot: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        DamagedSnapshot: naming the first file that differs and how.
-        ConfigError: the format is not the one this version reads.
+        DamagedSnapshot: names the first file that differs and the difference.
+        ConfigError: the format is not the one that this version reads.
     """
     for name, entry in _manifest(snapshot)["files"].items():
         file = snapshot / name
@@ -152,20 +153,20 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
 
 
 def _manifest_text(content: dict[str, Any]) -> str:
-    """The manifest's text; its last field is the checksum of the others."""
+    """Return the manifest's text; its last field is the checksum of the others."""
     text = json.dumps(content, indent=1)
     checksum = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content | {"sha256": checksum}, indent=1) + "\n"
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Every (step, folder) that looks like a snapshot, in order."""
+    """List every (step, folder) that looks like a snapshot, in order."""
     names = {path: path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}
     return sorted((int(n), path) for path, n in names.items() if n.isdecimal() and path.is_dir())
 
 
 def _remove(path: Path, mark: str = "") -> None:
-    """Take the name away first: a half removed folder is never taken for a snapshot."""
+    """Remove a folder, its name first: a half removed folder is never taken for a snapshot."""
     hidden = hidden_path(path, mark)
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)

@@ -80,7 +80,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
 
 
 def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
-    """The folder's result, if the run has taken all steps."""
+    """Return the folder's result if the run has taken all steps."""
     result = folder.result()
     if result is not None:
         refuse_fewer_steps(config, folder, result["steps"])
@@ -97,8 +97,9 @@ def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> Non
 
 
 def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    """Set up, go on from the newest checkpoint, take all steps, and write `result.json` after
-    everything else is on the disk.
+    """Set up, continue from the newest checkpoint, take all steps, and write the results.
+
+    `result.json` is written after everything else is on the disk.
 
     Returns:
         The content of `result.json`.
@@ -148,7 +149,7 @@ def loop(
 ) -> None:
     """Evaluate, save and take a step, until none is left or a signal asks to stop.
 
-    What is due depends on the step alone, so a resumed run does what an uninterrupted one does.
+    The actions due depend only on the step, so a resumed run does what an uninterrupted one does.
 
     Raises:
         Stopped: after a checkpoint, because of a signal to any rank.
@@ -197,7 +198,7 @@ def loop(
 
 
 def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
-    """Whether any rank has received a signal to stop; the same answer on all.
+    """Return True if any rank has received a signal to stop; the same answer on all.
 
     Raises:
         Held: another process took the run folder over.
@@ -207,7 +208,7 @@ def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
 
 
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
-    """The step's P distinct prompts, a function of seed and step alone."""
+    """Choose the step's P distinct prompts, a function only of seed and step."""
     rng = generator(config.seed, "prompts", step)
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
@@ -215,7 +216,7 @@ def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> lis
 def train_step(
     run: TrainContext, progress: TrainProgress
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One step: from prompts to an update of the policy.
+    """Take one step: from prompts to an update of the policy.
 
     Returns:
         The step's row of metrics.jsonl, and its rows of completions.parquet.
@@ -292,8 +293,10 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
 def train_result(
     config: TrainConfig, progress: TrainProgress, left_out: dict[str, int]
 ) -> TrainResult:
-    """The result, with a summary in words: what training did to the held-out accuracy, or mean
-    reward, of the first decoding listed.
+    """Make the result, with a summary in words.
+
+    The summary gives the change of the held-out accuracy, or mean reward, of the first decoding
+    listed.
     """
     evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
     first, last = evals[0], evals[-1]
@@ -334,14 +337,14 @@ def train_result(
 
 
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
-    """Print how long a stop takes and how long SLURM or the parent process waits before a kill; a
-    warning where a kill would lose steps.
+    """Print how long a stop takes and how long SLURM or the parent process waits before a kill.
 
-    Without SLURM and without a parent of ranks nobody sets a limit, and nothing is printed. The
-    wait after `scancel` is printed and never warned of: a job that was cancelled is not to go on.
+    It is a warning if a kill would lose steps. Without SLURM and without a parent of ranks nobody
+    sets a limit, and nothing is printed. The wait after `scancel` is printed without a warning: a
+    job that was cancelled is not to go on.
 
     Args:
-        seconds_step, seconds_save: of the latest step and of the checkpoint after it.
+        seconds_step, seconds_save: time of the latest step and of the checkpoint after it.
         grace_seconds: `launch.grace_seconds`.
     """
     cluster, limits = slurm.grace(), {}

@@ -44,48 +44,39 @@ TIE = 1e-6
 
 @dataclass(frozen=True)
 class FixedLogprobs:
-    """Log-probabilities that stay fixed during a step's updates, of this rank's N completions.
+    """Log-probabilities that stay fixed during a step's updates, of this rank's N completions."""
 
-    Attributes:
-        old_NT, reference_NT: under the policy that sampled the completions and under the
-            reference model, 0 on padding; None where the objective needs none.
-    """
-
+    # Under the policy that sampled the completions, 0 on padding; None if the objective needs none.
     old_NT: torch.Tensor | None = None
+    # Under the reference model, likewise.
     reference_NT: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The completions of one update.
+    """The completions of one update."""
 
-    Attributes:
-        index: flat indices of this rank's completions in it.
-        weight_N: w_i of all of this rank's completions, see
-            `estimators.row_weights.token_weights`; 0 of those that are left out.
-        num_rollouts: n, those of the whole update that count, on all ranks.
-    """
-
+    # Flat indices of this rank's completions in it.
     index: np.ndarray
+    # w_i of all of this rank's completions, see `estimators.row_weights.token_weights`; 0 for those
+    # that are left out.
     weight_N: np.ndarray
+    # n, the number of completions of the whole update that count, on all ranks.
     num_rollouts: int
 
 
 @dataclass
 class UpdateStats:
-    """Measurements of a step's updates on this rank.
+    """Measurements of a step's updates on this rank."""
 
-    Attributes:
-        sums: see `objective.diagnostics`; `skipped` and `rows` count completions.
-        gap: absolute differences between the trainer's and the sampler's log-probabilities.
-    """
-
+    # See `objective.diagnostics`; `skipped` and `rows` count completions.
     sums: Counter = field(default_factory=Counter)
+    # Absolute differences between the trainer's and the sampler's log-probabilities.
     gap: list[np.ndarray] = field(default_factory=list)
 
 
 def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
-    """The log-probabilities that the step's updates and rewards need, before any update.
+    """Compute the log-probabilities that the step's updates and rewards need, before any update.
 
     The reference model is a frozen copy of the policy, or the policy without its adapters.
     """
@@ -101,8 +92,9 @@ def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
 
 
 def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> np.ndarray:
-    """Rewards as the baseline sees them, [P, G] of all prompts: `Z - beta sum_t K1` where the
-    penalty is in the reward.
+    """Return rewards as the baseline sees them, [P, G] of all prompts.
+
+    They are `Z - beta sum_t K1` if the penalty is in the reward.
     """
     objective = run.config.objective
     if not objective.beta or objective.kl_in != "reward":
@@ -116,13 +108,12 @@ def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> 
 def update(
     run: TrainContext, batch: Batch, advantage_PG: np.ndarray, fixed: FixedLogprobs, step: int
 ) -> tuple[float, UpdateStats]:
-    """All updates of a step: each ascends the objective on a minibatch by one optimizer step.
+    """Make all updates of a step: each ascends the objective on a minibatch by one optimizer step.
 
     Args:
         run: its parameters are moved.
-        batch: the step's completions.
         advantage_PG: advantages of all ranks' completions.
-        fixed: log-probabilities of this rank's before the step.
+        fixed: log-probabilities of this rank's completions before the step.
         step: keys the order of minibatches.
 
     Returns:
@@ -149,8 +140,9 @@ def update(
 
 
 def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
-    """Tokens of all ranks' completions, [P, G]; 0 of one that `mask_truncated_completions` leaves
-    out.
+    """Return the tokens of all ranks' completions, [P, G].
+
+    They are 0 for a completion that `mask_truncated_completions` leaves out.
     """
     if run.config.objective.mask_truncated_completions:
         return np.where(batch.ended_PG, batch.lengths_PG, 0)
@@ -164,13 +156,12 @@ def minibatches(
     rewards_PG: np.ndarray | None = None,
     advantage_PG: np.ndarray | None = None,
 ) -> Iterator[Minibatch]:
-    """The step's updates in order: whole groups, shuffled anew in each iteration.
+    """Yield the step's updates in order: whole groups, shuffled again in each iteration.
 
     Micro-batches of `bnpo` are of rows of the whole update in random order, as in TRL, whatever the
     number of ranks.
 
     Args:
-        run: whose objective says how many.
         lengths_PG: see `counted_lengths`.
         step: keys the orders.
         rewards_PG, advantage_PG: of all ranks' completions, which an objective's filter of rows
@@ -210,15 +201,15 @@ def minibatches(
 
 
 def trainable(policy: Policy) -> list[torch.nn.Parameter]:
-    """The parameters that are trained, each once."""
+    """Return the parameters that are trained, each once."""
     return [p for p in policy.model.parameters() if p.requires_grad]
 
 
 def sum_gradients(run: TrainContext) -> list[torch.Tensor]:
-    """Add the ranks' gradients up, in place, and return them: the divisors are those of the whole
-    update already.
+    """Add the ranks' gradients up, in place, and return them.
 
-    Under FSDP2 each shard's gradient is the sum over ranks already.
+    The divisors are those of the whole update already. Under FSDP2 each shard's gradient is the sum
+    over ranks already.
     """
     grads = []
     for parameter in trainable(run.trained_policy):
@@ -243,7 +234,7 @@ def accumulate_gradient(
 ) -> None:
     """Put the objective's gradient on this rank's completions, negated for descent, into `grad`.
 
-    Completions that add exactly nothing are skipped. Where memory runs out, the whole gradient is
+    Completions that add exactly nothing are skipped. If memory runs out, the whole gradient is
     formed again from smaller micro-batches.
     """
     index = minibatch.index[minibatch.weight_N[minibatch.index] > 0]
@@ -253,7 +244,7 @@ def accumulate_gradient(
     stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
 
     def gradient_within_budget() -> UpdateStats:
-        """The whole gradient from zero, at the token budget of now."""
+        """Form the whole gradient from zero, at the present token budget."""
         run.optimizer.zero_grad()
         with recomputing(run.trained_policy.model):
             return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed, chosen_NT)
@@ -277,8 +268,8 @@ def backward_parts(
 ) -> UpdateStats:
     """Add the negated gradient of the completions in `index` to `grad`, one part at a time.
 
-    Of each token, the derivative of the objective by its log-probability (and by its entropy)
-    is carried back through the output layer, and from there through the model.
+    The derivative of the objective by each token's log-probability (and by its entropy) is carried
+    back through the output layer, and from there through the model.
     """
     config, objective = run.config, run.config.objective
     advantage_N = torch.from_numpy(advantage_PG.ravel())
@@ -319,8 +310,9 @@ def backward_parts(
 def readers(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Reader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
-    """The micro-batches of these completions: a reader of its prompts, and the parts of completions
-    that continue them.
+    """Yield the micro-batches of these completions.
+
+    Each is a reader of its prompts, and the parts of completions that continue them.
     """
     if policy is run.sharded_policy:
         yield from fsdp2.rounds(run, rollouts, index)
@@ -338,15 +330,16 @@ def readers(
 def rows_like(
     mask_BT: torch.Tensor, values_NT: torch.Tensor | None, index_B: np.ndarray
 ) -> torch.Tensor | None:
-    """Rows of some completions, as wide and of the same type as the mask; None of None."""
+    """Return rows of some completions, as wide and of the same type as the mask; None for None."""
     return None if values_NT is None else values_NT[index_B, : mask_BT.shape[1]].to(mask_BT)
 
 
 def logprob_gap(
     rollouts: Rollouts, index_B: np.ndarray, logprob_BT: torch.Tensor, factor_BT: torch.Tensor
 ) -> np.ndarray:
-    """Absolute differences in nats from the sampler's log-probabilities, of the tokens whose
-    factor is not 0: the trainer computes no others.
+    """Return absolute differences in nats from the sampler's log-probabilities.
+
+    Only tokens whose factor is not 0 count: the trainer computes no others.
     """
     assert rollouts.logprobs_PGT is not None
     used_BT = (factor_BT != 0).cpu().numpy()
@@ -358,13 +351,13 @@ def logprob_gap(
 def highest_entropies(
     run: TrainContext, rollouts: Rollouts, index: np.ndarray
 ) -> torch.Tensor | None:
-    """The tokens whose entropy under the policy at hand is at or above the quantile
-    `1 - top_entropy_quantile` of an update's, [N, T] of this rank; None where all count.
+    """Mark the tokens with the highest entropies under the current policy, [N, T] of this rank.
+
+    These are at or above the quantile `1 - top_entropy_quantile` of an update's entropies. None if
+    all tokens count.
 
     Args:
-        run: with the policy.
-        rollouts: this rank's completions.
-        index: those of the update that count, on this rank.
+        index: completions of the update that count, on this rank.
     """
     share = run.config.objective.top_entropy_quantile
     if share == 1:
@@ -384,8 +377,9 @@ def highest_entropies(
 def token_logprobs(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> torch.Tensor:
-    """Log-probabilities of this rank's completions under a policy, as the trainer computes them:
-    [N, T], 0 outside `index` and on padding.
+    """Compute log-probabilities of this rank's completions under a policy, as the trainer does.
+
+    The shape is [N, T], with 0 outside `index` and on padding.
     """
     return read_tokens(run, policy, rollouts, index, Head.logprobs)
 
@@ -397,14 +391,15 @@ def read_tokens(
     index: np.ndarray,
     of_window: Callable[[Head, Window], torch.Tensor],
 ) -> torch.Tensor:
-    """A number of each token of this rank's completions under a policy: [N, T], 0 outside `index`
-    and on padding.
+    """Compute a number of each token of this rank's completions under a policy.
+
+    The shape is [N, T], with 0 outside `index` and on padding.
     """
     shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
 
     @torch.no_grad()
     def read_within_budget() -> torch.Tensor:
-        """[N, T], at the token budget of now."""
+        """Compute [N, T] at the present token budget."""
         result_NT, progress = None, Progress("reading", len(index))
         for reader, parts in readers(run, policy, rollouts, index):
             for index_B in parts:

@@ -5,8 +5,8 @@
     trainer = GRPOTrainer(..., reward_funcs=[reward, record])
     trainer.add_callback(GradientNoiseCallback(trainer, every=10))
 
-Nothing here imports TRL: the trainer that is handed over is used as it is. Its version is checked
-at import, since what is used of it came by 1.16.
+Nothing here imports TRL: the trainer that is passed in is used as it is. TRL's version is checked
+at import, because the attributes in use exist from 1.16 on.
 """
 
 from importlib import metadata

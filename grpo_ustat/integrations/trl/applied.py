@@ -1,6 +1,6 @@
 """The gradient that is about to be clipped and applied, as a sketch, however it is sharded.
 
-Every rank adds what it alone holds: the sum over ranks is the sketch of the whole gradient, and no
+Every rank adds only what it holds: the sum over ranks is the sketch of the whole gradient, and no
 rank needs to hold it.
 """
 
@@ -44,7 +44,7 @@ def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
 
 
 def shards(trainer: Any) -> Iterator[Shard]:
-    """What this rank adds of every parameter that is trained.
+    """Yield this rank's share of the gradient of every parameter that is trained.
 
     Raises:
         LookupError: FSDP1 keeps the gradients of a unit in one, without `use_orig_params`.
@@ -61,13 +61,13 @@ def shards(trainer: Any) -> Iterator[Shard]:
 
 
 def _model(trainer: Any) -> torch.nn.Module:
-    """The module that holds the parameters, by which FSDP1 gathers them."""
+    """Return the module that holds the parameters, by which FSDP1 gathers them."""
     model, fsdp1 = trainer.model, sharding_of(trainer) == "FSDP1"
     return model if fsdp1 else trainer.accelerator.unwrap_model(model)
 
 
 def gradient_scale(trainer: Any) -> float:
-    """The factor of float16's loss that is still in the gradient."""
+    """Return the factor of float16's loss that is still in the gradient."""
     accelerator = trainer.accelerator
     if is_deepspeed(trainer):
         optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
@@ -77,12 +77,12 @@ def gradient_scale(trainer: Any) -> float:
 
 
 def is_deepspeed(trainer: Any) -> bool:
-    """Whether a DeepSpeed engine applies the gradient."""
+    """Return True if a DeepSpeed engine applies the gradient."""
     return getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter without the wrappers around modules.
+    """Return the name of a parameter without the wrappers around modules.
 
     >>> plain_name("_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.q.weight")
     'model.layers.0.q.weight'
@@ -95,7 +95,7 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _whole_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
-    """One process or DDP, whose gradients are the same on all ranks, and FSDP2."""
+    """Yield shares with FSDP2, or with one process or DDP, whose ranks hold equal gradients."""
     from torch.distributed.tensor import DTensor
 
     for place, (name, parameter) in enumerate(_trained(model)):
@@ -107,8 +107,9 @@ def _whole_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator
 
 
 def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
-    """A part along the first axis, once where replicas hold the same; a tensor that is cut
-    otherwise is gathered, and one rank adds it.
+    """Yield a part along the first axis, once if replicas hold the same.
+
+    A tensor that is cut differently is gathered, and one rank adds it.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -131,7 +132,10 @@ def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
 
 
 def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
-    """ZeRO-3: this rank's part of every parameter. Other stages: each gathered, one at a time."""
+    """Yield this rank's part of every parameter with ZeRO-3.
+
+    With other stages each gradient is gathered, one at a time.
+    """
     from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
         safe_get_full_grad,
         safe_get_local_grad,

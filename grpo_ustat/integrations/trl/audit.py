@@ -1,4 +1,4 @@
-"""The gradient that TRL hands to the optimizer, before clipping, beside the declared one."""
+"""Comparison of TRL's gradient, as the optimizer gets it before clipping, with the declared one."""
 
 from __future__ import annotations
 
@@ -37,66 +37,59 @@ Key = tuple[tuple[int, ...], tuple[int, ...]]
 MicroBatch = tuple[Mapping[str, Any], RandomStates]
 """The inputs of a loss, and the states of the generators before it."""
 UpdateScores = Callable[[Sequence[tuple[MicroBatch, Array]]], Mapping[str, Array]]
-"""Scores of an update's rows on this rank, sketched, [B, R], by micro-batch and signs of the rows'
-declared weights: as declared, by "", and as other models than the declared one would have them, by
-what they are. All ranks call it together."""
+"""Sketches of the scores of an update's rows on this rank, [B, R].
+
+The arguments are micro-batches, each with the signs of its rows' declared weights. The key "" has
+the scores of the declared model; other keys describe another model, and have its scores. All ranks
+call it together."""
 OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
 
 
 class UpdateResult(NamedTuple):
-    """One update.
+    """Result of the comparison for one update."""
 
-    Attributes:
-        step: updates before it.
-        ratio, cosine: of the applied and the declared gradient; NaN where they were not compared.
-        agrees: whether rounding explains the difference; None where they were not compared.
-        sentence: what was found, or why nothing was.
-    """
-
+    # Updates before it.
     step: int
+    # Of the applied and the declared gradient; NaN if they were not compared.
     ratio: float
     cosine: float
+    # True if rounding explains the difference; None if they were not compared.
     agrees: bool | None
+    # The finding, or the reason why there is none.
     sentence: str
 
 
 class Row(NamedTuple):
-    """A row that an update consumed.
+    """A row that an update consumed."""
 
-    Attributes:
-        key: a digest of its tokens.
-        tokens: that count in the loss, 0 of a row that is masked whole.
-        of_generation: tokens of its generation batch, as TRL counts them.
-    """
-
+    # A digest of its tokens.
     key: bytes
+    # Tokens that count in the loss, 0 for a row that is masked completely.
     tokens: int
+    # Tokens of its generation batch, as TRL counts them.
     of_generation: float
 
 
 class Consumed(NamedTuple):
-    """What an update consumed on one rank.
+    """Rows that an update consumed on one rank."""
 
-    Attributes:
-        rows: by micro-batch.
-        scored: digests of the completions whose scores this rank has.
-    """
-
+    # By micro-batch.
     rows: list[list[Row]]
+    # Digests of the completions whose scores this rank has.
     scored: set[bytes]
 
 
 class NotComparedError(Exception):
-    """The update's gradient has nothing to be compared with, on all ranks."""
+    """Lack of anything to compare the update's gradient with, on all ranks."""
 
 
 class UpdateAudit:
-    """Compares the gradient of an update with `sum_r W_r s_r`, from sketches of both.
+    """Comparison of the gradient of an update with `sum_r W_r s_r`, from sketches of both.
 
-    W are the weights of the declared loss, of rewards and not of TRL's own advantages; s_r are the
-    scores that `expect` is handed. Which rows an update consumes is read from the micro-batches
+    W are the weights of the declared loss, computed from rewards and not from TRL's own advantages;
+    s_r are the scores that `expect` receives. The rows of an update are read from the micro-batches
     that reach `compute_loss`, so shuffling, `steps_per_generation` and short last windows count as
-    they are. The gradient is read where it is whole and not yet clipped: before the accelerator
+    they are. The gradient is read when it is complete and not yet clipped: before the accelerator
     clips it, and before a DeepSpeed engine steps, which clips within.
 
     Nothing of the training changes. Ranks meet only at updates that follow an `expect`, so all of
@@ -107,11 +100,8 @@ class UpdateAudit:
             `clip_grad_norm_` and a DeepSpeed engine's `step` are wrapped.
         sketch: of the scores, by the names of the model's parameters without wrappers.
         loss: the declared one.
-        rescored: scores of the rows as an update reads them, which take the place of those that
-            `expect` is handed; None: these count.
-
-    Attributes:
-        results: of all updates that were expected, in order, the same on all ranks.
+        rescored: scores of the rows as an update reads them, which replace those that `expect`
+            receives; None: those count.
     """
 
     def __init__(
@@ -119,6 +109,7 @@ class UpdateAudit:
     ):
         self.trainer, self.sketch, self.loss = trainer, sketch, loss
         self.rescored = rescored
+        # Of all updates that were expected, in order, the same on all ranks.
         self.results: list[UpdateResult] = []
         self._step = -1
         self._inputs: list[MicroBatch] = []
@@ -136,8 +127,8 @@ class UpdateAudit:
         """Announce a generation batch that was measured: the next update is compared.
 
         Args:
-            scores: sketches of the scores of completions, those that this rank has; none are
-                needed of groups whose rewards are all equal, or where rows are `rescored`.
+            scores: sketches of the scores of completions, those that this rank has; groups with
+                equal rewards need none, nor do `rescored` rows.
             groups: all groups of the generation batch, on every rank.
         """
         if self._expected_at != self.trainer.state.global_step:
@@ -165,7 +156,7 @@ class UpdateAudit:
                 self._advantages[digest(one.prompt_ids, one.completion_ids)].append(own)
 
     def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss of a micro-batch, whose rows are kept until the update."""
+        """Compute TRL's loss of a micro-batch, and keep its rows until the update."""
         if self.trainer.model.training:
             if self._step != self.trainer.state.global_step:
                 self._step, self._inputs = self.trainer.state.global_step, []
@@ -206,10 +197,10 @@ class UpdateAudit:
         self._advantages.clear()
 
     def _compare(self) -> GradientAudit:
-        """The audit of the update at hand.
+        """Audit the present update.
 
         Raises:
-            NotComparedError: on all ranks, where one of them cannot compare.
+            NotComparedError: on all ranks, if one of them cannot compare.
         """
         accelerator = self.trainer.accelerator
         own: Any
@@ -275,10 +266,10 @@ class UpdateAudit:
     def _own_scores(
         self, row_N: Sequence[Row], own_N: Mask, declared_N: Array
     ) -> Mapping[str, Array]:
-        """Scores of this rank's rows, [O, R], by model, see `UpdateScores`.
+        """Return the scores of this rank's rows, [O, R], by model, see `UpdateScores`.
 
         Raises:
-            NotComparedError: on all ranks, where one of them cannot score its own.
+            NotComparedError: on all ranks, if one of them cannot score its own rows.
         """
         if self.rescored is None:
             scores_OR = [
@@ -296,7 +287,7 @@ class UpdateAudit:
         return scores
 
     def _consumed(self) -> Consumed:
-        """What the update consumed on this rank."""
+        """Return the rows that the update consumed on this rank."""
         pad_token = tokenizer_of(self.trainer).pad_token_id
         rows = []
         for inputs, _ in self._inputs:
@@ -315,11 +306,12 @@ class UpdateAudit:
         return Consumed(rows, set(self._scores))
 
     def _weights(self, rows: list[list[Row]], row_N: list[Row]) -> dict[str, Array]:
-        """Weights of the rows, the declared ones by the name of the loss and others by what they
-        are.
+        """Compute weights of the rows for the declared loss and for others.
+
+        The keys are the name of the declared loss, and descriptions of the others.
 
         Raises:
-            NotComparedError: a row is of no measured group, or micro-batches are of several sizes.
+            NotComparedError: a row is in no measured group, or micro-batches have several sizes.
         """
         places = {key: list(found) for key, found in self._advantages.items()}
         if unknown := sum(not places.get(row.key) for row in row_N):
@@ -351,7 +343,7 @@ class UpdateAudit:
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
     def _faults(self) -> list[Fault]:
-        """Those that multiply the whole gradient and are known of trainers."""
+        """List known faults of trainers that multiply the whole gradient."""
         trainer, faults = self.trainer, []
         args, window = trainer.args, len(self._inputs)
         high = getattr(trainer, "epsilon_high", math.inf)
@@ -373,7 +365,7 @@ class UpdateAudit:
         return faults + divided(trainer.accelerator.num_processes, "processes")
 
     def _hints(self) -> list[str]:
-        """What makes the applied gradient another one here and is no weight of a row."""
+        """List settings here that change the applied gradient other than by weights of rows."""
         trainer, hints = self.trainer, []
         args = trainer.args
         dropout = active_dropout(trainer.model) if self.rescored is None else None
@@ -396,17 +388,17 @@ class UpdateAudit:
 
 
 def digest(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bytes:
-    """What stands for a completion of a prompt, 16 bytes."""
+    """Return a digest of a completion of a prompt, 16 bytes."""
     parts = [np.array([len(prompt_ids)]), np.array(prompt_ids), np.array(completion_ids)]
     tokens = np.concatenate([part.astype(np.int64) for part in parts])
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 def _of_all_ranks(own: Any) -> list[Any]:
-    """What every rank has.
+    """Return what every rank has.
 
     Raises:
-        NotComparedError: on all ranks, where one of them has a text, which says what failed.
+        NotComparedError: on all ranks, if one of them has a text, which says what failed.
     """
     every = gather_object([own])
     if faults := [one for one in every if isinstance(one, str)]:

@@ -1,4 +1,4 @@
-"""How noisy the gradient of a TRL run is, from the completions that it trains on."""
+"""Noise of the gradient of a TRL run, measured from the completions on which it trains."""
 
 from __future__ import annotations
 
@@ -91,39 +91,42 @@ RATIOS = ("gstar", "noise_scale", "noise_scale_best")  # that may have no upper 
 
 
 class GradientNoiseCallback(TrainerCallback):
-    """Says how noisy the gradient of a `GRPOTrainer` is, what a rollout of its own loss is worth,
-    whether it applies the gradient that it declares, and which group size would be best.
+    """Measurement of the gradient noise of a `GRPOTrainer` during training.
+
+    It reports how noisy the gradient is, the worth of a rollout of the run's own loss, any
+    difference between the applied and the declared gradient, and the best group size.
 
     One of every `every` generation batches is scored: one more forward and backward pass over the
-    completions of groups whose rewards differ, nothing else is sampled. Batches of fewer than four
+    completions of groups whose rewards differ, with no further sampling. Batches of fewer than four
     groups are pooled with the next ones into windows of 16 groups, see `windows`. C1, C2, C3 and
     the noise scale are of the leave-one-out gradient of the summed reward, in the weights' own
     precision, with the model's dropout on as in the loss. Training is not changed: random states,
-    gradients, modes and parameters stay as they are, and what fails is said in a line and ends the
-    measuring alone.
+    gradients, modes and parameters stay as they are, and an error is reported in a line and ends
+    only the measurement.
 
-    Into TRL's own metrics go `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` (in
-    rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
-    `seconds`; all but the last are of running means over the second half of the windows, at least
-    four of them. `grpo_ustat/step/...` are the constants of one window alone, `loss/...` the worth
-    of the run's own loss, `audit/ratio` and `audit/cosine` of the applied and the declared
-    gradient; `sampler_gap` is the mean difference of vLLM's and the model's log-probabilities of a
-    token of the batch, in nats.
+    Added to TRL's own metrics are `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`
+    (in rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
+    `seconds`; all but the last are running means over the second half of the windows, at least four
+    of them. `grpo_ustat/step/...` are the constants of only one window, `loss/...` the worth of the
+    run's own loss, `audit/ratio` and `audit/cosine` compare the applied and the declared gradient;
+    `sampler_gap` is the mean difference of vLLM's and the model's log-probabilities of a token of
+    the batch, in nats.
 
     Args:
-        trainer: a `trl.GRPOTrainer`, before `train()`; its method
-            `_generate_and_score_completions` is wrapped.
-        every: of how many generation batches one is measured, at least 1.
+        trainer: a `trl.GRPOTrainer`, before `train()`; its method `_generate_and_score_completions`
+            is wrapped.
+        every: one of so many generation batches is measured, at least 1.
         audit_every: updates between two comparisons of the applied gradient with the declared one;
-            None: the first measured update alone.
-        completions_at_once: of a pass of the model; None: a group. Halved where memory runs out.
+            None: only the first measured update.
+        completions_at_once: completions of a pass of the model; None: a group. Halved if memory
+            runs out.
         sketch: numbers that are kept of a completion's score, for products between prompts.
-        parameters: a regular expression; what is measured is the gradient of the parameters in
-            whose names it occurs, such as "norm", in less time. None: of all.
-        by_layer: whether layers have their weights, and their graphs, one at a time in any case;
-            those of a sharded model have where a rank has no memory for whole weights.
-        strict: whether a trainer that cannot be measured is an error; otherwise a line says why,
-            and the run goes on without measuring.
+        parameters: a regular expression; the gradient of only those parameters is measured whose
+            names contain a match, such as "norm", in less time. None: of all.
+        by_layer: give layers their weights, and their graphs, one at a time in any case; otherwise
+            only those of a sharded model for whose whole weights a rank has no memory.
+        strict: raise an error for a trainer that cannot be measured; otherwise a line gives the
+            reason, and the run goes on without measuring.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Say what the audit of an update found, the first time and whenever they differ."""
+        """Report the audit's finding for an update, at first and whenever gradients differ."""
         results = self.audit.results[self._audits :] if self.audit is not None else []
         for result in results:
             self._audits += 1
@@ -199,7 +202,7 @@ class GradientNoiseCallback(TrainerCallback):
                 self._print(f"{PREFIX} step {result.step}: {result.sentence}{self._ratios()}")
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Say in words what was measured."""
+        """Print a summary of the measurement."""
         try:
             if not self.fault:
                 self._close()
@@ -209,7 +212,7 @@ class GradientNoiseCallback(TrainerCallback):
             self._print(f"{PREFIX}: no summary: {reason_of(error)}")
 
     def _measured(self, inputs: Any) -> dict[str, Any]:
-        """TRL's own generation; its completions are scored where it is time."""
+        """Call TRL's own generation, and score its completions if they are due."""
         output = self._generate(inputs)
         step = self.trainer.state.global_step
         if not self.trainer.model.training or self.fault:
@@ -270,8 +273,10 @@ class GradientNoiseCallback(TrainerCallback):
                     self._follow(model, groups)
 
     def _follow(self, model: Any, groups: Sequence[Group]) -> None:
-        """Find how far the policy has moved since the first group of the window whose rewards
-        differ; on the main process, where an error is a note, since other ranks train on.
+        """Measure the policy's change since the first group of the window whose rewards differ.
+
+        This is done on the main process. An error there becomes a note, because other ranks train
+        on.
         """
         try:
             if self._first is not None:
@@ -295,10 +300,10 @@ class GradientNoiseCallback(TrainerCallback):
         """Have the next update compared with the gradient that the loss declares for these groups.
 
         Args:
-            model, layers: that were scored.
-            groups: of the whole generation batch.
-            scored: scores of groups by place, the same on all ranks. Where the loss is computed in
-                a narrower precision they are formed anew in that.
+            model, layers: those that were scored.
+            groups: groups of the whole generation batch.
+            scored: scores of groups by place, the same on all ranks. If the loss is computed in a
+                narrower precision they are computed again in that.
         """
         trainer = self.trainer
         reason = "parameters were chosen" if self.parameters is not None else unmeasured(trainer)
@@ -332,7 +337,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.audit.expect(sketches, groups)
 
     def _rescored(self, micro_batches: Sequence[tuple[MicroBatch, Array]]) -> Mapping[str, Array]:
-        """See `audit.UpdateScores`: rows as TRL's loss read them, with its dropout masks."""
+        """Score rows as TRL's loss read them, with its dropout masks; see `audit.UpdateScores`."""
         start, trainer = time.perf_counter(), self.trainer
         self.scorer.ratio_gaps[:] = 0
         with (
@@ -356,8 +361,9 @@ class GradientNoiseCallback(TrainerCallback):
         return scores
 
     def _ratios(self) -> str:
-        """How far ratios pi/pi_old are from 1 by two draws of masks, in a sentence that follows
-        another; on all ranks.
+        """Say how far ratios pi/pi_old are from 1 because of two draws of masks.
+
+        The sentence follows another; all ranks call it.
         """
         if self.audit is None or self.audit.rescored is None:
             return ""
@@ -370,7 +376,7 @@ class GradientNoiseCallback(TrainerCallback):
         )
 
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
-        """Rows of this rank, the first one of each group with the images of its prompt."""
+        """Return the rows of this rank; the first of each group has the images of its prompt."""
         trainer = self.trainer
         rows = completions_of(output, tokenizer_of(trainer).pad_token_id)
         before = trainer.accelerator.process_index * len(rows)
@@ -382,8 +388,10 @@ class GradientNoiseCallback(TrainerCallback):
         ]
 
     def _is_scored(self, group: Group) -> bool:
-        """Whether a group's scores count: in its gradient, in that of a loss that normalises every
-        reward, or, where something is wrong with sampling, in the mean score of the first window.
+        """Return True if a group's scores count.
+
+        They count in its gradient, in that of a loss that normalises every reward, or, if something
+        is wrong with sampling, in the mean score of the first window.
         """
         if self.warnings and not self.windows:
             return True
@@ -391,9 +399,7 @@ class GradientNoiseCallback(TrainerCallback):
         return group.varies or (each and group.varies_by_function)
 
     def _close(self) -> None:
-        """End the window: the terms of its groups, if it has two, join the others, and what is
-        known now is logged.
-        """
+        """End the window: add the terms of its groups, if it has two, and log the new estimates."""
         groups, unknown = self._groups, self._unknown
         drift, self._first, self._drift = self._drift, None, 0.0
         self._groups, self._batches, self._unknown = [], 0, 0
@@ -416,8 +422,10 @@ class GradientNoiseCallback(TrainerCallback):
         self._log(self.windows[-1])
 
     def judge_own_loss(self, draws: int = 100) -> None:
-        """Find what a rollout of the run's own loss is worth, from the groups that are kept; on the
-        main process. An error is a reason why it is not known, since other ranks train on.
+        """Estimate the worth of a rollout of the run's own loss, from the groups that are kept.
+
+        This is done on the main process. An error becomes the reason why the worth is unknown,
+        because other ranks train on.
 
         Args:
             draws: pairs of batches behind a loss that weighs by the whole batch.
@@ -442,7 +450,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.seconds += time.perf_counter() - start
 
     def recent(self) -> list[Window]:
-        """Those of the second half of the measured steps, at least the last four."""
+        """Return the windows of the second half of the measured steps, at least the last four."""
         if not self.windows:
             return []
         last = self.windows[-1].last
@@ -450,8 +458,9 @@ class GradientNoiseCallback(TrainerCallback):
         return max(half, self.windows[-LEAST_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
-        """Averages over `recent()`, with intervals, those that `withheld` names without numbers;
-        None where nothing was measured.
+        """Return averages over `recent()`, with intervals; None if nothing was measured.
+
+        Those named by `withheld` have no numbers.
         """
         size, steps = self.trainer.num_generations, [one.terms for one in self.recent()]
         if not steps:
@@ -461,8 +470,9 @@ class GradientNoiseCallback(TrainerCallback):
         return replace(estimate, intervals={**estimate.intervals, **unknown})
 
     def withheld(self) -> dict[str, str]:
-        """Names of intervals that are not said, since a window's policies are too far apart, each
-        with the reason.
+        """Name the intervals that are not reported, each with the reason.
+
+        A window's policies are then too far apart.
         """
         size, recent = self.trainer.num_generations, self.recent()
         drift = max((one.drift for one in recent), default=0.0)
@@ -493,13 +503,15 @@ class GradientNoiseCallback(TrainerCallback):
         self._print(f"{PREFIX} step {window.last}: {line}; {way}{self._cost()} so far")
 
     def _cost(self) -> str:
-        """The time spent on measuring, and its share of all since training began."""
+        """Return the time spent on measuring, and its share of all since training began."""
         share = 100 * self.seconds / (time.perf_counter() - self._begin)
         return f"{self.seconds:.1f} s, {share:.0f} % of the time"
 
     def summary(self) -> list[str]:
-        """What is known now in lines: what a rollout of the run's loss is worth, keep, raise or
-        lower the group size, from what, and what it cost; on the main process.
+        """Summarise the present estimates in lines; on the main process.
+
+        They give the worth of a rollout of the run's loss, advice to keep, raise or lower the group
+        size, its basis, and the cost.
         """
         estimate = self.estimate()
         if estimate is None:
@@ -518,7 +530,7 @@ class GradientNoiseCallback(TrainerCallback):
         return [f"{PREFIX}: {first}", *others, *apart, *self.scorer.notes]
 
     def _why_nothing(self) -> str:
-        """Why there are no two groups to measure, and what to do, in words."""
+        """Explain why there are no two groups to measure, and what to do."""
         trainer, size = self.trainer, self.trainer.num_generations
         if not self._seen:
             return without_batches(trainer)

@@ -1,7 +1,7 @@
-"""What TRL generated in a batch: completions as they were written, in whole groups, with rewards.
+"""Completions that TRL generated in a batch, in whole groups, with their rewards.
 
-TRL hands out the rows of a generation batch in rank order, the G completions of a prompt one after
-another; a group may begin on one rank and end on the next. Rewards it gathers by itself.
+TRL returns the rows of a generation batch in rank order, the G completions of a prompt one after
+another; a group may begin on one rank and end on the next. It gathers rewards by itself.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ from grpo_ustat.records import Array, Prompt, Rollouts
 
 @dataclass(frozen=True)
 class Completion:
-    """One row of a generation batch, without padding.
+    """One row of a generation batch, without padding."""
 
-    Attributes:
-        prompt_ids, completion_ids: token ids, end token included.
-        own: whether the policy wrote each token of the completion; None: it wrote all.
-        counted: whether TRL's loss counts it; False where `mask_truncated_completions` masked it.
-        images: of its prompt, see `images.row_images`; those of a group's first row are read.
-    """
-
+    # Token ids, end token included.
     prompt_ids: list[int]
     completion_ids: list[int]
+    # True for each token of the completion that the policy wrote; None: it wrote all.
     own: list[bool] | None = None
+    # True if TRL's loss counts it; False if `mask_truncated_completions` masked it.
     counted: bool = True
+    # Of its prompt, see `images.row_images`; those of a group's first row are read.
     images: dict[str, torch.Tensor] | None = None
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Its tokens, those of the prompt first."""
+        """Tokens of the completion, those of the prompt first."""
         return tuple(self.prompt_ids), tuple(self.completion_ids)
 
     @property
@@ -48,31 +45,27 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of a prompt and their rewards.
-
-    Attributes:
-        completions: of one prompt.
-        rewards_G: the weighted sums of their rewards.
-        rewards_GF: by reward function, NaN where it returned None.
-    """
+    """The G completions of a prompt and their rewards."""
 
     completions: list[Completion]
+    # The weighted sums of their rewards.
     rewards_G: Array
+    # By reward function, NaN where it returned None.
     rewards_GF: Array
 
     @property
     def varies(self) -> bool:
-        """Whether its rewards differ; if not its gradient is 0 whatever its scores are."""
+        """True if its rewards differ; if not, its gradient is 0 for any scores."""
         return bool((self.rewards_G != self.rewards_G[0]).any())
 
     @property
     def varies_by_function(self) -> bool:
-        """Whether those of some function differ, though their sums may not."""
+        """True if the rewards of some function differ, though their sums may not."""
         same_GF = (self.rewards_GF == self.rewards_GF[0]) | np.isnan(self.rewards_GF)
         return not same_GF.all()
 
     def rollouts(self) -> Rollouts:
-        """Its completions as a batch of one prompt."""
+        """Return its completions as a batch of one prompt."""
         lengths = [len(one.completion_ids) for one in self.completions]
         tokens_GT = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
         mask_GT = np.arange(max(lengths)) < np.array(lengths)[:, None]
@@ -93,12 +86,12 @@ class Group:
 
 
 def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion]:
-    """The rows that `_generate_and_score_completions` returned.
+    """Parse the rows that `_generate_and_score_completions` returned.
 
-    A completion that `mask_truncated_completions` has masked whole is taken as it was written: a
-    truncated one ends in neither an end token nor padding, so what follows its last token that is
-    not padding was padded. Its score counts: with scores set to 0 by length the mean score of a
-    prompt would not be 0, on which every formula here rests.
+    A completion that `mask_truncated_completions` has masked completely is taken as it was written:
+    a truncated one ends in neither an end token nor padding, so all tokens after its last token
+    that is not padding were padded. Its score counts: with scores set to 0 by length the mean score
+    of a prompt would not be 0, on which every formula here rests.
 
     Args:
         output: `prompt_ids`, `prompt_mask` (padded on the left), `completion_ids`,
@@ -124,14 +117,15 @@ def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion
 def logged_rewards(
     logged: Mapping[str, Sequence[float]], weights: torch.Tensor, rows: int
 ) -> tuple[Array, Array]:
-    """The weighted sum of every row's rewards, as TRL adds them up, NaN where a row has none; and
-    the rewards by function, [rows, functions].
+    """Compute the weighted sum of every row's rewards, as TRL adds them up, and the rewards.
+
+    The sum is NaN if a row has no reward. The rewards by function are [rows, functions].
 
     Args:
         logged: by reward function, in their order, the rewards of all ranks' last rows; NaN where
             it returned None.
         weights: of the reward functions.
-        rows: of this generation batch, all ranks together.
+        rows: number of rows of this generation batch, all ranks together.
     """
     columns = []
     for name, values in logged.items():
@@ -149,13 +143,14 @@ def logged_rewards(
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    """The tokenizer of a trainer, also where a processor of images is around it."""
+    """Return the tokenizer of a trainer, also if it is inside a processor of images."""
     return getattr(trainer, "_tokenizer", trainer.processing_class)
 
 
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
-    """The sum of |log-probability of the sampler - that of the model| over the policy's tokens, and
-    their number; 0 tokens where TRL compares no sampler, which it does of vLLM.
+    """Sum |log-probability of the sampler - that of the model| over the policy's tokens.
+
+    The second value is their number; it is 0 if TRL compares no sampler, which it does for vLLM.
 
     Args:
         output: of `_generate_and_score_completions`. A token that vLLM could not score is NaN, and
@@ -176,7 +171,7 @@ def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
 def whole_groups(
     completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
-    """The groups of a generation batch whose rewards are all known, and how many are not.
+    """Form the groups of a generation batch with known rewards, and count the others.
 
     Args:
         completions: all ranks' rows, in rank order.

@@ -1,4 +1,4 @@
-"""The images of a row of a generation batch, as TRL hands them out."""
+"""The images of a row of a generation batch, in TRL's format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
 def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
-    """What the model reads of one row beside its tokens, on the CPU, as `completion_scores` takes
-    it; nothing where the batch has no images.
+    """Return the model's inputs for one row beside its tokens, on the CPU, for `completion_scores`.
 
-    All rows of a group have the same, so one row of each is enough. A batch's images follow one
-    another, `num_images` to a row: TRL's `_get_per_token_logps_and_entropies` cuts them likewise.
+    There are none if the batch has no images. All rows of a group have the same, so one row of each
+    is enough. A batch's images follow one another, `num_images` to a row: TRL's
+    `_get_per_token_logps_and_entropies` cuts them likewise.
 
     Args:
         output: of `_generate_and_score_completions`.
-        row: its place on this rank.
+        row: its index on this rank.
     """
     if "pixel_values" not in output:
         return {}

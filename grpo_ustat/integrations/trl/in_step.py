@@ -1,8 +1,8 @@
 """Layers of a sharded model that have their weights one at a time, gathered by ranks in step.
 
-A gathering needs all ranks, but each scores groups of its own: shorter ones, none, or one that
-fails. So a round has a fixed sequence of gatherings, through the layers and back, and a rank that
-has no use for one, or never comes to it, gathers and drops.
+Gathering needs all ranks, but each scores its own groups: shorter ones, none, or one that fails. So
+a round has a fixed sequence of gatherings, through the layers and back, and a rank that has no use
+for one, or never comes to it, gathers and drops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LayersInStep:
 
     Args:
         layers: in the order in which the model calls them.
-        gather: their weights.
+        gather: gathers their weights.
     """
 
     def __init__(self, layers: Sequence[nn.Module], gather: Gather):
@@ -44,7 +44,7 @@ class LayersInStep:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, layers are without weights; all ranks enter together."""
+        """Keep layers without weights within the block; all ranks enter together."""
         try:
             for layer in self.layers:
                 sizes, gathered = self._gather(layer, ())
@@ -61,8 +61,9 @@ class LayersInStep:
 
     @contextmanager
     def round(self, sweeps: int, backward: bool = True) -> Iterator[None]:
-        """Within, layers can be gone through so many times, forward or forward and backward; all
-        ranks enter and leave together, whatever they do or fail to do within.
+        """Allow passes through the layers, so many times, forward or forward and backward.
+
+        All ranks enter and leave together, whatever they do or fail to do within.
         """
         sweep = [*self.layers, *reversed(self.layers)] if backward else self.layers
         self._ahead.extend([*sweep] * sweeps)
@@ -76,7 +77,7 @@ class LayersInStep:
 
     @contextmanager
     def weights(self, layer: nn.Module) -> Iterator[None]:
-        """Within, a layer has its weights."""
+        """Give a layer its weights within the block."""
         while self._ahead and self._ahead[0] is not layer:
             self._skip()
         if not self._ahead:
@@ -86,13 +87,13 @@ class LayersInStep:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within, a layer has its weights while it is called."""
+        """Give a layer its weights while it is called, within the block."""
 
         def compute(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            """A layer's forward that gathers its weights first."""
+            """Return a layer's forward that gathers its weights first."""
 
             def gathered(*args: Any, **kwargs: Any) -> Any:
-                """The output of the layer."""
+                """Return the output of the layer."""
                 with self.weights(layer):
                     return forward(*args, **kwargs)
 
@@ -126,8 +127,9 @@ class LayersInStep:
             self._reserve = self._reserved()
 
     def _reserved(self) -> list[torch.Tensor]:
-        """Memory for the next layer's weights, as far as there is some: a rank whose memory ran
-        out in a gathering would leave the others waiting.
+        """Allocate memory for the next layer's weights, as far as there is some.
+
+        A rank whose memory ran out in a gathering would leave the others waiting.
         """
         try:
             device = next(iter(self.layers[0].parameters())).device
@@ -141,8 +143,8 @@ class LayersInStep:
 class _Place:
     """The place of a trainable parameter in a layer.
 
-    Its stand-in has its shape throughout, and NaN while the layer has no weights, so that it would
-    show if something were computed from them.
+    Its stand-in has the parameter's shape throughout, and NaN while the layer has no weights, so
+    that any computation from it would show.
     """
 
     def __init__(self, module: nn.Module, name: str, stand_in: nn.Parameter):
@@ -150,11 +152,11 @@ class _Place:
         self.sharded: nn.Parameter | None = None
 
     def put(self, parameter: nn.Parameter | None) -> None:
-        """Have a parameter in this place."""
+        """Put a parameter in this place."""
         self.module._parameters[self.name] = parameter
 
     def fill(self) -> nn.Parameter:
-        """Put the stand-in here, with the weights of the parameter that is; return the latter."""
+        """Put the stand-in here, with the present parameter's weights; return the parameter."""
         whole = self.module._parameters[self.name]
         assert whole is not None
         self.stand_in.data = whole.data
@@ -184,8 +186,10 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def separate_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers of a model that can have their weights one at a time; none where the model is not
-    made of such, or where one shares a weight with something else.
+    """Return the layers of a model that can have their weights one at a time.
+
+    There are none if the model is not made of such layers, or if one shares a weight with something
+    else.
     """
     by_layer = LayerByLayer(causal(model))
     layer_of = {module: layer for layer in by_layer.layers for module in layer.modules()}

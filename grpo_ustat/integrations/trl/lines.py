@@ -1,4 +1,4 @@
-"""What the callback says, in plain words."""
+"""Output lines of the callback, in plain words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAR = 100  # times an estimate, from where on an upper end says nothing
 
 
 def step_line(intervals: Mapping[str, Interval], own: OwnLoss | None) -> str:
-    """What is known so far, without an end."""
+    """Summarise the present estimates, without a full stop."""
     line = numbers(intervals)
     if own is not None and own.decided and own.worth is not None:
         line += f", a rollout of your loss is worth {in_words(own.worth.worth, digits=2)}"
@@ -31,15 +31,15 @@ def end_lines(
     scores: str,
     cost: str,
 ) -> list[str]:
-    """The answer in one line, what it rests on in a second, and what else there is to say.
+    """Write the answer in one line, its basis in a second, and further remarks.
 
     Args:
         estimate: of these windows.
         windows: the recent ones.
-        own: what a rollout of the run's loss is worth.
+        own: worth of a rollout of the run's loss.
         group_size, rollouts: G and n of the run.
-        scores: in which precision they are.
-        cost: of measuring.
+        scores: description of the scores and their precision.
+        cost: cost of measuring.
     """
     _, advice, _ = group_size_advice(estimate.as_result(), group_size, rollouts)
     if math.isnan(estimate.intervals["gstar"].low) and not math.isnan(estimate.intervals["c2"].low):
@@ -65,7 +65,7 @@ def end_lines(
 
 
 def numbers(intervals: Mapping[str, Interval]) -> str:
-    """G*, the noise scale and the share of groups of equal rewards, in words."""
+    """State G*, the noise scale and the share of groups of equal rewards, in words."""
     silent = intervals["zero_variance"]
     if silent.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
@@ -82,7 +82,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
 
 
 def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
-    """An estimate with its interval, or what is known of it: nothing, or that it is not less.
+    """Format an estimate with its interval; or its lower end if only that is known; or "unknown".
 
     >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
     ('5.2 [4.3, 9.8]', 'at least 32')

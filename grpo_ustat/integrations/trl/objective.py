@@ -1,7 +1,7 @@
-"""What a rollout of a run's own loss is worth: the loss of TRL's arguments, and its worth in words.
+"""Worth of a rollout of a run's own loss: the loss of TRL's arguments, and its worth in words.
 
-TRL 1.16 applies, at the first update of a batch, the row weights of `estimators.row_weights`; what
-else its arguments can do to the gradient is named by `unmeasured` or `described`.
+TRL 1.16 applies, at the first update of a batch, the row weights of `estimators.row_weights`; other
+effects of its arguments on the gradient are named by `unmeasured` or `described`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WORDS = {
 
 
 def loss_of(trainer: Any) -> Loss:
-    """The loss that a trainer's arguments declare, at the first update of a batch.
+    """Return the loss that a trainer's arguments declare, at the first update of a batch.
 
     `importance_sampling_level`, `epsilon` and `delta` of 1 or more change nothing there, since
     every ratio is 1; `cispo` without `epsilon_high` has its documented gradient times a constant.
 
     Args:
-        trainer: a `trl.GRPOTrainer` of which `unmeasured` says nothing.
+        trainer: a `trl.GRPOTrainer` for which `unmeasured` returns None.
     """
     args = trainer.args
     each = args.multi_objective_aggregation == EACH_REWARD
@@ -55,7 +55,7 @@ def loss_of(trainer: Any) -> Loss:
 
 
 def unmeasured(trainer: Any) -> str | None:
-    """Why the worth of a trainer's loss cannot be measured, in words; None where it can."""
+    """Return the reason why the worth of a trainer's loss cannot be measured; None if it can."""
     args = trainer.args
     for method in ("_compute_loss", "_generate_and_score_completions"):
         owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
@@ -77,14 +77,14 @@ def unmeasured(trainer: Any) -> str | None:
 
 
 def rollouts_of(trainer: Any) -> int:
-    """n, the completions of one optimizer update, all ranks together."""
+    """Return n, the completions of one optimizer update, all ranks together."""
     args = trainer.args
     ranks = trainer.accelerator.num_processes
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
 
 
 def without_batches(trainer: Any) -> str:
-    """Why a training run had no generation batch, and what to do, in words."""
+    """Explain why a training run had no generation batch, and what to do."""
     args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
     needed = args.generation_batch_size // trainer.num_generations
     count = len(dataset) if isinstance(dataset, Sized) else None
@@ -99,7 +99,7 @@ def without_batches(trainer: Any) -> str:
 
 
 def described(trainer: Any) -> str:
-    """The loss in a few words, with what of it is not measured.
+    """Describe the loss in a few words, with its parts that are not measured.
 
     >>> from types import SimpleNamespace as Some
     >>> args = Some(loss_type="dapo", scale_rewards="group", mask_truncated_completions=True,
@@ -120,38 +120,35 @@ def described(trainer: Any) -> str:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """What a rollout of a run's loss is worth, by groups that it trained on.
+    """Worth of a rollout of a run's loss, from groups on which it trained."""
 
-    Attributes:
-        words: the loss, see `described`.
-        group_size, rollouts: G and n of the run.
-        groups: that were measured.
-        reason: why nothing is known, in words.
-        unbiased: whether its direction is that of the gradient by theory.
-        compared: of what the unbiased gradient is, where it is not of the one reward.
-        worth: at G; None where `reason` says why not.
-        against: rollouts in groups of G that do as much as one in groups of g, by g < G; their
-            intervals hold together in 95 % (Bonferroni).
-    """
-
+    # The loss, see `described`.
     words: str
+    # G and n of the run.
     group_size: int
     rollouts: int
+    # Number of groups that were measured.
     groups: int
+    # The reason why nothing is known, in words.
     reason: str | None = None
+    # True if its direction is that of the gradient by theory.
     unbiased: bool = False
+    # Names what the unbiased gradient is of, if not of the one reward.
     compared: str = ""
+    # At G; None if `reason` explains why not.
     worth: Worth | None = None
+    # Rollouts in groups of G that are worth one in groups of g, by g < G; the intervals are
+    # simultaneous, 95 % (Bonferroni).
     against: dict[int, Interval] = field(default_factory=dict[int, Interval])
 
     @property
     def decided(self) -> bool:
-        """Whether the worth has an interval with two ends."""
+        """True if the worth has an interval with two ends."""
         return self.worth is not None and math.isfinite(self.worth.worth.estimate)
 
     @property
     def cosine(self) -> Interval:
-        """The cosine of its mean and the gradient; NaN where its sign is not known."""
+        """The cosine of its mean and the gradient; NaN if its sign is unknown."""
         if self.worth is None or not self.decided:
             return Interval(math.nan, 0.0, 1.0)
         return Interval(*(math.sqrt(max(0.0, square)) for square in self.worth.direction))
@@ -170,7 +167,7 @@ class OwnLoss:
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._known.values())
 
     def line(self) -> str:
-        """The worth and the direction, in a sentence; what is missing where there is no worth."""
+        """State the worth and the direction, in a sentence; without a worth, the reason."""
         loss = f"Your loss ({self.words})"
         if self.worth is None:
             return f"{loss}: {self.reason}."
@@ -186,8 +183,10 @@ class OwnLoss:
         )
 
     def smaller_sizes(self) -> str:
-        """What smaller groups would do for this loss, in a sentence; nothing where nothing is
-        known, or its direction is unbiased: it has the best size of the unbiased gradient.
+        """State the effect of smaller groups on this loss, in a sentence.
+
+        It is empty if nothing is known, or if its direction is unbiased: then it has the best size
+        of the unbiased gradient.
         """
         if not self.decided or self.unbiased or not self._known:
             return ""
@@ -203,7 +202,7 @@ class OwnLoss:
         )
 
     def numbers(self) -> dict[str, float]:
-        """What is known, by name, for a tracker."""
+        """Return the known numbers, by name, for a tracker."""
         if self.worth is None:
             return {}
         found = {
@@ -219,7 +218,7 @@ class OwnLoss:
         return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
     def _noise(self) -> str:
-        """The share of an update that is noise, in words; nothing where it is not known."""
+        """State the share of an update that is noise, in words; empty if it is unknown."""
         assert self.worth is not None
         share, low, high = (100 * x for x in self.worth.noise)
         if not math.isfinite(share):
@@ -229,11 +228,11 @@ class OwnLoss:
 
 
 def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:
-    """What a rollout of a loss is worth at the group size of a pool, and in smaller groups of it.
+    """Estimate the worth of a rollout of a loss at the group size of a pool, and in smaller groups.
 
     Args:
-        pool: groups that a run trained on, G = N; of groups whose rewards are equal under every
-            reward function scores may be 0. With `EACH_REWARD` one of `with_functions`.
+        pool: groups on which a run trained, G = N; scores may be 0 for groups whose rewards are
+            equal under every reward function. With `EACH_REWARD` a pool of `with_functions`.
         loss: see `loss_of`.
         rollouts: n of an update.
         words: see `described`.
@@ -261,11 +260,11 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
 
 
 def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
-    """A pool whose reward functions count as TRL counts them in `EACH_REWARD`.
+    """Return a pool whose reward functions count as TRL counts them in `EACH_REWARD`.
 
-    A function that returned None for all completions of a group has no part in it, as one whose
-    rewards are equal. Where it returned None for some, TRL normalises the others among themselves:
-    no rule of whole groups, so the group is left out.
+    A function that returned None for all completions of a group has no part in it, like one whose
+    rewards are equal. If it returned None for some, TRL normalises the others among themselves:
+    this is no rule of whole groups, so the group is left out.
 
     Args:
         pool: with the functions' rewards, NaN where one returned None.
@@ -286,14 +285,16 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
 def ratio_factors(
     trainer: Any, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, sign_B: torch.Tensor
 ) -> torch.Tensor | None:
-    """Factors of the gradients of tokens' log-probabilities in TRL 1.16's loss, beside the weights
-    of `row_weights`, where pi/pi_old is not 1; None where the loss type is none of these.
+    """Return factors of tokens' gradients in TRL 1.16's loss where pi/pi_old is not 1.
+
+    They multiply the gradients of the tokens' log-probabilities, beside the weights of
+    `row_weights`. None if the loss type is not covered.
 
     Args:
         trainer: a `trl.GRPOTrainer`.
         log_ratio_BT: log pi - log pi_old of the tokens.
         mask_BT: 1 on tokens that count.
-        sign_B: of the advantages, -1 or 1, by which ratios are clipped.
+        sign_B: sign of the advantages, -1 or 1, by which ratios are clipped.
 
     Returns:
         [B, T], or [B, 1] with `importance_sampling_level="sequence"`.
@@ -321,7 +322,7 @@ def ratio_factors(
 
 
 def _smaller(size: int) -> list[int]:
-    """Halves of a group size, and their halves, as long as they are whole and 2 or more.
+    """Return halves of a group size, and their halves, as long as they are whole and 2 or more.
 
     >>> _smaller(16), _smaller(12), _smaller(5)
     ([2, 4, 8], [3, 6], [])
@@ -334,7 +335,7 @@ def _smaller(size: int) -> list[int]:
 
 
 def _reason(found: Refusal, size: int, rollouts: int) -> str:
-    """A refusal in the words of one who trains."""
+    """Phrase a refusal in the terms of training."""
     if found.kind in ("questions", "coupled questions"):
         return f"not decided yet, {found.needed} groups are needed, {found.found} measured"
     if found.kind == "no multiple":

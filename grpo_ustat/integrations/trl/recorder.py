@@ -1,4 +1,4 @@
-"""A reward function that rewards nothing and logs the tokens of every completion."""
+"""A reward function that gives no reward and logs the tokens of every completion."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def record(
     log_extra: Any,
     **_: Any,
 ) -> list[None]:
-    """A TRL reward function that returns None (no effect on training) and logs what makes a
-    completion token-exact.
+    """Return None for each completion, and log its tokens: a TRL reward function.
 
-    Put it beside the reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
+    It has no effect on training; what it logs makes a completion token-exact. Put it beside the
+    reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
     `completions/completions_00010.parquet` then has the columns `prompt_ids`, `completion_ids` and
     `policy_step`, the number of updates of the policy that wrote them: `checkpoint-<policy_step>`.
     """

@@ -1,10 +1,9 @@
-"""Whether the policy that is scored is the one that sampled: by the trainer's arguments, and by
-the mean score.
+"""Tests if the scored policy is the one that sampled: by trainer arguments and by the mean score.
 
 A policy's own completions have mean score 0. TRL's loss, like the scores, is of the softmax of all
-logits at `temperature`; where other arguments change what is sampled, or dropout is on, both are of
-another policy than the one that wrote. What is measured is then still the noise of the gradient
-that TRL applies, but that is not the gradient of the reward of what is sampled.
+logits at `temperature`. If other arguments change what is sampled, or dropout is on, both are of
+another policy than the one that wrote. The measured noise is then still that of the gradient that
+TRL applies, but that is not the gradient of the reward of what is sampled.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, va
 
 
 def sampling_warnings(trainer: Any) -> list[str]:
-    """A sentence for each argument by which a `GRPOTrainer` samples from another distribution than
-    the one that is scored, and one for dropout.
+    """Warn of each argument with which a `GRPOTrainer` samples from another distribution.
+
+    The scores are of the unchanged one. There is a sentence for each argument, and one for dropout.
     """
     own = {name: getattr(trainer, name, None) for name in NEUTRAL}
     own["structured_outputs"] = getattr(trainer.args, "vllm_structured_outputs_regex", None)
@@ -80,25 +80,26 @@ def sampling_warnings(trainer: Any) -> list[str]:
 
 
 def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
-    """The share of E||s||^2 by which the mean score of a prompt is not 0.
+    """Estimate the share of E||s||^2 by which the mean score of a prompt is not 0.
 
         T / q,   T = mean over groups of sum_{i != j} <s_i, s_j> / (G (G-1)),   q = mean ||s_i||^2
 
     T estimates E||E[s | x]||^2 without bias. It is 0 for completions of the policy that is scored;
-    an interval above 0 shows that another wrote them. One that covers 0 clears nothing: where the
-    policy is peaked, what cuts off or moves the others' probabilities hardly moves the mean.
+    an interval above 0 shows that another policy wrote them. An interval that covers 0 proves
+    nothing: if the policy is peaked, cutting off or moving the other tokens' probabilities hardly
+    moves the mean.
 
-    Of a policy's own completions at most 1.5 % of the intervals were above 0, 4.3 % of 8 groups of
-    2 (softmax policies of 12 tokens from flat to peaked, 8 to 64 groups of 2 to 16, 4000 batches
-    each; of 4 groups up to 31 %).
+    For a policy's own completions at most 1.5 % of the intervals were above 0, 4.3 % for 8 groups
+    of 2 (softmax policies of 12 tokens from flat to peaked, 8 to 64 groups of 2 to 16, 4000 batches
+    each; for 4 groups up to 31 %).
 
     Args:
         grams_PGG: <s_i, s_j> of all groups of a batch, or of several; also of those whose rewards
-            are equal, as the others alone are not the policy's own completions.
+            are equal, because the others alone are not the policy's own completions.
 
     Returns:
         With an interval that leaves out one group at a time and never ends below 0, where the share
-        cannot be; of fewer than 8 groups, or of scores that are all 0, without.
+        cannot be; without an interval for fewer than 8 groups, or for scores that are all 0.
     """
     diagonals_P = np.array([gram.trace() for gram in grams_PGG])
     sums_P = np.array([gram.sum() for gram in grams_PGG])
@@ -116,9 +117,7 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
 
 
 def mean_score_warning(share: Interval) -> list[str]:
-    """A sentence where `mean_score_share` shows that the scored policy did not write the
-    completions.
-    """
+    """Warn if `mean_score_share` shows that the scored policy did not write the completions."""
     if not share.low > 0:
         return []
     value, low, high = (100 * x for x in share)

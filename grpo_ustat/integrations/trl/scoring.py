@@ -1,4 +1,4 @@
-"""Scores of a run's groups, in a model that is left as it is, and what ranks tell each other."""
+"""Scores of a run's groups, in a model that is left as it is, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -42,35 +42,32 @@ UNCHECKED = (
 
 
 class GroupScorer:
-    """Scores groups of a `GRPOTrainer`, two completions of which it differentiates plainly too.
+    """Scorer of groups of a `GRPOTrainer`, two completions of which it differentiates plainly too.
 
-    Where the model has dropout, scores are those of the model in training, each completion with
-    masks of its own, as in TRL's loss; those of two groups are independent, whichever rank scores
-    them. They have the law of the update's masks, which are drawn only later: `update_scores` draws
-    these once more.
+    If the model has dropout, scores are those of the model in training, each completion with its
+    own masks, as in TRL's loss; those of two groups are independent, whichever rank scores them.
+    They have the distribution of the update's masks, which are drawn only later: `update_scores`
+    draws these again.
 
     Args:
-        trainer: whose.
-        completions_at_once: of a pass of the model; halved where memory runs out.
+        completions_at_once: completions of a pass of the model; halved if memory runs out.
         sketch_size: numbers that are kept of a completion's score.
-
-    Attributes:
-        sketch: of scores; None before the first group.
-        notes: what there is to say, in sentences.
-        ratio_gaps: of the last `update_scores`, where TRL compares probabilities with two draws of
-            masks: the sum of |log pi/pi_old| over tokens, those that are clipped, and all.
     """
 
     def __init__(self, trainer: Any, completions_at_once: int, sketch_size: int):
         self.trainer, self.at_once, self.sketch_size = trainer, completions_at_once, sketch_size
+        # Sketch of scores; None before the first group.
         self.sketch: Sketch | None = None
+        # Remarks for the user, in sentences.
         self.notes: list[str] = []
+        # Of the last `update_scores`, if TRL compares probabilities with two draws of masks: the
+        # sum of |log pi/pi_old| over tokens, the number of clipped tokens, and of all.
         self.ratio_gaps = np.zeros(3)
         self._checked = False
         self._batches = 0  # that were scored, the same on all ranks
 
     def sketch_of(self, model: Any) -> Sketch:
-        """The sketch of scores of a model, the same whenever it is asked for."""
+        """Return the sketch of scores of a model, the same at each call."""
         if self.sketch is None:
             self.sketch = Sketch(parameter_sizes(model), self.sketch_size)
         return self.sketch
@@ -78,7 +75,7 @@ class GroupScorer:
     def all_scores(
         self, model: Any, groups: Mapping[int, Group], layers: LayersInStep | None
     ) -> dict[int, GroupScores]:
-        """Scores of groups by place, each from one of the ranks; on all.
+        """Score groups by place, each on one of the ranks; return all scores on all ranks.
 
         Args:
             model: whose weights are whole, or in its layers in step.
@@ -99,7 +96,7 @@ class GroupScorer:
             own = places[len(scores) :][:world][rank : rank + 1]
 
             def attempt(own: Sequence[int] = own) -> list[tuple[int, GroupScores] | None]:
-                """Scores of this rank's group of the round; None where its memory ran out."""
+                """Score this rank's group of the round; return None if its memory ran out."""
                 with layers.round(self._passes()):
                     try:
                         return [(p, self._scores(model, groups[p], p, layers)) for p in own]
@@ -116,7 +113,7 @@ class GroupScorer:
         return scores
 
     def scores(self, model: Any, group: Group, place: int) -> GroupScores:
-        """Scores of one group; where memory runs out again, with half the completions at once."""
+        """Score one group; if memory runs out, try again with half the completions at once."""
         while True:
             try:
                 return self._scores(model, group, place, None)
@@ -146,7 +143,7 @@ class GroupScorer:
             )  # fmt: skip
 
     def _states(self, model: Any, place: int) -> RandomStates:
-        """States of the generators for the masks of the group at a place of this batch."""
+        """Return states of the generators for the masks of the group at a place of this batch."""
         seeds = [self.trainer.args.seed, self._batches, place]
         (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
         return seeded_states(model.device, int(seed))
@@ -159,15 +156,16 @@ class GroupScorer:
         sign_B: Array,
         trl_positions: bool,
     ) -> Array:
-        """Sketches of the scores of a micro-batch's rows with the masks that TRL's loss drew, each
-        token times what its ratio pi/pi_old multiplies it with, [B, R].
+        """Sketch the scores of a micro-batch's rows with the masks that TRL's loss drew, [B, R].
+
+        Each token is multiplied by the factor of its ratio pi/pi_old.
 
         Args:
             model: whose weights are whole, as they were at the loss.
             inputs: of the loss.
             states: of the generators before it.
-            sign_B: of the rows' advantages, -1 or 1.
-            trl_positions: whether the model counts positions as in TRL's loss, which hands it none.
+            sign_B: sign of the rows' advantages, -1 or 1.
+            trl_positions: count positions as in TRL's loss, which gives the model none.
         """
         if inputs.get("pixel_values") is not None:
             raise ConfigError("the rows of a micro-batch have images of several prompts")
@@ -183,7 +181,7 @@ class GroupScorer:
             return dropping(model, states) if drops else same_draws(model.device)
 
         def padded(values_BT: torch.Tensor) -> torch.Tensor:
-            """With 0 on the prompt."""
+            """Pad values with 0 on the prompt."""
             return torch.nn.functional.pad(values_BT, (ids_BT.shape[1] - width, 0))
 
         weights_BT, old_BT = counts_BT, inputs.get("old_per_token_logps")
@@ -212,8 +210,9 @@ class GroupScorer:
         return features_BR.cpu().numpy()
 
     def shifts_positions(self, model: Any) -> bool:
-        """Whether padding before a prompt changes a model that is handed no positions, as in TRL's
-        loss: whether its positions are absolute, as of GPT-2.
+        """Return True if padding before a prompt changes a model that gets no positions.
+
+        TRL's loss gives it none. The padding matters if positions are absolute, as in GPT-2.
         """
         ids_BT = torch.tensor([[0, 2, 3, 4]], device=model.device)
         mask_BT = torch.tensor([[0, 1, 1, 1]], device=model.device)
@@ -231,11 +230,11 @@ class GroupScorer:
         return bool(share > (1e-3 if model.dtype.itemsize >= 4 else 0.1))
 
     def _passes(self) -> int:
-        """Passes of the model through a group."""
+        """Return the number of passes of the model through a group."""
         return math.ceil(self.trainer.num_generations / self.at_once)
 
     def _halve(self) -> None:
-        """Half as many completions of a pass."""
+        """Halve the number of completions of a pass."""
         if self.at_once == 1:
             raise ConfigError("out of memory with one completion at a time")
         self.at_once //= 2
@@ -244,7 +243,7 @@ class GroupScorer:
 
     @contextmanager
     def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
-        """Within, `logprobs` can be asked for once; layers in step need it on all ranks."""
+        """Allow one call of `logprobs` within the block; layers in step need it on all ranks."""
         if layers is None:
             yield
             return
@@ -252,7 +251,7 @@ class GroupScorer:
             yield
 
     def logprobs(self, model: Any, group: Group) -> Array:
-        """Log-probabilities of the tokens of a group's completions, [G, T], 0 on padding."""
+        """Compute log-probabilities of a group's completion tokens, [G, T], 0 on padding."""
         rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
         size = len(group.completions)
         parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
@@ -291,7 +290,7 @@ class GroupScorer:
 
 
 def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The items that all ranks make, in rank order."""
+    """Return the items that all ranks make, in rank order."""
     try:
         own = list(make())
     except Exception as error:
@@ -304,10 +303,10 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
 
 @contextmanager
 def _trl_positions(model: Any) -> Iterator[None]:
-    """Within, a model counts columns as positions, as where it is handed none."""
+    """Make a model count columns as positions, as if it gets none."""
 
     def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of the model with these positions."""
+        """Add these positions to the arguments of the model."""
         ids_BT = args[0] if args else kwargs["input_ids"]
         columns_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return args, {**kwargs, "position_ids": columns_BT}
@@ -320,21 +319,22 @@ def _trl_positions(model: Any) -> Iterator[None]:
 
 
 class _Failure(NamedTuple):
-    """Why a rank has no items."""
+    """Reason why a rank has no items."""
 
     reason: str
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """Describe an error in one line."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return single_line(f"{kind}{error}")
 
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode and its own precision for the block, and restore modes and
-    random states after it. Scores are formed outside of `grad`.
+    """Put the model into evaluation mode and its own precision for the block.
+
+    Modes and random states are restored afterwards. Scores are computed outside of `grad`.
     """
     modes = {module: module.training for module in model.modules()}
     generators = random.getstate(), np.random.get_state()
@@ -362,8 +362,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
-    """Within, of the trainable parameters only those are in whose names a regular expression
-    occurs, or all.
+    """Make trainable only the parameters whose names contain a match of a regular expression.
+
+    Without an expression all stay trainable. The change ends with the block.
     """
     others = [
         p

@@ -1,10 +1,10 @@
 """Whole weights of a model that training shards: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
 
-Scores need every parameter as one of its own shape and name. All are gathered before scoring and
-dropped after it, and within the frameworks' hooks are off: these gather and drop a layer at a time,
-so that ranks would have to score in step. Without them no rank waits for another between the
-gathering and its end, and one that fails holds up none. Only where a rank has no memory for that
-does a layer at a time have its weights, see `in_step`.
+Scores need every parameter whole, with its own shape and name. All are gathered before scoring and
+dropped after it, and within the block the frameworks' hooks are off: these gather and drop a layer
+at a time, so that ranks would have to score in step. Without them no rank waits for another between
+the gathering and its end, and one that fails delays none. Only if a rank has no memory for that do
+layers have their weights one at a time, see `in_step`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # FSDP1's, tor
 
 
 def sharding_of(trainer: Any) -> str:
-    """What shards the parameters in a trainer's run: "ZeRO-3", "FSDP1", "FSDP2"; "": nothing."""
+    """Return what shards a trainer's parameters: "ZeRO-3", "FSDP1", "FSDP2", or "" for none."""
     state = trainer.accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -38,7 +38,7 @@ def sharding_of(trainer: Any) -> str:
 
 
 def check_sharding(trainer: Any) -> None:
-    """Refuse what keeps parameters elsewhere, or splits them in another way."""
+    """Refuse set-ups that keep parameters elsewhere, or split them in another way."""
     state, sharding = trainer.accelerator.state, sharding_of(trainer)
     if sharding.startswith("FSDP") and _offloads(state.fsdp_plugin.cpu_offload):
         raise ConfigError(
@@ -63,7 +63,10 @@ def check_sharding(trainer: Any) -> None:
 
 
 def _offloads(policy: Any) -> bool:
-    """Whether accelerate's `cpu_offload` moves parameters: FSDP1's record or FSDP2's policy."""
+    """Return True if accelerate's `cpu_offload` moves parameters.
+
+    It is FSDP1's record or FSDP2's policy.
+    """
     if isinstance(policy, bool):
         return policy
     return getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy")
@@ -73,15 +76,15 @@ def _offloads(policy: Any) -> bool:
 def scored_weights(
     trainer: Any, by_layer: bool = False
 ) -> Iterator[tuple[Any, LayersInStep | None]]:
-    """The model with its weights on this rank, by the names and shapes of a single process: whole,
-    and None; or, where a rank has no memory for that, with the layers that have theirs in step.
+    """Give the model its weights on this rank, by the names and shapes of a single process.
 
-    All ranks enter and leave together. Within, each does what it likes with whole weights, and
-    keeps to rounds with the layers. Weights must not be changed.
+    Yields the model with whole weights, and None; or, if a rank has no memory for that, with the
+    layers that have theirs in step. All ranks enter and leave together. Within, each works freely
+    with whole weights, and keeps to rounds with the layers. Weights must not be changed.
 
     Args:
-        trainer: whose model. Where nothing shards it, its weights are whole.
-        by_layer: whether layers have theirs in step in any case.
+        trainer: its model has whole weights if nothing shards it.
+        by_layer: let layers have their weights in step in any case.
     """
     sharding = sharding_of(trainer)
     with ExitStack() as stack:
@@ -111,10 +114,10 @@ def scored_weights(
 
 
 def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
-    """Whether every rank has memory for so many bytes."""
+    """Return True if every rank has memory for so many bytes."""
 
     def fits() -> bool:
-        """Whether this rank has."""
+        """Return True if this rank has."""
         try:
             _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         except RuntimeError as error:
@@ -127,7 +130,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
-    """The layers of a model in FSDP1's wrappers or none."""
+    """Return the layers of a model, with or without FSDP1's wrappers."""
     with _unwrapped(model) as inner:
         layers = separate_layers(inner)
     if layers:
@@ -146,7 +149,7 @@ def _zero3(trainer: Any) -> tuple[Any, Gather]:
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Whole weights of a module but for some within it."""
+        """Gather whole weights of a module except for some modules within it."""
         left = {id(p) for one in without for p in one.parameters()}
         parameters: list[Any] = [p for p in module.parameters() if id(p) not in left]
         sizes = [p.ds_numel * p.element_size() for p in parameters]
@@ -156,7 +159,7 @@ def _zero3(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
-    """Weights in the precision in which the units compute."""
+    """Return the model and its gathering, in the precision in which the units compute."""
     from torch.distributed.fsdp import FSDPModule
 
     model = trainer.model
@@ -171,7 +174,7 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
 
     @contextmanager
     def gathered(some: Sequence[Any]) -> Iterator[None]:
-        """Weights of some units whole; sharded again afterwards."""
+        """Keep the weights of some units whole within the block; shard them again afterwards."""
         try:
             for unit in some:
                 unit.unshard()
@@ -181,7 +184,7 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
                 unit.reshard()
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Whole weights of a module but for some within it."""
+        """Gather whole weights of a module except for some modules within it."""
         some = _units_within(module, without, units)
         sizes = [list(sizes_of[unit].values()) for unit in some]
         # a unit's weights come in one buffer, from which they are copied
@@ -191,7 +194,7 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
-    """Weights in the precision in which the optimizer keeps them."""
+    """Return the model and its gathering, in the precision in which the optimizer keeps weights."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.model
@@ -199,14 +202,14 @@ def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
 
     @contextmanager
     def gathered(some: Sequence[Any]) -> Iterator[None]:
-        """Weights of some units whole; sharded again afterwards."""
+        """Keep the weights of some units whole within the block; shard them again afterwards."""
         with ExitStack() as stack:
             for unit in some:
                 stack.enter_context(unit.summon_full_params(unit, recurse=False, writeback=False))
             yield
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Whole weights of a module but for some within it."""
+        """Gather whole weights of a module except for some modules within it."""
         if without and not all(unit._use_orig_params for unit in units):
             raise ConfigError(
                 f"{NO_MEMORY}, and fsdp_use_orig_params=False hides those of layers: use "
@@ -226,14 +229,14 @@ SHARDED = {"": _whole, "ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
 def _units_within(
     module: nn.Module, without: Sequence[nn.Module], units: Sequence[Any]
 ) -> list[Any]:
-    """Those of FSDP's units that belong to a module, but to none of these within it."""
+    """Return those of FSDP's units that belong to a module, but to none of these within it."""
     within = set(module.modules()) - {inner for one in without for inner in one.modules()}
     return [unit for unit in units if _inner(unit) in within]
 
 
 @contextmanager
 def _no_hooks_of_frameworks(model: nn.Module) -> Iterator[None]:
-    """Within, forward hooks of FSDP and DeepSpeed are off; PEFT's and TRL's stay."""
+    """Switch off forward hooks of FSDP and DeepSpeed; PEFT's and TRL's stay."""
     kept = []
     for module in model.modules():
         for table in ("_forward_pre_hooks", "_forward_hooks"):
@@ -255,8 +258,10 @@ def _is_of_framework(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """The model within FSDP1's and activation checkpointing's wrappers, in which children are
-    called, and parameters named, as if they had none.
+    """Remove the wrappers of FSDP1 and activation checkpointing within the block.
+
+    Yields the model, in which children are called, and parameters named, as if they had no
+    wrappers.
     """
     wrapped = [
         (parent, name, child)
@@ -274,15 +279,16 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _inner(module: Any) -> nn.Module:
-    """A module within its wrappers."""
+    """Return a module within its wrappers."""
     while within := [name for name in WRAPPED if name in module._modules]:
         module = module._modules[within[0]]
     return module
 
 
 def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
-    """The precision in which a trainer computes its loss, where a model's trainable weights are in
-    a wider one; else None.
+    """Return the precision in which a trainer computes its loss, if weights are wider.
+
+    It is None unless trainable weights of the model are in a wider precision.
     """
     accelerator = trainer.accelerator
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
@@ -296,11 +302,11 @@ def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
 def in_precision_of_loss(
     trainer: Any, model: nn.Module, layers: LayersInStep | None, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Within, a model computes as in a trainer's loss: in autocast, and with FSDP1, which reads
-    weights in that precision, with such weights.
+    """Make a model compute as in a trainer's loss: in autocast.
+
+    With FSDP1, which reads weights in that precision, it also has such weights.
 
     Args:
-        trainer: whose loss.
         model, layers: as of `scored_weights`.
         dtype: see `narrow_loss`.
     """
@@ -316,7 +322,7 @@ def in_precision_of_loss(
 
 
 def precision_of(model: nn.Module) -> str:
-    """The precision of a model's weights, and of its buffers where these are narrower, in words."""
+    """Name the precision of a model's weights, and of its buffers if these are narrower."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     least = min((dtype.itemsize for dtype in weights), default=0)
     buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Which trainers can be measured: what is refused is refused before training, in one line."""
+"""Trainers that can be measured: others are refused before training, in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_parameters(model: nn.Module, pattern: str | None) -> None:
-    """Refuse a choice of parameters that is none."""
+    """Refuse a choice of parameters that selects none."""
     if pattern is None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

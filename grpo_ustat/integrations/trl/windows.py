@@ -1,8 +1,8 @@
 """Windows: the scored groups of consecutive generation batches, pooled until they are enough.
 
-A generation batch of one prompt has no second one to compare with, and TRL's defaults make such
-batches. C2 and C3 are means over groups and of each group's own policy whatever is pooled. C1 and
-||grad J||^2 need products between groups; where a window pools batches of several policies they
+A generation batch of one prompt has no second one for comparison, and TRL's defaults make such
+batches. C2 and C3 are means over groups and belong to each group's own policy, whatever is pooled.
+C1 and ||grad J||^2 need products between groups; if a window pools batches of several policies they
 are of <grad J_s, grad J_t> for pairs of steps s and t, which a window keeps close together.
 """
 
@@ -25,44 +25,37 @@ WINDOW_GROUPS = 16  # of a window, where a generation batch has fewer than LEAST
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group of a generation batch with what is kept of its scores.
+    """A group of a generation batch with what is kept of its scores."""
 
-    Attributes:
-        step: updates of the policy that wrote it.
-        rewards_G, rewards_GF: see `generation.Group`.
-        lengths_G: tokens that the policy wrote.
-        counted_G: whether TRL's loss counts each completion.
-        scores: None where all rewards are equal: its gradient is 0 whatever they are.
-    """
-
+    # Updates of the policy that wrote it.
     step: int
+    # See `generation.Group`.
     rewards_G: Array
     rewards_GF: Array
+    # Tokens that the policy wrote.
     lengths_G: Integers
+    # True for each completion that TRL's loss counts.
     counted_G: Mask
+    # None if all rewards are equal: its gradient is 0 for any scores.
     scores: GroupScores | None
 
 
 @dataclass(frozen=True)
 class Window:
-    """The pooled groups of consecutive generation batches.
+    """The pooled groups of consecutive generation batches."""
 
-    Attributes:
-        first, last: updates of the policies that wrote the first and the last batch.
-        terms: of its groups.
-        unknown: groups that were left out, with a completion that no function rewarded.
-        drift: nats a completion from its first policy to its last, see `noise.policy_drift`.
-    """
-
+    # Updates of the policies that wrote the first and the last batch.
     first: int
     last: int
     terms: GroupTerms
+    # Groups that were left out, with a completion that no function rewarded.
     unknown: int
+    # Nats per completion from its first policy to its last, see `noise.policy_drift`.
     drift: float = 0.0
 
 
 def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredGroup:
-    """A group without its tokens."""
+    """Make a scored group, without tokens, from a group and its scores."""
     return ScoredGroup(
         step,
         group.rewards_G,
@@ -74,7 +67,7 @@ def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredG
 
 
 def window_batches(groups: int) -> int:
-    """Generation batches of a window, from the groups of one of them.
+    """Return the generation batches of a window, from the groups of one of them.
 
     >>> window_batches(8), window_batches(2), window_batches(1)
     (1, 8, 16)
@@ -85,12 +78,12 @@ def window_batches(groups: int) -> int:
 def window_of(
     groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0, own: bool = True
 ) -> Window:
-    """The terms of pooled groups.
+    """Compute the terms of pooled groups.
 
     Args:
         groups: at least two.
         unknown, drift: see `Window`.
-        own: whether the policy that is scored wrote the completions, so that its mean score is 0.
+        own: the scored policy wrote the completions, so that its mean score is 0.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -110,7 +103,7 @@ def window_of(
 
 
 def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
-    """The groups as a pool of N = G completions of each prompt, with the rewards of each function.
+    """Return the groups as a pool of N = G completions of each prompt, with functions' rewards.
 
     Scores of groups that were not scored, which no loss weighs by another number than 0, are 0.
     """

@@ -1,12 +1,12 @@
-r"""What is summed over layers: norms, Gram matrix, pooled gradients, sketches.
+r"""Sums over layers: norms, Gram matrix, pooled gradients, sketches.
 
-A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. Two exact ways
-lead to its norm, and the cheaper one is taken layer by layer:
+A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. There are two
+exact ways to its norm, and the cheaper one is taken layer by layer:
 
     through T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
     through the weight       G_i itself, some of its rows at a time, for all completions
 
-Never are all rows of all completions' G_i held at once.
+All rows of all completions' G_i are never held at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class Accumulator:
 
     Args:
         batch: B.
-        device: of the model.
         weights_KB: K weight vectors for pooled gradients, or None.
-        gram: whether to form <s_i, s_j>.
+        gram: form <s_i, s_j>.
         features: sketch of every completion's score, or None.
         pooled: sketch in place of the pooled gradients themselves, or None.
         metric: weighs every entry of every gradient, see `metric`; None: Euclidean.
@@ -73,10 +72,9 @@ class Accumulator:
         """Add the gradient `sum_t left_t right_t'`, [R, C], of each of N completions.
 
         Args:
-            name: of the parameter.
-            shape: of the parameter.
+            name, shape: of the parameter.
             factors: the two factors; R rows of the parameter from `first_row` on.
-            rows: which completions these are, None for all.
+            rows: indices of these completions, None for all.
         """
         self.names.add(name)
         if self._squares_are_cheaper(factors):
@@ -145,8 +143,9 @@ class Accumulator:
     def cross(
         self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
     ) -> None:
-        """Add 2 <first, second>, what ||first + second||^2 has beyond the two squared norms, of the
-        rows of a matrix with these ids; overwrites `first_NUD`.
+        """Add 2 <first, second> for the rows of a matrix with these ids; overwrites `first_NUD`.
+
+        It is the part of ||first + second||^2 beyond the two squared norms.
         """
         if self.metric is not None:
             weights_UD = self.metric.rows(name, shape, ids_U)
@@ -253,12 +252,12 @@ class Accumulator:
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of several tensors as one; a single one as it is."""
+    """Join rows of several tensors into one; return a single one as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
-    """All inner products of N long vectors, [N, N]."""
+    """Compute all inner products of N long vectors, [N, N]."""
     with full_products():
         if flat_NC.device.type == "cpu":
             return flat_NC @ flat_NC.T
@@ -266,8 +265,9 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
 
 
 def sliced_products(flat_NC: torch.Tensor, slices: int = VECTOR_SLICES) -> torch.Tensor:
-    """Inner products, a sum over slices of the vectors: a GPU would compute one product of few
-    entries and long sums on few of its cores.
+    """Compute inner products as a sum over slices of the vectors.
+
+    A GPU would compute one product of few entries and long sums on few of its cores.
     """
     whole = flat_NC.shape[1] // slices * slices
     parts_SNK = flat_NC[:, :whole].unflatten(1, (slices, -1)).transpose(0, 1)

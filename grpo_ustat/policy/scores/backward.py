@@ -2,11 +2,11 @@ r"""Scores of completions: squared norms, pooled gradients and Gram matrices fro
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. One
 forward and one backward over a batch, or over parts of it, give layer by layer what every s_i
-needs: a layer's input and the gradient at its output. `layers` says what each kind of layer makes
-of them, `output_layer` treats the logits in chunks, `totals` sums, and each layer's share is
-dropped before the next is formed. Trainable parameters of a kind without a rule (fused experts,
-routers, attention sinks) are scored by plain differentiation of one completion at a time: exact,
-one more pass in time.
+needs: a layer's input and the gradient at its output. `layers` has a rule for each kind of layer,
+`output_layer` treats the logits in chunks, `totals` sums, and each layer's share is dropped before
+the next is formed. Trainable parameters of a kind without a rule (fused experts, routers, attention
+sinks) are scored by plain differentiation of one completion at a time: exact, one more pass in
+time.
 """
 
 from __future__ import annotations
@@ -43,21 +43,18 @@ from grpo_ustat.policy.scores.sketch import Sketch
 
 @dataclass(frozen=True)
 class CompletionScores:
-    """What one pass over B completions yields.
+    """Results of one pass over B completions."""
 
-    Attributes:
-        sq_norm_B: ||s_i||^2, float64.
-        gradients_K: for each weight vector, `sum_i w_ki s_i` by parameter name, at least float32;
-            empty where `pooled` asked for their sketches instead.
-        gram_BB: <s_i, s_j>, float64; None unless asked for.
-        features_BR: sketches of the s_i, float64; None unless asked for.
-        pooled_KR: sketches of the pooled gradients, float64; None unless asked for.
-    """
-
+    # ||s_i||^2, float64.
     sq_norm_B: torch.Tensor
+    # For each weight vector, `sum_i w_ki s_i` by parameter name, at least float32; empty if
+    # `pooled` asked for their sketches instead.
     gradients_K: list[dict[str, torch.Tensor]]
+    # <s_i, s_j>, float64; None unless asked for.
     gram_BB: torch.Tensor | None
+    # Sketches of the s_i, float64; None unless asked for.
     features_BR: torch.Tensor | None = None
+    # Sketches of the pooled gradients, float64; None unless asked for.
     pooled_KR: torch.Tensor | None = None
 
 
@@ -81,7 +78,7 @@ def completion_scores(
     drops: bool = False,
     whole: bool = False,
 ) -> CompletionScores:
-    """Score norms, pooled gradients and Gram matrix over all trainable parameters.
+    """Compute score norms, pooled gradients and Gram matrix over all trainable parameters.
 
     Args:
         model: a loaded causal language model in evaluation mode, with or without PEFT adapters;
@@ -91,27 +88,27 @@ def completion_scores(
         completion_mask_BT: weights of the tokens whose log-probabilities the score sums, 1 or any
             number; never of the first column, since token t is predicted from t-1.
         weights_KB: K weight vectors over the B completions.
-        gram: whether to form the Gram matrix.
+        gram: form the Gram matrix.
         temperature: divides the logits, as in sampling.
         features: sketch every completion's score.
         pooled: sketch the pooled gradients instead of returning them whole.
         metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
-        by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
+        by_layer: keep only the inputs of layers and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
-        layer_weights: of a model whose layers have their weights only within a block; `by_layer`,
-            which it must be made for.
+        layer_weights: for a model whose layers have their weights only within a block; needs
+            `by_layer`, and a model made of such layers.
         passes: how many of the completions, in their order, each pass through the model reads,
             without the columns that are padding in all of them; None: all in one. The scores are
-            the same but for rounding.
-        contiguous: read a pass whose rows are padded at the end alone without a mask, so that the
+            the same up to rounding.
+        contiguous: read a pass whose rows are padded only at the end without a mask, so that the
             fast kernels of causal attention apply; for models that `can_read_contiguous`.
-        images: of the one prompt that all rows have: further inputs of the model, see
-            `images.row_inputs`. Trainable parameters that images pass through (of a vision tower
-            or projector) are differentiated plainly, one completion at a time.
-        drops: whether dropout may be on. Then each score is that of its completion's own masks.
-        whole: whether a pass reads columns that are padding in all its rows too. Then the masks
-            are those that the generators' states give of the whole batch; a parameter without a
-            rule, which completions are read once more for, would have others.
+        images: images of the one prompt that all rows share: further inputs of the model, see
+            `images.row_inputs`. Trainable parameters that images pass through (of a vision tower or
+            projector) are differentiated plainly, one completion at a time.
+        drops: allow dropout. Then each score is that of its completion's own masks.
+        whole: read columns that are padding in all rows of a pass, too. Then the masks are those
+            that the generators' states give for the whole batch; a parameter without a rule, for
+            which completions are read once more, would have others.
     """
     if model.training and not drops:
         raise ConfigError("the model is in training mode: scores need model.eval()")
@@ -154,7 +151,7 @@ def completion_scores(
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters with requires_grad and their names."""
+    """Return the parameters with requires_grad and their names."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no trainable parameter: nothing to differentiate")
@@ -162,18 +159,18 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
-    """Names of all parameters that scores cover: every trainable one."""
+    """Return the names of all parameters that scores cover: every trainable one."""
     return [name for name, _ in trainable(model)]
 
 
 def parameter_sizes(model: nn.Module) -> dict[str, int]:
-    """Number of entries of every trainable parameter."""
+    """Return the number of entries of every trainable parameter."""
     return {name: p.numel() for name, p in trainable(model)}
 
 
 @contextmanager
 def _activations_only(model: nn.Module) -> Iterator[None]:
-    """Switch parameter gradients off, so that backward yields those of activations alone."""
+    """Switch parameter gradients off, so that backward yields only those of activations."""
     switched = [p for _, p in trainable(model)]
     for parameter in switched:
         parameter.requires_grad_(False)
@@ -186,22 +183,11 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Some of the rows on their way through the model, without columns that are padding in all.
+    """Some of the rows on their way through the model, without columns that are padding in all."""
 
-    Attributes:
-        rows, columns: which of the batch.
-        ids, attention: of these rows and columns.
-        layers: where it goes layer by layer, else None.
-        roots: of each embedding its output, where the backward pass ends, the module, and what it
-            was called with; None where no rule covers that.
-        hidden: the last hidden states.
-        window, scored: the positions whose next tokens are scored, and their columns among its
-            own; after `cut_window`.
-        grad_window, grad_logits: the gradients at the window's hidden states, and at its logits of
-            the tokens that occur anywhere.
-    """
-
+    # The positions whose next tokens are scored; set by `cut_window`.
     window: Window
+    # The window's columns among those of the pass; set by `cut_window`.
     scored: slice
 
     def __init__(
@@ -214,27 +200,34 @@ class _Pass:
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
         first = min(int(real.min()), ids_BT.shape[1] - 2)  # one to read, and one that it predicts
+        # Rows and columns of the batch.
         columns = slice(first, max(int(real.max()) + 1, first + 2))
         self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if whole else columns
+        # Of these rows and columns.
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
+        # None unless the pass goes layer by layer.
         self.layers = layers
+        # Of each embedding: its output, where the backward pass ends, the module, and the arguments
+        # of its call; these are None if no rule covers the call.
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
+        # The last hidden states, and the gradients at the window's hidden states and at its logits
+        # of the tokens that occur anywhere.
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
-        """The hidden states from which tokens that count are predicted, without their graph."""
+        """Return the hidden states from which counted tokens are predicted, without their graph."""
         ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
         whole = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
         self.window, self.scored = whole.part(slice(None))
         return self.window
 
     def head_rows(self, place_U: torch.Tensor) -> torch.Tensor:
-        """Rows of the output layer's gradients, of some of the tokens that occur, [B, U, D]."""
+        """Return rows of the output layer's gradients for some occurring tokens, [B, U, D]."""
         hidden = widen(self.window.hidden_BTD)
         return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
 
     def backward(self) -> Iterator[None]:
-        """Let the gradient at the hidden states reach the roots; yields after each layer."""
+        """Let the gradient at the hidden states reach the roots; yield after each layer."""
         grad_hidden = torch.zeros_like(self.hidden)
         grad_hidden[:, self.scored] = self.grad_window
         self.grad_window = torch.empty(0)
@@ -246,11 +239,7 @@ class _Pass:
 
 
 class _Backward:
-    """One forward and one backward; layers add their parameters to the totals as gradients come.
-
-    Attributes:
-        added: names of the parameters whose gradients are in the totals.
-    """
+    """One forward and one backward; layers add their parameters to the totals as gradients come."""
 
     def __init__(
         self,
@@ -265,6 +254,7 @@ class _Backward:
         self.outside = outside_language(self.model)
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
+        # Names of the parameters whose gradients are in the totals.
         self.added: set[str] = set()
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
@@ -386,8 +376,9 @@ class _Backward:
         return leaf.clone()  # a model may scale its embeddings in place
 
     def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
-        """A module's arguments with the batch dimension first; None where the completions cannot be
-        told apart, as in mixtures of experts.
+        """Return a module's arguments with the batch dimension first.
+
+        None if the completions cannot be separated, as in mixtures of experts.
         """
         batch, length = pass_.ids.shape
         if kwargs or ".experts." in f".{path}." or not args:
@@ -404,7 +395,7 @@ class _Backward:
         return [self.names[id(p)] for p in own if id(p) in self.names]
 
     def _score_shared_alone(self) -> None:
-        """Leave the weight of embedding and output layer to `one_by_one`, both of its shares."""
+        """Leave both shares of the weight of embedding and output layer to `one_by_one`."""
         self.names = {key: name for key, name in self.names.items() if name != self.shared}
         self.shared = None
 
@@ -472,9 +463,9 @@ def check_scores(
 ) -> None:
     """Compare a pooled gradient of these completions with plain differentiation, by parameter.
 
-    A layer that used its inputs in a way its rule does not know would differ. Unequal weights make
-    rows that were mixed up show, and a high temperature keeps a peaked policy's scores from being
-    little but the rounding of 1 - p. With `images` the rows are of one prompt, see
+    A layer that uses its inputs in a way that its rule does not cover would differ. Unequal weights
+    reveal rows that were mixed up. A high temperature keeps a peaked policy's scores from being
+    little but the rounding of 1 - p. With `images` the rows belong to one prompt, see
     `completion_scores`.
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
@@ -510,7 +501,7 @@ def check_scores(
 
 
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or a larger one alone."""
+    """Yield neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or one larger one."""
     group, entries = [], 0
     for name, parameter in parameters:
         if group and entries + parameter.numel() > PARAMETERS_AT_ONCE:
@@ -523,7 +514,7 @@ def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[l
 
 @contextmanager
 def _only_trainable(parameters: list[tuple[str, nn.Parameter]], some: list) -> Iterator[None]:
-    """Within, only some of the trainable parameters are trainable."""
+    """Make only some of the trainable parameters trainable within the block."""
     others = {name for name, _ in parameters} - {name for name, _ in some}
     for name, parameter in parameters:
         parameter.requires_grad_(name not in others)

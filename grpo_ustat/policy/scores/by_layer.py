@@ -1,7 +1,7 @@
-"""A forward pass that keeps the inputs of its layers alone.
+"""A forward pass that keeps only the inputs of its layers.
 
 Each layer is computed again in the backward pass (gradient checkpointing, Chen et al. 2016), so
-that one layer's graph exists at a time, and drops what it dropped before.
+that one layer's graph exists at a time, and it drops what it dropped before.
 
 transformers' own checkpointing would run the score rules' hooks twice, and only in training mode.
 """
@@ -23,37 +23,34 @@ from grpo_ustat.policy.dropout import RandomStates, random_states, same_draws
 from grpo_ustat.policy.output_layer import body
 
 LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
-"""Gives of a layer a block within which it has its weights."""
+"""Returns, for a layer, a block within which it has its weights."""
 
 
 @dataclass
 class _Call:
-    """One call of one layer.
-
-    Attributes:
-        layer: which.
-        forward: the layer's own forward pass.
-        inputs, structure: its arguments, flat, and how they belong together.
-        states: of the generators before it, where it may drop; else None.
-        grads: at its outputs that gradients flow through, as far as they have come.
-    """
+    """One call of one layer."""
 
     layer: nn.Module
+    # The layer's own forward pass.
     forward: Callable[..., Any]
+    # Its arguments, flat, and their structure.
     inputs: list[Any]
     structure: Any
+    # States of the generators before it, if it may drop; else None.
     states: RandomStates | None
+    # Gradients that have come so far, at its outputs through which gradients flow.
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class _Top(torch.autograd.Function):
-    """A layer's output as the bottom of the graph above it: its gradient goes to the call, and
-    nothing is held for it.
+    """A layer's output as the bottom of the graph above it.
+
+    Its gradient goes to the call, and nothing is held for it.
     """
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, call: _Call, output: list[torch.Tensor]) -> torch.Tensor:
-        """The output, which a list hands over so that it counts as new."""
+        """Return the output, which a list hands over so that it counts as new."""
         ctx.call, ctx.place = call, len(call.grads)
         call.grads.append(None)
         return output.pop()
@@ -70,12 +67,7 @@ class LayerByLayer:
     """The forward and backward pass of a model's layers, one layer's graph at a time.
 
     Args:
-        model: whose.
-        weights: of layers that have theirs only while they are computed; None: always.
-
-    Attributes:
-        computes: whether a layer is computed for the first time now, without a graph.
-        recomputes: whether one is for the second time.
+        weights: for layers that have their weights only while they are computed; None: always.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
@@ -83,19 +75,21 @@ class LayerByLayer:
         layers = [m for m in body(model).modules() if isinstance(m, GradientCheckpointingLayer)]
         inside = {m for layer in layers for m in layer.modules() if m is not layer}
         self.layers = [m for m in layers if m not in inside]
+        # `computes`: True while a layer is computed for the first time, without a graph.
+        # `recomputes`: True while it is computed for the second time.
         self.computes = self.recomputes = False
         self._calls: list[_Call] = []
         self._anchor = torch.zeros((), requires_grad=True)  # below every graph
 
     @property
     def fits(self) -> bool:
-        """Whether the model is made of such layers, without embeddings of their own."""
+        """True if the model is made of such layers, without embeddings inside them."""
         embeddings = (isinstance(m, nn.Embedding) for x in self.layers for m in x.modules())
         return bool(self.layers) and not any(embeddings)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within, layers are computed without a graph, and their inputs kept."""
+        """Compute layers without a graph, and keep their inputs."""
         before = [vars(layer).get("forward") for layer in self.layers]
         try:
             for layer in self.layers:
@@ -110,8 +104,9 @@ class LayerByLayer:
     def backward(
         self, hidden: torch.Tensor, grad: torch.Tensor, roots: list[torch.Tensor]
     ) -> Iterator[None]:
-        """Let the gradient at the last hidden states reach every layer, and `grad` of the roots;
-        yields after each layer.
+        """Propagate the gradient at the last hidden states through every layer to the roots.
+
+        It arrives in `grad` of the roots. Yields after each layer.
         """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
@@ -151,7 +146,7 @@ class LayerByLayer:
 
     def _first(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
-            """The layer's output, at the bottom of a new graph."""
+            """Return the layer's output, at the bottom of a new graph."""
             inputs, structure = tree_flatten((args, kwargs))
             if not any(map(_flows, inputs)):
                 with self._weights(layer):
@@ -175,12 +170,12 @@ class LayerByLayer:
 
 
 def _flows(value: Any) -> bool:
-    """Whether gradients flow through a value."""
+    """Return True if gradients flow through a value."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_above_a_layer(value: torch.Tensor) -> bool:
-    """Whether the graph of a value leads to the output of a layer."""
+    """Return True if the graph of a value leads to the output of a layer."""
     nodes, known = [value.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -194,5 +189,5 @@ def _is_above_a_layer(value: torch.Tensor) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether gradients could flow through a value."""
+    """Return True if gradients could flow through a value."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -18,34 +18,31 @@ from grpo_ustat.records import Array, Rollouts
 
 @dataclass(frozen=True)
 class GroupGradient:
-    """Score norms and gradient of one prompt's group.
+    """Score norms and gradient of one prompt's group."""
 
-    Attributes:
-        sq_norm_G: squared score norms q.
-        ghat_sq: ||ghat||^2.
-        ghat_R: sketch of ghat.
-    """
-
+    # Squared score norms q.
     sq_norm_G: Array
+    # ||ghat||^2.
     ghat_sq: float
+    # Sketch of ghat.
     ghat_R: Array
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """What is kept of the scores of one prompt's group; no gradient of all parameters is ever held.
+    """Inner products and sketches of the scores of one prompt's group.
 
-    Attributes:
-        gram_GG: <s_i, s_j>, float64; exact within a pass of the model, between passes from
-            sketches, and unbiased.
-        features_GR: sketches of the scores, exact where the model has no more parameters than R.
+    No gradient of all parameters is ever held.
     """
 
+    # <s_i, s_j>, float64; exact within a pass of the model, between passes from sketches, and
+    # unbiased.
     gram_GG: Array
+    # Sketches of the scores, exact if the model has no more parameters than R.
     features_GR: npt.NDArray[np.float32]
 
     def gradient(self, weights_G: Array) -> GroupGradient:
-        """The gradient `ghat = sum_i w_i s_i`, for leave-one-out see `pool_gradient_weights`."""
+        """Return `ghat = sum_i w_i s_i`; for leave-one-out see `pool_gradient_weights`."""
         ghat_sq = float(weights_G @ self.gram_GG @ weights_G)
         return GroupGradient(np.diagonal(self.gram_GG), ghat_sq, weights_G @ self.features_GR)
 
@@ -61,13 +58,11 @@ def group_scores(
     layer_weights: LayerWeights | None = None,
     drops: bool = False,
 ) -> GroupScores:
-    """Scores of the completions of prompt `p`.
+    """Score the completions of prompt `p`.
 
     Args:
-        policy, rollouts: whose completions.
-        p: the prompt's place in the rollouts.
+        p: index of the prompt in the rollouts.
         temperature: divides the logits.
-        sketch: of every score.
         at_once: completions of a pass of the model.
         images, layer_weights, drops: see `completion_scores`.
     """
@@ -96,7 +91,7 @@ def group_scores(
 
 
 def gradient_gram(groups_P: Sequence[GroupGradient]) -> Array:
-    """<ghat_x, ghat_y>, [P, P]: unbiased from sketches between prompts, exact on the diagonal."""
+    """Compute <ghat_x, ghat_y>, [P, P]: unbiased from sketches, exact on the diagonal."""
     ghat_PR = np.stack([group.ghat_R for group in groups_P])
     gram_PP = ghat_PR @ ghat_PR.T
     np.fill_diagonal(gram_PP, [group.ghat_sq for group in groups_P])

@@ -1,7 +1,7 @@
-"""Images of a prompt: what a model reads beside tokens, and the modules that read it.
+"""Images of a prompt: the model's inputs beside tokens, and the modules that read them.
 
 All completions of a prompt have the same images. Towers and projectors are read without a graph:
-scores of the language part do not need one, and trainable parameters of theirs are left to
+scores of the language part do not need one, and their own trainable parameters are left to
 `one_by_one`.
 """
 
@@ -23,14 +23,14 @@ TOKEN_TYPES = "token_type_ids"  # and `mm_token_type_ids`: a number for each tok
 def row_inputs(
     images: Mapping[str, torch.Tensor], attention_mask_BT: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """What a model is called with beside the token ids of B rows of one prompt.
+    """Return the model's inputs beside the token ids, for B rows of one prompt.
 
     Args:
-        images: what the processor returned for the prompt alone: `pixel_values`, `image_grid_thw`,
-            `image_sizes` and whatever else the model takes, repeated along the first axis;
+        images: the processor's output for the prompt alone: `pixel_values`, `image_grid_thw`,
+            `image_sizes` and other inputs of the model, repeated along the first axis;
             `*token_type_ids` has one entry for each token of the prompt, and completions are text.
         attention_mask_BT: 1 on real tokens of prompts and completions.
-        dtype: of the model.
+        dtype: type of the model.
     """
     inputs, (batch, length) = {}, attention_mask_BT.shape
     for name, value in images.items():
@@ -48,8 +48,9 @@ def row_inputs(
 
 
 def outside_language(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules below the output layer that do not belong to the language part, each with all
-    that is in it: vision towers and projectors.
+    """Return the modules below the output layer that do not belong to the language part.
+
+    They are vision towers and projectors, each with all that is in it.
     """
     base = body(causal(model))
     decoder, embedding = causal(model).get_decoder(), causal(model).get_input_embeddings()
@@ -66,11 +67,11 @@ def outside_language(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Within, these modules are computed without a graph; gives those that were called."""
+    """Compute these modules without a graph; yield the set of those that were called."""
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
-        """The forward of a module without a graph, which notes the call."""
+        """Return the forward of a module without a graph, which notes the call."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             called.add(module)

@@ -1,11 +1,11 @@
-r"""What each kind of layer contributes to a score, from its input and the gradient at its output.
+r"""Contribution of each kind of layer to a score, from its input and the gradient at its output.
 
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
     norms             dw_i = sum_t b_it * xhat_it, for `w * xhat` and `(1 + w) * xhat` alike
     embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
 
 A layer that is called twice, or a weight that two layers share, is one parameter: its parts are
-joined before anything is squared. What has no rule here is scored by `one_by_one`.
+joined before anything is squared. Parameters without a rule here are scored by `one_by_one`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ P = TypeVar("P", Outer, Lookup, Small)
 
 
 def kind(module: nn.Module) -> str | None:
-    """Which rule a module's own parameters fall under; None: no rule."""
+    """Return the rule for a module's own parameters; None: no rule."""
     forward, own = type(module).forward, dict(module.named_parameters(recurse=False))
     if not own:
         return None
@@ -69,19 +69,21 @@ def kind(module: nn.Module) -> str | None:
 
 
 def looks_up_tokens(module: nn.Module) -> bool:
-    """Whether a module reads token ids: an embedding, or PEFT's layer around one that looks up
-    trained rows in it without calling it (`trainable_token_indices`).
+    """Return True if a module reads token ids: an embedding, or PEFT's layer around one.
+
+    PEFT's layer looks up trained rows in the embedding without calling it
+    (`trainable_token_indices`).
     """
     trains_rows = hasattr(module, "trainable_tokens_delta")
     return isinstance(getattr(module, "base_layer", None) if trains_rows else module, nn.Embedding)
 
 
 def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Contributions by local parameter name.
+    """Yield contributions by local parameter name.
 
     Args:
         module: of a kind that has a rule.
-        arguments: what it was called with, batch first.
+        arguments: arguments of its call, batch first.
         grads: gradient at its output.
     """
     sort = kind(module)
@@ -107,7 +109,7 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """A norm's contributions by parameter name, [B, *shape]."""
+    """Yield a norm's contributions by parameter name, [B, *shape]."""
     own = dict(module.named_parameters(recurse=False))
 
     def output(value: float) -> torch.Tensor:
@@ -126,7 +128,7 @@ def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def joined(parts: list[Part]) -> Part | None:
-    """One parameter's contributions in a pass as a single one; None where their kinds differ."""
+    """Join one parameter's contributions in a pass; None if their kinds differ."""
     if len(parts) == 1:
         return parts[0]
     if small := _all(Small, parts):
@@ -143,8 +145,9 @@ def joined(parts: list[Part]) -> Part | None:
 
 
 def stacked(parts: Sequence[Part | None]) -> Part | None:
-    """The contributions of passes over consecutive completions as one; None where their kinds
-    differ or one is missing.
+    """Join the contributions of passes over consecutive completions.
+
+    None if their kinds differ or one is missing.
     """
     if len(parts) == 1:
         return parts[0]
@@ -164,7 +167,7 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
 
 
 def _all(cls: type[P], parts: Sequence[Part | None]) -> list[P]:
-    """The parts, where all are of this kind."""
+    """Return the parts if all are of this kind, else an empty list."""
     chosen = [part for part in parts if isinstance(part, cls)]
     return chosen if len(chosen) == len(parts) else []
 
@@ -181,7 +184,10 @@ def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
 
 
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The embedding's gradients on the tokens that occur: ids [U] and rows [B, U, D], in chunks."""
+    """Yield the embedding's gradients on the tokens that occur, in chunks.
+
+    A chunk has ids [U] and rows [B, U, D].
+    """
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widen(part.grads_BTD)
     batch, _, width = grads.shape
@@ -193,9 +199,7 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> torch.Tensor:
-    """For each place 0 ... count - 1 the sum of the vectors at it, [B, count, D]; vectors at other
-    places are left out.
-    """
+    """Sum the vectors at each place 0 ... count - 1, [B, count, D]; leave out other places."""
     inside = (place_BT >= 0) & (place_BT < count)
     target = torch.where(inside, place_BT, 0)[:, :, None].expand_as(grads_BTD)
     empty = grads_BTD.new_zeros((len(grads_BTD), count, grads_BTD.shape[2]))
@@ -205,8 +209,9 @@ def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> tor
 def row_sums_of_products(
     place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Row sums in an order that is the same each time: on a GPU `scatter_add_` adds in any
-    order, so that the same call would give other bits.
+    """Compute row sums in an order that is the same each time.
+
+    On a GPU `scatter_add_` adds in any order, so that the same call would give other bits.
     """
     places_U = torch.arange(count, device=place_BT.device)
     at_BUT = (place_BT[:, None] == places_U[:, None]).to(grads_BTD)

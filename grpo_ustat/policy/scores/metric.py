@@ -7,7 +7,7 @@ rate times `d_j m_j`, where m is a mean of gradients and
 
 With v at its mean for one policy, v_j = E ghat_j^2, the error of that step is
 ||D (ghat - grad J)|| with D = diag(d), and no entry adds more than 1 to E ||D ghat||^2, however
-rarely it is moved. `mse.adam_pool` says of which ghat v is, and how it is estimated. Every
+rarely it is moved. `mse.adam_pool` explains which ghat v belongs to, and how v is estimated. Every
 estimator here is linear in the scores, so its bias, variance and error in this norm are those of
 the scores D s_i: norms, Gram matrices, sketches and closed forms need no other change. A common
 factor of v changes no ratio of errors and no best G.
@@ -33,16 +33,16 @@ class Metric:
         self._weights = weights
 
     def of(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """The weights of entries `start ... stop` of a parameter."""
+        """Return the weights of entries `start ... stop` of a parameter."""
         return self._weights[name][start:stop]
 
     def rows(self, name: str, shape: torch.Size, ids_U: torch.Tensor) -> torch.Tensor:
-        """The weights of some rows of a matrix, [U, D]."""
+        """Return the weights of some rows of a matrix, [U, D]."""
         return self._weights[name].view(shape)[ids_U]
 
 
 def adam_metric(second_moments: dict[str, torch.Tensor]) -> Metric:
-    """The metric of AdamW's step, with v of every trainable parameter by name."""
+    """Return the metric of AdamW's step, with v of every trainable parameter by name."""
     weights = {}
     for name, v in second_moments.items():
         weight = 1 / (v.sqrt() + EPS)

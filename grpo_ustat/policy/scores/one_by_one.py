@@ -23,12 +23,11 @@ def one_by_one(
     """Add the parameters that no rule covers, differentiating one completion at a time.
 
     Args:
-        model: the causal language model.
         rest: names and parameters.
         rows: input ids, attention mask and completion mask, [B, T] each.
         temperature: divides the logits.
         totals: to add to.
-        images: that all rows have, see `row_inputs`.
+        images: images that all rows share, see `row_inputs`.
     """
     batch = len(rows[0])
     for group in _groups(rest, batch):
@@ -47,8 +46,9 @@ def one_by_one(
 
 
 def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
-    """Lists of pieces (name, parameter, start, stop) of parameters; the gradients of all
-    completions at the pieces of one list fit into memory together.
+    """Yield lists of pieces (name, parameter, start, stop) of parameters.
+
+    The gradients of all completions at the pieces of one list fit into memory together.
     """
     room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
     for name, p in rest:
@@ -70,10 +70,9 @@ def logprob(
     temperature: float,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Log-probability of one unpadded completion, with its graph.
+    """Compute the log-probability of one unpadded completion, with its graph.
 
     Args:
-        model: the causal language model.
         ids_T: token ids, the prompt's and the completion's.
         completion_T: weights of the tokens' log-probabilities.
         temperature: divides the logits.

@@ -1,6 +1,7 @@
-"""The output layer's share of a score: its own parameters, and what it hands to the layers below.
+"""The output layer's share of a score: its own parameters, and the gradient for the layers below.
 
-All logits of a batch at once where they fit into memory; else some rows, or some of the vocabulary.
+All logits of a batch are computed at once if they fit into memory; else some rows, or some of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ def add_output_layer(
     """Add the output layer's parameters to the totals.
 
     Args:
-        layer: the output layer.
         windows: positions that count, of consecutive completions in as many passes.
-        names: of the trainable parameters, by identity.
+        names: names of the trainable parameters, by identity.
         totals: to add to.
         tokens_U: tokens whose logits' gradients are returned too.
 
     Returns:
-        Of each window the gradients at its hidden states, [B, T, D], and at the logits of
-        `tokens_U`, [B, T, U].
+        For each window the gradients at its hidden states, [B, T, D], and at the logits of
+        `tokens_U`,
+        [B, T, U].
     """
     vocabulary, dtype = layer.head.weight.shape[0], windows[0].hidden_BTD.dtype
     wide = widen(windows[0].hidden_BTD[:0])
@@ -87,12 +88,12 @@ def add_output_layer(
 
 
 def _rows(window: Window, positions: int) -> int:
-    """How many rows of a window have so many positions, at least one."""
+    """Return how many rows of a window have so many positions, at least one."""
     return max(1, positions // window.mask_BT.shape[1])
 
 
 def _normaliser(layer: OutputLayer, window: Window, slices: Sequence[slice]) -> torch.Tensor:
-    """Log of the sum of exponentials over the vocabulary, [B, T], some tokens at a time."""
+    """Compute the log of the sum of exponentials over the vocabulary, [B, T], in slices."""
     parts = []
     for tokens in slices:
         _, logits = layer.logits(window.hidden_BTD, tokens)
@@ -109,7 +110,7 @@ def _add_parameters(
     first_row: int = 0,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Add the gradients of the layer's weight and bias, where these are trained."""
+    """Add the gradients of the layer's weight and bias, if these are trained."""
     weight, bias = layer.head.weight, layer.head.bias
     if (name := names.get(id(weight))) is not None:
         pairs = zip(logit_grads, (window.hidden_BTD for window in windows), strict=True)

@@ -41,20 +41,19 @@ def score_rollouts(
     layer_weights: LayerWeights | None = None,
     drops: bool = False,
 ) -> CompletionScores:
-    """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
-    layer by layer where the whole graph would take over half of the free memory.
+    """Score the completions with the given flat indices p*G + i, in that order.
 
-    Equal completions of a prompt have equal scores, without dropout: each is scored once, with
-    their weights added.
-    Those of similar length pass through the model together, see `pass_sizes`.
+    They are scored layer by layer if the whole graph would take over half of the free memory.
+    Without dropout, equal completions of a prompt have equal scores: each is scored once, with
+    their weights added. Completions of similar length pass through the model together, see
+    `pass_sizes`.
 
     Args:
-        policy, rollouts: whose completions.
-        index: which, [B].
+        index: flat indices, [B].
         temperature: divides the logits.
-        token_weights_BT: of the tokens' log-probabilities in a score; None: 1.
+        token_weights_BT: weights of the tokens' log-probabilities in a score; None: 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
-        images: of the one prompt whose completions these are, see `completion_scores`.
+        images: images of the one prompt of these completions, see `completion_scores`.
         drops: see `completion_scores`.
         layer_weights: see `completion_scores`; with it all completions are read in one pass.
     """
@@ -118,12 +117,13 @@ def score_rollouts(
 
 
 def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
-    """How many rows each pass through the model reads, so that padding and passes together cost
-    least.
+    """Choose how many rows each pass through the model reads, at the least cost.
+
+    The cost is that of padding and of passes together.
 
     Args:
-        tokens_U: of every row, prompt included, ascending; a pass costs its rows times the tokens
-            of its longest, as rows of one prompt do.
+        tokens_U: tokens of every row, prompt included, ascending; a pass costs its rows times the
+            tokens of its longest row, as for rows of one prompt.
         overhead: tokens that cost as much as one more pass.
     """
     count = len(tokens_U)
@@ -140,7 +140,7 @@ def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
 
 
 def tokens_of_overhead(model: PreTrainedModel) -> float:
-    """Tokens that cost as much as the calls of one more pass through the model."""
+    """Return the tokens that cost as much as the calls of one more pass through the model."""
     below = body(causal(model))
     embeddings = {
         id(p) for m in below.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
@@ -153,8 +153,10 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
 def distinct(
     rollouts: Rollouts, index: np.ndarray, token_weights_BT: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `index` of the distinct completions, [U], and for each entry of `index` its place
-    among these, [B]; those whose tokens weigh otherwise are others.
+    """Find the distinct completions.
+
+    Returns their places in `index`, [U], and for each entry of `index` its place among these, [B].
+    Completions whose tokens have other weights are different.
     """
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]

@@ -5,9 +5,9 @@ With independent random signs `e_j = +-1` and buckets `h(j) = j mod R`, R prime,
     (F u)_r = sum_{j: h(j) = r} e_j u_j        E <F u, F v> = <u, v>
     Var <F u, F v> <= ( ||u||^2 ||v||^2 + <u, v>^2 ) / R   on average over buckets
 
-(count sketch, Charikar, Chen & Farach-Colton 2002, with the signs alone random: cross terms
-e_j e_k have mean zero whatever the buckets, so every fixed F is one draw of an unbiased product).
-A model with no more parameters than R is kept in full, and products are exact.
+(count sketch, Charikar, Chen & Farach-Colton 2002, with only the signs random: cross terms e_j e_k
+have mean zero whatever the buckets, so every fixed F is one draw of an unbiased product). For a
+model with no more parameters than R, vectors are kept in full, and products are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Signs:
 
     Args:
         sizes: number of entries of every parameter by name.
-        seed: a parameter's signs are a function of (seed, name) alone.
+        seed: a parameter's signs are a function only of (seed, name).
     """
 
     def __init__(self, sizes: dict[str, int], seed: int = 0):
@@ -35,7 +35,7 @@ class Signs:
         self._kept: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """+-1 for entries `start ... stop` of a parameter, int8."""
+        """Return +-1 for entries `start ... stop` of a parameter, int8."""
         if name in self._kept:
             return self._kept[name][start:stop]
         if self.sizes[name] <= LARGEST_UNPACKED:
@@ -46,7 +46,7 @@ class Signs:
         return _unpacked(self._bits[name], start, stop)
 
     def _packed(self, name: str) -> torch.Tensor:
-        """A bit for each entry of a parameter, the first in the highest bit of the first byte."""
+        """Draw a bit for each entry of a parameter; the first is the highest of the first byte."""
         digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
         bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))
         words = bits.random_raw((self.sizes[name] + 63) // 64)
@@ -54,7 +54,7 @@ class Signs:
 
 
 def _unpacked(bytes_M: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The signs of bits `start ... stop`, int8: 1 for 0, -1 for 1."""
+    """Return the signs of bits `start ... stop`, int8: 1 for 0, -1 for 1."""
     first = start // 8
     shifts_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=bytes_M.device)
     bits = (bytes_M[first : (stop + 7) // 8, None] >> shifts_8).bitwise_and_(1).flatten()
@@ -67,8 +67,7 @@ class Sketch:
     Args:
         sizes: number of entries of every parameter by name; the order of names does not matter.
         size: R, best a prime; at least as many as parameters keeps vectors in full.
-        seed: of the signs.
-        signs: of another sketch of the same parameters, which then are there once.
+        signs: signs of another sketch of the same parameters, to hold them only once.
     """
 
     def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
@@ -82,7 +81,7 @@ class Sketch:
     def add(self, out_NR: torch.Tensor, name: str, start: int, flat_NC: torch.Tensor) -> None:
         """Add entries `start ... start + C` of a parameter's N vectors to their sketches.
 
-        Overwrites `flat_NC` where the sketch is not in full.
+        Overwrites `flat_NC` unless the sketch is in full.
         """
         count = flat_NC.shape[1]
         if self.full:
@@ -102,7 +101,7 @@ class Sketch:
         out_NR[:, : tail.shape[1]] += tail
 
     def of(self, gradient: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The sketch of one gradient by parameter name, [R], at least float32."""
+        """Compute the sketch of one gradient by parameter name, [R], at least float32."""
         some = next(iter(gradient.values()))
         wide = torch.promote_types(some.dtype, torch.float32)
         out = torch.zeros((1, self.dimension), dtype=wide, device=some.device)
