@@ -162,7 +162,7 @@ def test_a_refused_bed_leaves_no_folder(tmp_path):
 @pytest.mark.slow
 def test_dry_run_counts_what_a_run_draws(tmp_path):
     config = compose("gap", *SMALL)
-    assert theorem("lemma6").completions(config) == 20 * 5 * 16 * 6
+    assert theorem("lemma6").completions(config) == 20 * 6 * 16 * 6  # T and one step more
     shown = gap(tmp_path, "dry_run=true", "study=theorem7")
     assert shown.returncode == 0 and "1,433.6 M" in shown.stdout
     assert not list(tmp_path.iterdir())
