@@ -9,10 +9,10 @@ from scipy.optimize import minimize
 
 from grpo_ustat.config.gap import CorollariesConfig
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.convergence import limit_weights
-from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
+from grpo_ustat.gap.convergence import limit_weights
+from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, line_of
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories

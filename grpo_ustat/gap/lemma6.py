@@ -8,9 +8,9 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import Experiment, Lemma6Config
-from grpo_ustat.estimators.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, mean_p_value
+from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
 from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
 from grpo_ustat.gap.simulate import (

@@ -33,14 +33,15 @@ from functools import cached_property
 
 import numpy as np
 
-from grpo_ustat.estimators.advantage_moments import (
+from grpo_ustat.estimators.baselines import leave_one_out
+from grpo_ustat.gap.estimate_moments import (
     AdvantageMoments,
+    EstimateMoments,
     Normalisation,
     advantage_moments,
     estimate_moments,
+    group_moments,
 )
-from grpo_ustat.estimators.baselines import leave_one_out
-from grpo_ustat.estimators.weighted import EstimateMoments, group_moments
 from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.covariance import baseline_values
+from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.testbeds import Testbed
 
 REPLICATES_AT_ONCE = 500  # replicates side by side: their arrays stay in a core's cache

@@ -19,7 +19,6 @@ import numpy as np
 
 from grpo_ustat.config.gap import Experiment, Theorem12Config
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.advantage_moments import Normalisation
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap import theorem12_on_policy
 from grpo_ustat.gap.claims import (
@@ -29,6 +28,7 @@ from grpo_ustat.gap.claims import (
     mean_interval,
     nearing_claim,
 )
+from grpo_ustat.gap.estimate_moments import Normalisation
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.offpolicy import ROUNDING, ByLength, Setting, by_length
 from grpo_ustat.gap.offpolicy_paths import PathErrors, path_errors

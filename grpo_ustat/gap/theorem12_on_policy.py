@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.advantage_moments import Normalisation, large_groups
-from grpo_ustat.estimators.weighted import group_moments
 from grpo_ustat.gap.claims import at_infinity, enumerated_claim, limit_claim, nearing_claim
+from grpo_ustat.gap.estimate_moments import Normalisation, group_moments, large_groups
 from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.offpolicy import ROUNDING, Setting
 from grpo_ustat.runs.claims import comma_list

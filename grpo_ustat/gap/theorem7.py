@@ -11,9 +11,9 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from grpo_ustat.config.gap import Theorem7Config
-from grpo_ustat.estimators.convergence import quadratic_recursion, recursion
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
+from grpo_ustat.gap.convergence import quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
 from grpo_ustat.gap.exact import limit_weighting, noise, scaling_at
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories

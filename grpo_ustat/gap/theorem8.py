@@ -8,9 +8,9 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import Theorem8Config
-from grpo_ustat.estimators.convergence import limit_weights, mixture_cdf, mixture_quantiles
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, replicates_converge
+from grpo_ustat.gap.convergence import limit_weights, mixture_cdf, mixture_quantiles
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
 from grpo_ustat.gap.exact import noise_everywhere
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories, exits_text

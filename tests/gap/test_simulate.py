@@ -8,7 +8,7 @@ from beds import coins, softmax, unequal
 
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.covariance import baseline_values, covariance_parts
+from grpo_ustat.gap.covariance import baseline_values, covariance_parts
 from grpo_ustat.gap.simulate import (
     REPLICATES_AT_ONCE,
     STREAM,

@@ -13,7 +13,7 @@ from reference import plain_advantages, variance_of
 
 from grpo_ustat.config.gap import Theorem12Config
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.advantage_moments import Normalisation, large_groups
+from grpo_ustat.gap.estimate_moments import Normalisation, large_groups
 from grpo_ustat.gap.offpolicy import Setting, by_length, estimate
 from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.gap.theorem12 import theorem12

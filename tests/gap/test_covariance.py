@@ -9,8 +9,8 @@ import pytest
 from beds import coins, softmax, unequal
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.covariance import UNBIASED, baseline_values, covariance_parts
 from grpo_ustat.estimators.moments import exact_moments
+from grpo_ustat.gap.covariance import UNBIASED, baseline_values, covariance_parts
 from grpo_ustat.records import BaselineContext
 
 
