@@ -48,6 +48,7 @@ from scipy import fft
 
 from grpo_ustat.records import Array, Integers, Mask
 
+NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
 MEAN_ROUNDING = 1e-9  # of a mean, relative to the mean of norms
 GRID_ROUNDING = 1e-9  # distance from the grid of rewards, in steps, that is rounding
 

@@ -95,12 +95,6 @@ def lemma11(
         epsilon: added to the group's standard deviation.
     """
     sizes = sorted(set(group_sizes))
-    if len(sizes) < 3 or sizes[0] < 2:
-        raise ConfigError(
-            f"study.group_sizes={sizes}: a rate needs at least three, each of 2 or more"
-        )
-    if epsilon < 0:
-        raise ConfigError(f"study.epsilon={epsilon} must be at least 0")
     try:
         moments = right_and_wrong(probability_PY, score_PYK, reward_PY)
     except ValueError as error:
