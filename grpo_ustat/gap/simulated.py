@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_ustat.config.gap import Experiment, SimulatedConfig, TheoryConfig
+from grpo_ustat.config.gap import Experiment, SimulatedConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.gap.evidence import Evidence, Theorem
 from grpo_ustat.gap.exact import bed_facts
@@ -56,7 +56,7 @@ def check_limit_rates(experiment: Experiment) -> None:
 
 
 def simulated(
-    schema: type[TheoryConfig],
+    schema: type[SimulatedConfig],
     statement: str,
     plan: Plan,
     judge: Judge,
@@ -73,7 +73,9 @@ def simulated(
 
     def study(experiment: Experiment) -> Evidence:
         bed = build_testbed(experiment.bed)
-        return run_study(plan, judge, bed, experiment.study, experiment.seed, experiment.workers)
+        return run_and_judge(
+            plan, judge, bed, experiment.study, experiment.seed, experiment.workers
+        )
 
     def completions(experiment: Experiment) -> int:
         of_a_replicate = sum(simulation.work for simulation in plan(experiment.study))
@@ -82,8 +84,8 @@ def simulated(
     return Theorem(schema, statement, study, check, completions)
 
 
-def run_study(
-    plan: Plan, judge: Judge, bed: Testbed, design: Any, seed: int, workers: int
+def run_and_judge(
+    plan: Plan, judge: Judge, bed: Testbed, design: SimulatedConfig, seed: int, workers: int
 ) -> Evidence:
     """Run what is planned on a test problem, and judge it; see `simulated`."""
     runs, rollouts = run_simulations(plan(design), bed, design.replicates, seed, workers)

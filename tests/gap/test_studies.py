@@ -22,7 +22,7 @@ from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
 from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
-from grpo_ustat.gap.simulated import run_study
+from grpo_ustat.gap.simulated import run_and_judge
 from grpo_ustat.gap.testbeds import CoinTestbed
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
@@ -35,7 +35,7 @@ def verdicts(evidence, word=""):
 
 
 def study_of(module, bed, design, seed=0, plan=None):
-    return run_study(plan or module.plan, module.judge, bed, design, seed, 1)
+    return run_and_judge(plan or module.plan, module.judge, bed, design, seed, 1)
 
 
 # Lemma 6
