@@ -88,6 +88,7 @@ class Lemma6Config(SimulatedConfig):
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
+        super().check()
         _check_divisors("study.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
             raise ConfigError(
@@ -115,6 +116,7 @@ class Theorem7Config(SimulatedConfig):
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
+        super().check()
         _check_steps(self.steps)
         distinct("study.rollouts", self.rollouts)
         distinct("study.totals", self.totals)
@@ -149,6 +151,7 @@ class Theorem8Config(SimulatedConfig):
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
+        super().check()
         _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
 
@@ -165,6 +168,7 @@ class CorollariesConfig(SimulatedConfig):
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
+        super().check()
         _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
 
 
@@ -197,6 +201,7 @@ class Proposition13Config(SimulatedConfig):
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
+        super().check()
         if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
             raise ConfigError(f"study.group_sizes={self.group_sizes}: name sizes, ascending")
         _check_doubling(self.limit_sizes)
