@@ -10,6 +10,8 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, field, positive
 
+MOST_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
+
 
 @dataclass
 class BedConfig:
@@ -147,10 +149,10 @@ class SequencesConfig(BedConfig):
     def check(self) -> None:
         """Refuse sizes that are too small or too large to enumerate."""
         positive(self, "prompts", "vocabulary", "length", "spread", "apart", prefix="bed.")
-        if self.vocabulary < 2 or self.vocabulary**self.length > 2**14:
+        if self.vocabulary < 2 or self.vocabulary**self.length > MOST_COMPLETIONS:
             raise ConfigError(
                 f"bed.vocabulary={self.vocabulary} bed.length={self.length}: use 2 tokens or more, "
-                "and at most 16384 completions in all"
+                f"and at most {MOST_COMPLETIONS} completions in all"
             )
         if not 2 <= self.reward_levels <= self.vocabulary**self.length:
             raise ConfigError(

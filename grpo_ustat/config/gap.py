@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from grpo_ustat.config.beds import MOST_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, distinct, field, node
 
@@ -266,6 +267,15 @@ class Theorem12Config(TheoryConfig):
         if not self.normalisations:
             raise ConfigError(
                 f"study.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
+            )
+        if len(set(self.learning_rates)) < 3:
+            raise ConfigError(
+                f"study.learning_rates={self.learning_rates}: use at least three, all above 0"
+            )
+        longest = MOST_COMPLETIONS.bit_length() - 1
+        if len(set(self.lengths)) < 2 or max(self.lengths) > longest:
+            raise ConfigError(
+                f"study.lengths={self.lengths}: use at least two, all of 1 to {longest}"
             )
         _check_minibatches(self.num_prompts, self.minibatches)
         if self.group_size not in self.group_sizes:

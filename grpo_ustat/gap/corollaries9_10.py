@@ -7,24 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import minimize
 
-from grpo_ustat.config.gap import CorollariesConfig, Experiment
+from grpo_ustat.config.gap import CorollariesConfig
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.convergence import limit_weights
-from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, line_of
-from grpo_ustat.gap.exact import assumption2, bed_facts, limit_weighting, noise
-from grpo_ustat.gap.simulate import (
-    Estimator,
-    Rate,
-    Simulation,
-    check_limit_rates,
-    learning_rates,
-    run_simulations,
-)
-from grpo_ustat.gap.testbeds import Testbed, build_testbed
-from grpo_ustat.gap.theorem8 import scaled_gap
+from grpo_ustat.gap.convergence import limit_weights
+from grpo_ustat.gap.covariance import baseline_values
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, line_of
+from grpo_ustat.gap.exact import assumption2, limit_weighting, noise
+from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories
+from grpo_ustat.gap.simulated import learning_rates, simulated
+from grpo_ustat.gap.testbeds import Testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
@@ -39,64 +32,45 @@ COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))  # of a baseline from V, the s
 RANDOM_SHIFTS = 1000  # with one for each prompt
 OPTIMISER_STARTS = 8  # of an optimiser over shifts
 ROUNDING = 1e-9
+RULES = ("leave_one_out", "oracle")
 SHIFT_TOLERANCE = 1e-5  # a shift below it is none: an optimiser stops there
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)  # as shares of the predicted one
 
 
-def corollaries(
-    bed: Testbed,
-    rollouts: int,
-    group_sizes: Sequence[int],
-    rate: Rate,
-    steps: int,
-    replicates: int,
-    seed: int,
-    workers: int,
-) -> Evidence:
-    """Enumerate the weights, and run GRPO and the oracle on the same draws.
-
-    Args:
-        bed: the policy.
-        rollouts: n.
-        group_sizes: G that divide n, each run with both estimators.
-        rate: c / (t + offset).
-        steps: T at which the gaps are compared; 4 or more, a quarter of it tells where they go.
-        replicates, seed, workers: see `run_simulations`.
-    """
-    record = steps // 4, steps
-    simulations = [
-        Simulation(Estimator(name, rollouts // size, size), rate, record)
-        for size in group_sizes
-        for name in ("leave_one_out", "oracle")
+def plan(design: CorollariesConfig) -> list[Simulation]:
+    """GRPO and the oracle at every G, on the same draws; a quarter of T tells where they go."""
+    (rate,), record = learning_rates(design), (design.steps // 4, design.steps)
+    return [
+        Simulation(Estimator(name, design.rollouts // size, size), rate, record)
+        for size in design.group_sizes
+        for name in RULES
     ]
-    runs, num_completions = run_simulations(simulations, bed, replicates, seed, workers)
-    claims, rows = _weight_claims(bed, rate.value), []
-    for size, grpo, oracle in zip(group_sizes, runs[::2], runs[1::2], strict=True):
-        sums = [
-            weight_sum(bed, rate.value, Estimator(name, rollouts // size, size))
-            for name in ("leave_one_out", "oracle")
-        ]
-        predicted = rollouts * (sums[0] - sums[1])
-        differences = [
-            rollouts * (scaled_gap(grpo, rate, place) - scaled_gap(oracle, rate, place))
-            for place in (0, 1)
-        ]
-        for step, difference_R in zip(record, differences, strict=True):
+
+
+def judge(bed: Testbed, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
+    """Enumerate the weights, and compare the gaps of GRPO and the oracle."""
+    n, c = design.rollouts, design.decaying_rate
+    claims, rows = _weight_claims(bed, c), []
+    for grpo, oracle in zip(runs[::2], runs[1::2], strict=True):
+        size, prompts = grpo.estimator.group_size, grpo.estimator.num_prompts
+        sums = [weight_sum(bed, c, run.estimator) for run in (grpo, oracle)]
+        predicted = n * (sums[0] - sums[1])
+        differences = [n * (grpo.scaled_gap(place) - oracle.scaled_gap(place)) for place in (0, 1)]
+        for step, difference_R in zip(grpo.simulation.steps, differences, strict=True):
             mean, low, high = mean_interval(difference_R)
             rows.append(
-                {"group_size": size, "num_prompts": rollouts // size, "step": step}
+                {"group_size": size, "num_prompts": prompts, "step": step}
                 | {"grpo_weights": sums[0], "oracle_weights": sums[1]}
                 | {"predicted_difference": predicted, "difference": mean}
-                | {"low": low, "high": high, "replicates": replicates}
+                | {"low": low, "high": high, "replicates": grpo.replicates}
             )
-        claims.append(_difference_claim(size, predicted, differences, record))
-    claims += baseline_claims(bed, rate.value)
+        claims.append(_difference_claim(grpo, predicted, differences))
+    claims += baseline_claims(bed, c)
     failure = assumption2(bed, bed.best_K)
     optimal = failure < ROUNDING
     return Evidence(
-        bed=bed_facts(bed),
         claims=claims,
-        panels=_panels(bed, rate.value, rows[1::2]),
+        panels=_panels(bed, c, rows[1::2]),
         rows=rows,
         answer=f"{agreement(claims)} predictions agree"
         + ("." if optimal else "; Assumption 2 fails here, so V need not be best."),
@@ -105,7 +79,6 @@ def corollaries(
             f"Assumption 2 as a matrix, given each prompt, {'holds' if optimal else 'fails'} on "
             f"this test problem ({failure:.3g} of E[S S'])",
         ],
-        rollouts=num_completions,
     )
 
 
@@ -116,9 +89,7 @@ def weight_sum(bed: Testbed, c: float, estimator: Estimator) -> float:
 
 def weight_excess(bed: Testbed, c: float, size: int) -> float:
     """Sum of GRPO's weights minus the oracle's at B = 1; more prompts only divide it."""
-    grpo, oracle = (
-        weight_sum(bed, c, Estimator(name, 1, size)) for name in ("leave_one_out", "oracle")
-    )
+    grpo, oracle = (weight_sum(bed, c, Estimator(name, 1, size)) for name in RULES)
     return grpo - oracle
 
 
@@ -147,13 +118,13 @@ def _weight_claims(bed: Testbed, c: float) -> list[Claim]:
 
 
 def _difference_claim(
-    size: int, predicted: float, differences: Sequence[np.ndarray], record: tuple[int, int]
+    grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
     """The mean difference of the scaled gaps at the last step, and where it goes."""
-    (before_R, last_R), (early, late) = differences, record
+    (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(
-        f"G = {size}: n T (gap of GRPO - gap of the oracle)",
+        f"G = {grpo.estimator.group_size}: n T (gap of GRPO - gap of the oracle)",
         predicted,
         *mean_interval(last_R),
         verdict=AGREES,
@@ -272,26 +243,4 @@ def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
     ]
 
 
-def study(experiment: Experiment) -> Evidence:
-    """`corollaries` with the group sizes and the learning rate of a configuration."""
-    design: CorollariesConfig = experiment.study
-    (rate,) = learning_rates(design)
-    return corollaries(
-        build_testbed(experiment.bed),
-        design.rollouts,
-        design.group_sizes,
-        rate,
-        design.steps,
-        design.replicates,
-        experiment.seed,
-        experiment.workers,
-    )
-
-
-def completions(experiment: Experiment) -> int:
-    """How many completions all replicates draw, with both estimators at every G."""
-    design: CorollariesConfig = experiment.study
-    return 2 * len(design.group_sizes) * design.rollouts * design.steps * design.replicates
-
-
-THEOREM = Theorem(CorollariesConfig, STATEMENT, study, check_limit_rates, completions)
+THEOREM = simulated(CorollariesConfig, STATEMENT, plan, judge)

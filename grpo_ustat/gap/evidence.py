@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,22 +82,22 @@ class Evidence:
     """What a study brings for or against a theorem.
 
     Attributes:
-        bed: the policy and its exact truth: names and values.
         claims: in the order in which a reader wants them; their verdicts are those of a family, see
             `correct_family`.
         panels: of the figure.
         rows: what the panels show and more, of equal keys, for curves.csv.
         answer: of the study, one sentence.
         notes: limits, surprises and reasons, a line each.
+        bed: the policy and its exact truth: names and values.
         rollouts: completions that were drawn; 0 where all was enumerated.
     """
 
-    bed: Mapping[str, float | str]
     claims: Sequence[Claim]
     panels: Sequence[Panel]
     rows: Sequence[Mapping[str, Any]]
     answer: str
     notes: Sequence[str] = ()
+    bed: Mapping[str, float | str] = field(default_factory=dict)
     rollouts: int = 0
 
     def __post_init__(self):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.estimators.covariance import covariance_parts
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.gap.covariance import covariance_parts
 from grpo_ustat.gap.simulate import Estimator
 from grpo_ustat.gap.testbeds import Testbed
 

@@ -2,7 +2,7 @@ r"""Lemma 11: the normalised estimator for large groups, enumerated.
 
 Whether `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the U-statistic with kernel
 h / sigma(x), how fast, and what is left at the scale of its own error. The formulas are those of
-`grpo_ustat.estimators.normalised`; nothing is drawn.
+`grpo_ustat.gap.normalised`; nothing is drawn.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 from grpo_ustat.config.gap import Experiment, Lemma11Config
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.normalised import (
+from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_converges, limit_claim
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.normalised import (
     NormalisedMoments,
     RightAndWrong,
     normalised_moments,
     right_and_wrong,
 )
-from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_converges, limit_claim
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.testbeds import build_testbed
 from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.terminal.streams import percentage
@@ -95,12 +95,6 @@ def lemma11(
         epsilon: added to the group's standard deviation.
     """
     sizes = sorted(set(group_sizes))
-    if len(sizes) < 3 or sizes[0] < 2:
-        raise ConfigError(
-            f"study.group_sizes={sizes}: a rate needs at least three, each of 2 or more"
-        )
-    if epsilon < 0:
-        raise ConfigError(f"study.epsilon={epsilon} must be at least 0")
     try:
         moments = right_and_wrong(probability_PY, score_PYK, reward_PY)
     except ValueError as error:

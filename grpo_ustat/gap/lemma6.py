@@ -8,22 +8,19 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import Experiment, Lemma6Config
-from grpo_ustat.estimators.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, mean_p_value
-from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
-from grpo_ustat.gap.exact import bed_facts, largest_error, noise, noise_everywhere
+from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
+from grpo_ustat.gap.evidence import Evidence, Panel, line_of
+from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
 from grpo_ustat.gap.simulate import (
     Estimator,
-    Rate,
     Simulation,
     Trajectories,
-    check_rates,
     exits_text,
-    learning_rates,
     log_spaced_steps,
-    run_simulations,
 )
+from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
 from grpo_ustat.gap.testbeds import CoinTestbed, Testbed, build_testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
@@ -40,50 +37,38 @@ STATEMENT = (
 )
 
 
-def lemma6(
-    bed: Testbed,
-    estimators: Sequence[Estimator],
-    rates: Sequence[Rate],
-    steps: int,
-    replicates: int,
-    seed: int,
-    workers: int,
-) -> Evidence:
-    """Run every estimator at every learning rate, and hold the mean gap against the bounds.
-
-    Args:
-        bed: with mu and L of its sublevel set.
-        estimators, rates: all pairs are run.
-        steps: T.
-        replicates, seed, workers: see `run_simulations`.
-    """
-    curve = log_spaced_steps(steps)
+def plan(design: Lemma6Config) -> list[Simulation]:
+    """Every estimator at every learning rate, each recorded step with the one after it."""
+    curve, prompts = log_spaced_steps(design.steps), design.rollouts // design.group_size
     with_next = tuple(sorted({0, *curve, *(step + 1 for step in curve)}))
-    simulations = [Simulation(one, rate, with_next) for rate in rates for one in estimators]
-    runs, rollouts = run_simulations(simulations, bed, replicates, seed, workers)
-    mu, smoothness = bed.constants
+    estimators = [Estimator(name, prompts, design.group_size) for name in design.baselines]
+    rates = learning_rates(design)
+    return [Simulation(estimator, rate, with_next) for rate in rates for estimator in estimators]
+
+
+def judge(bed: Testbed, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
+    """Hold the mean gap against the recursion and the bounds."""
+    curve, (mu, smoothness) = log_spaced_steps(design.steps), bed.constants
     claims, rows = [], []
-    for simulation, run in zip(simulations, runs, strict=True):
-        estimator, rate = simulation.estimator, simulation.rate
-        name = f"{estimator.name}, {rate.name}"
-        s2, rates_T = largest_error(bed, estimator), rate.values(run.steps_S[-1])
-        bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, rates_T)
-        rows += _rows(bed, simulation, run, curve, bound, s2)
+    for run in runs:
+        name = f"{run.estimator.name}, {run.rate.name}"
+        s2 = largest_error(bed, run.estimator)
+        bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, run.simulation.rates_T)
+        rows += _rows(bed, run, curve, bound, s2)
         what = f"{name}: mean gap over the recursion, largest of all T"
         claims.append(_bound_claim(what, run, bound, curve))
-        if rate.kind == "decaying":
+        if run.rate.kind == "decaying":
             limit = np.full(len(bound), np.inf)
-            after = np.arange(1.0, len(bound)) + rate.offset
-            limit[1:] = decaying_bound(mu, smoothness, s2, rate.value, after)
-            what = f"{name}: mean gap over the bound of order 1/T, at T = {steps}"
-            holds = bool(bound[steps] <= LARGE_T_RATIO * limit[steps])
-            claims.append(_bound_claim(what, run, limit, [steps], holds))
+            after = np.arange(1.0, len(bound)) + run.rate.offset
+            limit[1:] = decaying_bound(mu, smoothness, s2, run.rate.value, after)
+            what = f"{name}: mean gap over the bound of order 1/T, at T = {design.steps}"
+            holds = bool(bound[design.steps] <= LARGE_T_RATIO * limit[design.steps])
+            claims.append(_bound_claim(what, run, limit, [design.steps], holds))
         if isinstance(bed, CoinTestbed):
-            claims.append(_next_step_claim(bed, simulation, run, curve))
+            claims.append(_next_step_claim(bed, run, curve))
     return Evidence(
-        bed=bed_facts(bed),
         claims=claims,
-        panels=[_panel(rate, rows) for rate in rates],
+        panels=[_panel(rate, rows) for rate in dict.fromkeys(row["rate"] for row in rows)],
         rows=rows,
         answer=f"{agreement(claims)} predictions of the recursion and its bounds agree.",
         notes=[
@@ -91,32 +76,25 @@ def lemma6(
             "s2 is the largest error on the sublevel set, so the bounds are as loose as errors "
             "differ there",
         ],
-        rollouts=rollouts,
     )
 
 
 def _rows(
-    bed: Testbed,
-    simulation: Simulation,
-    run: Trajectories,
-    curve: list[int],
-    bound: np.ndarray,
-    s2: float,
+    bed: Testbed, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
 ) -> list[dict]:
     """A row for each step of the curve."""
-    estimator, rate = simulation.estimator, simulation.rate
-    sigma = noise(bed, bed.best_K, estimator)
-    rates_T = rate.values(run.steps_S[-1])
-    model = quadratic_recursion(bed.start_K - bed.best_K, bed.curvature_KK, sigma, rates_T)
+    estimator = run.estimator
+    first, sigma = bed.start_K - bed.best_K, noise(bed, bed.best_K, estimator)
+    model = quadratic_recursion(first, bed.curvature_KK, sigma, run.simulation.rates_T)
     rows = []
     for step in curve:
         gap_R = run.gap_SR[list(run.steps_S).index(step)]
         mean, low, high = mean_interval(gap_R)
         rows.append(
             {"estimator": estimator.name, "group_size": estimator.group_size}
-            | {"num_prompts": estimator.num_prompts, "rate": rate.name, "step": step}
+            | {"num_prompts": estimator.num_prompts, "rate": run.rate.name, "step": step}
             | {"gap": mean, "low": low, "high": high, "bound": float(bound[step])}
-            | {"quadratic_model": float(model[step]), "s2": s2, "replicates": len(gap_R)}
+            | {"quadratic_model": float(model[step]), "s2": s2, "replicates": run.replicates}
             | {"left": int(((run.exit_R > 0) & (run.exit_R <= step)).sum())}
         )
     return rows
@@ -140,7 +118,7 @@ def _bound_claim(
         excess = (run.gap_SR[x] - share * bound[s] for x, s in zip(places, steps, strict=True))
         return min(1.0, len(steps) * min(mean_p_value(over_R, above=True) for over_R in excess))
 
-    how = f"{percentage(CONFIDENCE)} intervals over {run.gap_SR.shape[1]} replicates"
+    how = f"{percentage(CONFIDENCE)} intervals over {run.replicates} replicates"
     how += f", {len(steps)} steps at once (Bonferroni)" if len(steps) > 1 else ""
     how += "; not decided where an interval has the bound within"
     how += "" if holds else "; T is too small for this bound: the recursion's own is above it"
@@ -160,20 +138,18 @@ def _bound_claim(
     )
 
 
-def _next_step_claim(
-    bed: CoinTestbed, simulation: Simulation, run: Trajectories, curve: list[int]
-) -> Claim:
+def _next_step_claim(bed: CoinTestbed, run: Trajectories, curve: list[int]) -> Claim:
     """J is exactly quadratic, so `E[Delta_{t+1} | theta_t]` is known for every replicate's theta_t;
     the rest has mean zero, and no correlation between steps: the sum of its squared t scores is
     chi-square.
     """
-    rates_T, places = simulation.rate.values(run.steps_S[-1]), list(run.steps_S)
+    rates_T, places = run.simulation.rates_T, list(run.steps_S)
     shares_F = np.array([1.0, *OTHER_NOISE])
     total_F = np.zeros(len(shares_F))
     for step in curve:
         at_KR, eta = run.u_SKR[places.index(step)], rates_T[step]
         u_KR = at_KR - bed.best_K[:, None]
-        sigma_KR = np.einsum("kkr->kr", noise_everywhere(bed, at_KR, simulation.estimator))
+        sigma_KR = np.einsum("kkr->kr", noise_everywhere(bed, at_KR, run.estimator))
         shrink_K = np.square(1 - eta * bed.lambda_K)
         drift_R = bed.lambda_K @ (shrink_K[:, None] * u_KR**2) / 2
         noise_R = eta**2 * bed.lambda_K @ sigma_KR / 2
@@ -185,43 +161,28 @@ def _next_step_claim(
     p_F = stats.chi2.sf(total_F, count)
     high = stats.chi2.ppf(CONFIDENCE, count)
     return Claim(
-        what=f"{simulation.estimator.name}, {simulation.rate.name}: E[gap of the next step | now] "
+        what=f"{run.estimator.name}, {run.rate.name}: E[gap of the next step | now] "
         f"as the exact recursion has it, chi-square of {count} steps",
         predicted=f"<= {high:.3g}",
         measured=float(total_F[0]),
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"chi-square, {percentage(CONFIDENCE)} quantile, {run.gap_SR.shape[1]} replicates",
+        how=f"chi-square, {percentage(CONFIDENCE)} quantile, {run.replicates} replicates",
         p_value=float(p_F[0]),
         alternatives={f"noise x {x}": float(p) for x, p in zip(shares_F[1:], p_F[1:], strict=True)},
     )
 
 
-def _panel(rate: Rate, rows: list[dict]) -> Panel:
+def _panel(rate: str, rows: list[dict]) -> Panel:
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
-        points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate.name)]
+        points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate)]
         curves.append(line_of(name, points, "step", "gap"))
         curves.append(line_of(name, points, "step", "quadratic_model", predicted=True))
         curves.append(line_of(name, points, "step", "bound", bound=True))
     label = "mean gap (line: quadratic recursion, dashes: bound)"
-    return Panel(rate.name, "step T", label, curves, "xy")
-
-
-def study(experiment: Experiment) -> Evidence:
-    """`lemma6` with the estimators and learning rates of a configuration."""
-    design: Lemma6Config = experiment.study
-    prompts = design.rollouts // design.group_size
-    return lemma6(
-        build_testbed(experiment.bed),
-        [Estimator(name, prompts, design.group_size) for name in design.baselines],
-        learning_rates(design),
-        design.steps,
-        design.replicates,
-        experiment.seed,
-        experiment.workers,
-    )
+    return Panel(rate, "step T", label, curves, "xy")
 
 
 def check(experiment: Experiment) -> None:
@@ -230,11 +191,4 @@ def check(experiment: Experiment) -> None:
     check_rates(experiment, bed, bed.constants[0])
 
 
-def completions(experiment: Experiment) -> int:
-    """How many completions all replicates draw, with every estimator at every learning rate."""
-    design: Lemma6Config = experiment.study
-    pairs = len(design.baselines) * (len(design.constant_rates) + 1)
-    return pairs * design.rollouts * design.steps * design.replicates
-
-
-THEOREM = Theorem(Lemma6Config, STATEMENT, study, check, completions)
+THEOREM = simulated(Lemma6Config, STATEMENT, plan, judge, check)

@@ -21,18 +21,9 @@ from grpo_ustat.config.gap import Experiment, Proposition13Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
-from grpo_ustat.gap.exact import bed_facts
-from grpo_ustat.gap.simulate import (
-    Estimator,
-    Rate,
-    Simulation,
-    Trajectories,
-    check_rates,
-    learning_rates,
-    reference_law,
-    run_simulations,
-)
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
+from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, reference_law
+from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
@@ -53,18 +44,19 @@ class EndPoint:
     """The point where runs of one estimator end.
 
     Attributes:
-        estimator: of their gradients.
-        maximiser: of the objective that the paper names for it.
-        root: where the enumerated mean of the estimate vanishes.
         run: all replicates, recorded after T/4 and T updates.
-        rate: of learning.
+        maximiser: of the objective that the paper names for its estimator.
+        root: where the enumerated mean of the estimate vanishes.
     """
 
-    estimator: Estimator
+    run: Trajectories
     maximiser: float
     root: float
-    run: Trajectories
-    rate: Rate
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator of the gradient."""
+        return self.run.estimator
 
     @property
     def rule(self) -> str:
@@ -79,7 +71,7 @@ class EndPoint:
     @property
     def measured(self) -> Interval:
         """Mean end over replicates, with its interval."""
-        return mean_interval(extrapolate(self.run, self.rate))
+        return mean_interval(extrapolate(self.run))
 
     @property
     def at_last_step(self) -> float:
@@ -87,21 +79,30 @@ class EndPoint:
         return float(self.run.u_SKR[1, 0].mean())
 
 
-def proposition13(bed: Testbed, design: Proposition13Config, seed: int, workers: int) -> Evidence:
-    """Run GRPO with and without normalisation and see where replicates end.
-
-    Args:
-        bed: of one coordinate, rewards 0/1.
-        design: what is run.
-        seed, workers: see `run_simulations`.
-    """
+def plan(design: Proposition13Config) -> list[Simulation]:
+    """GRPO at the largest G, normalised at every G; variants with KL term, minibatches, both."""
     (rate,), steps = learning_rates(design), (design.steps // 4, design.steps)
-    estimators = estimators_of(design)
-    simulations = [Simulation(estimator, rate, steps) for estimator in estimators]
-    runs, rollouts = run_simulations(simulations, bed, design.replicates, seed, workers)
+    kl, parts = kl_term(design), design.minibatches
+    split = {"num_prompts": design.num_prompts // parts, "minibatches": parts}
+    estimators = [
+        Estimator("leave_one_out", design.num_prompts, max(design.group_sizes)),
+        *(normalised(design, size) for size in design.group_sizes),
+        *(
+            normalised(design, size, **changes)
+            for size in design.variant_sizes
+            for changes in (kl, split, kl | split)
+        ),
+    ]
+    return [Simulation(estimator, rate, steps) for estimator in estimators]
+
+
+def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories]) -> Evidence:
+    """See where replicates end, beside maximisers and roots; on a bed of one coordinate."""
     ends = [
-        EndPoint(each, maximiser(bed, each), root(bed, pull_of(each), each), run, rate)
-        for each, run in zip(estimators, runs, strict=True)
+        EndPoint(
+            run, maximiser(bed, run.estimator), root(bed, pull_of(run.estimator), run.estimator)
+        )
+        for run in runs
     ]
     claims = []
     for end in ends:
@@ -124,38 +125,21 @@ def proposition13(bed: Testbed, design: Proposition13Config, seed: int, workers:
             "minibatches": end.estimator.minibatches, "maximiser": end.maximiser,
             "root": end.root, "j_maximiser": float(bed.best_K[0]),
             **dict(zip(("measured", "low", "high"), end.measured, strict=True)),
-            "at_last_step": end.at_last_step, "replicates": end.run.u_SKR.shape[2],
+            "at_last_step": end.at_last_step, "replicates": end.run.replicates,
         }
         for end in ends
     ]  # fmt: skip
     return Evidence(
-        bed=bed_facts(bed)
-        | {
-            "u that maximises J": float(bed.best_K[0]),
-            "u that maximises the arcsin objective": ends[1].maximiser,
-        },
         claims=claims,
         panels=_panels(bed, ends),
         rows=rows,
         answer=_answer(claims, ends),
         notes=_notes(ends),
-        rollouts=rollouts,
+        bed={
+            "u that maximises J": float(bed.best_K[0]),
+            "u that maximises the arcsin objective": ends[1].maximiser,
+        },
     )
-
-
-def estimators_of(design: Proposition13Config) -> list[Estimator]:
-    """GRPO at the largest G, normalised at every G; variants with KL term, minibatches, both."""
-    kl, parts = kl_term(design), design.minibatches
-    split = {"num_prompts": design.num_prompts // parts, "minibatches": parts}
-    return [
-        Estimator("leave_one_out", design.num_prompts, max(design.group_sizes)),
-        *(normalised(design, size) for size in design.group_sizes),
-        *(
-            normalised(design, size, **changes)
-            for size in design.variant_sizes
-            for changes in (kl, split, kl | split)
-        ),
-    ]
 
 
 def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estimator:
@@ -247,18 +231,18 @@ def maximiser(bed: Testbed, estimator: Estimator) -> float:
     return root(bed, pull, estimator)
 
 
-def extrapolate(run: Trajectories, rate: Rate) -> np.ndarray:
+def extrapolate(run: Trajectories) -> np.ndarray:
     """Points where each replicate would end but for the part of order 1/T, from T and a quarter of
     it.
 
     Richardson's: with `e(T) = e + b/T`, `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`, T with offset.
     """
-    early, late = run.steps_S + rate.offset
+    early, late = run.steps_S + run.rate.offset
     return run.u_SKR[1, 0] + (run.u_SKR[1, 0] - run.u_SKR[0, 0]) / (late / early - 1)
 
 
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
-    measured, count = end.measured, end.run.u_SKR.shape[2]
+    measured, count = end.measured, end.run.replicates
     distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
     inside = measured.low <= predicted <= measured.high
     agrees = True if inside else None if distance <= change else False
@@ -383,12 +367,6 @@ def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
     return [PlotLine(label, x, y, low, high), PlotLine(label, x, roots, predicted=True)]
 
 
-def study(experiment: Experiment) -> Evidence:
-    """`proposition13` on a configuration's bed."""
-    bed = build_testbed(experiment.bed)
-    return proposition13(bed, experiment.study, experiment.seed, experiment.workers)
-
-
 def check(experiment: Experiment) -> None:
     """Refuse a bed of several coordinates, a reference outside it, and a rate too small."""
     bed, design = build_testbed(experiment.bed), experiment.study
@@ -405,15 +383,4 @@ def check(experiment: Experiment) -> None:
     check_rates(experiment, bed, bed.least_curvature)
 
 
-def completions(experiment: Experiment) -> int:
-    """How many completions all replicates draw: GRPO and the normalised estimator, and three
-    variants at each of their sizes.
-    """
-    design: Proposition13Config = experiment.study
-    sizes, variant_sizes = sum(design.group_sizes), sum(design.variant_sizes)
-    whole = design.num_prompts * (sizes + max(design.group_sizes) + variant_sizes)
-    split = 2 * design.num_prompts // design.minibatches * variant_sizes
-    return (whole + split) * design.steps * design.replicates
-
-
-THEOREM = Theorem(Proposition13Config, STATEMENT, study, check, completions)
+THEOREM = simulated(Proposition13Config, STATEMENT, plan, judge, check)

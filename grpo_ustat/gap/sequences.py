@@ -16,10 +16,8 @@ from functools import cached_property
 import numpy as np
 from scipy.special import logsumexp
 
-from grpo_ustat.config.beds import SequencesConfig
+from grpo_ustat.config.beds import MOST_COMPLETIONS, SequencesConfig
 from grpo_ustat.draws import generator
-
-MOST_COMPLETIONS = 2**14  # completions that are listed
 
 
 @dataclass(frozen=True)

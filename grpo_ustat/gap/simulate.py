@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ustat.config.gap import Experiment, SimulatedConfig
-from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.covariance import baseline_values
-from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.gap.covariance import baseline_values
+from grpo_ustat.gap.testbeds import Testbed
 
 REPLICATES_AT_ONCE = 500  # replicates side by side: their arrays stay in a core's cache
 STEPS_AT_ONCE = 50  # steps whose uniforms are drawn at once
@@ -61,42 +59,100 @@ class Estimator:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """A learning rate: constant, `value`, or falling, `value / (t + offset)` for t = 1 ..."""
+
+    kind: str
+    value: float
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        """For legends and rows.
+
+        >>> Rate("constant", 0.1).name, Rate("decaying", 2.0, 20).name
+        ('eta = 0.1', 'eta_t = 2 / (t + 20)')
+        """
+        if self.kind == "constant":
+            return f"eta = {self.value:g}"
+        return f"eta_t = {self.value:g} / " + (f"(t + {self.offset})" if self.offset else "t")
+
+    def values(self, steps: int) -> np.ndarray:
+        """eta_1 ... eta_T."""
+        if self.kind == "constant":
+            return np.full(steps, self.value)
+        return self.value / (np.arange(1, steps + 1) + self.offset)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Who estimates, how fast it learns, and the steps to record, ascending."""
+
+    estimator: Estimator
+    rate: Rate
+    steps: tuple[int, ...]
+
+    @property
+    def rates_T(self) -> np.ndarray:
+        """eta_1 ... eta_T, up to the last step."""
+        return self.rate.values(self.steps[-1])
+
+    @property
+    def work(self) -> int:
+        """Completions of one replicate."""
+        return self.estimator.rollouts * self.steps[-1]
+
+
+@dataclass(frozen=True)
 class Trajectories:
     """Positions of replicates R at the recorded steps S.
 
     Attributes:
+        simulation: what was run.
         steps_S: after how many updates; 0 is the start.
         u_SKR: where the policy was.
         gap_SR: J* - J there.
         exit_R: the update after which a replicate was first outside the sublevel set, 0: never.
     """
 
+    simulation: Simulation
     steps_S: np.ndarray
     u_SKR: np.ndarray
     gap_SR: np.ndarray
     exit_R: np.ndarray
 
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator of the gradient."""
+        return self.simulation.estimator
 
-def simulate(
-    bed: Testbed,
-    estimator: Estimator,
-    rates_T: np.ndarray,
-    replicates: range,
-    seed: int,
-    steps: list[int],
-) -> Trajectories:
+    @property
+    def rate(self) -> Rate:
+        """The learning rate."""
+        return self.simulation.rate
+
+    @property
+    def replicates(self) -> int:
+        """R."""
+        return self.gap_SR.shape[1]
+
+    def scaled_gap(self, place: int) -> np.ndarray:
+        """(T + offset) times the gap of every replicate at one of the recorded steps, [R]."""
+        return (self.steps_S[place] + self.rate.offset) * self.gap_SR[place]
+
+
+def simulate(bed: Testbed, simulation: Simulation, replicates: range, seed: int) -> Trajectories:
     """Run Algorithm 1 from the bed's start, `theta <- theta + eta_t g_hat`.
 
     In u the update is the same as in theta: the score is Q's and Q Q' = 1.
 
     Args:
         bed: what the policy is.
-        estimator: of the gradient.
-        rates_T: eta_1 ... eta_T.
+        simulation: what is run.
         replicates: their numbers; they run side by side.
         seed: with a replicate's number, all that its path depends on.
-        steps: to record, ascending, 0 to T.
     """
+    estimator, steps, rates_T = simulation.estimator, simulation.steps, simulation.rates_T
     u_KR = np.repeat(bed.start_K[:, None], len(replicates), axis=1)
     exit_R = np.zeros(len(replicates), dtype=int)
     record: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -117,7 +173,7 @@ def simulate(
         if has_box:
             u_KR = np.clip(u_KR, low_K1, high_K1)
     u_SKR, gap_SR = (np.stack([record[step][i] for step in steps]) for i in (0, 1))
-    return Trajectories(np.array(steps), u_SKR, gap_SR, exit_R)
+    return Trajectories(simulation, np.array(steps), u_SKR, gap_SR, exit_R)
 
 
 def _uniforms(
@@ -243,80 +299,6 @@ def advantage(
     raise ValueError(f"baseline {name!r} cannot be simulated here")
 
 
-@dataclass(frozen=True)
-class Rate:
-    """A learning rate: constant, `value`, or falling, `value / (t + offset)` for t = 1 ..."""
-
-    kind: str
-    value: float
-    offset: int = 0
-
-    @property
-    def name(self) -> str:
-        """For legends and rows.
-
-        >>> Rate("constant", 0.1).name, Rate("decaying", 2.0, 20).name
-        ('eta = 0.1', 'eta_t = 2 / (t + 20)')
-        """
-        if self.kind == "constant":
-            return f"eta = {self.value:g}"
-        return f"eta_t = {self.value:g} / " + (f"(t + {self.offset})" if self.offset else "t")
-
-    def values(self, steps: int) -> np.ndarray:
-        """eta_1 ... eta_T."""
-        if self.kind == "constant":
-            return np.full(steps, self.value)
-        return self.value / (np.arange(1, steps + 1) + self.offset)
-
-
-def learning_rates(study: SimulatedConfig) -> list[Rate]:
-    """Every learning rate of a study, the falling one last."""
-    constant = [Rate("constant", rate) for rate in getattr(study, "constant_rates", [])]
-    return [*constant, Rate("decaying", study.decaying_rate, study.offset)]
-
-
-def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
-    """Refuse learning rates that theorems say nothing about: eta >= 2/L, 2 mu c <= 1.
-
-    Args:
-        experiment: whose study has the rates.
-        bed: with L.
-        curvature: mu of the falling rate.
-    """
-    smoothness, least = bed.constants[1], 0.5 / curvature
-    for rate in getattr(experiment.study, "constant_rates", []):
-        if rate >= 2 / smoothness:
-            raise ConfigError(
-                f"study.constant_rates has {rate}, L of bed={experiment.bed.name} is "
-                f"{smoothness:.4g}: use rates below {2 / smoothness:.4g}"
-            )
-    if experiment.study.decaying_rate <= least:
-        raise ConfigError(
-            f"study.decaying_rate={experiment.study.decaying_rate} on bed={experiment.bed.name}: "
-            f"use more than {least:.4g}, so that 2 mu c > 1"
-        )
-
-
-def check_limit_rates(experiment: Experiment) -> None:
-    """`check_rates` for theorems on the limit, where the curvature at the maximisers counts."""
-    bed = build_testbed(experiment.bed)
-    check_rates(experiment, bed, bed.least_curvature)
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """Who estimates, how fast it learns, and the steps to record, ascending."""
-
-    estimator: Estimator
-    rate: Rate
-    steps: tuple[int, ...]
-
-    @property
-    def work(self) -> int:
-        """Completions of one replicate."""
-        return self.estimator.rollouts * self.steps[-1]
-
-
 def run_simulations(
     simulations: Sequence[Simulation], bed: Testbed, replicates: int, seed: int, workers: int
 ) -> tuple[list[Trajectories], int]:
@@ -342,13 +324,13 @@ def run_simulations(
     )  # fmt: skip
     parts.sort(key=lambda part: part[:2])
     trajectories = []
-    for place in range(len(simulations)):
+    for place, simulation in enumerate(simulations):
         blocks = [block for part, _, block in parts if part == place]
         u_SKR, gap_SR, exit_R = (
             np.concatenate([getattr(block, name) for block in blocks], axis=-1)
             for name in ("u_SKR", "gap_SR", "exit_R")
         )
-        trajectories.append(Trajectories(blocks[0].steps_S, u_SKR, gap_SR, exit_R))
+        trajectories.append(Trajectories(simulation, blocks[0].steps_S, u_SKR, gap_SR, exit_R))
     return trajectories, total
 
 
@@ -363,10 +345,8 @@ def _simulate_blocks(
 ) -> Iterator:
     """What a worker does with its blocks of replicates."""
     for place, block in items:
-        simulation = simulations[place]
-        rates_T, steps = simulation.rate.values(simulation.steps[-1]), list(simulation.steps)
-        yield place, block[0], simulate(bed, simulation.estimator, rates_T, block, seed, steps)
-        yield WorkCost(rollouts=simulation.work * len(block))
+        yield place, block[0], simulate(bed, simulations[place], block, seed)
+        yield WorkCost(rollouts=simulations[place].work * len(block))
 
 
 def log_spaced_steps(last: int, count: int = 12) -> list[int]:

@@ -10,21 +10,15 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from grpo_ustat.config.gap import Experiment, Theorem7Config
-from grpo_ustat.estimators.convergence import quadratic_recursion, recursion
+from grpo_ustat.config.gap import Theorem7Config
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
-from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
-from grpo_ustat.gap.exact import bed_facts, limit_weighting, noise, scaling_at
-from grpo_ustat.gap.simulate import (
-    Estimator,
-    Rate,
-    Simulation,
-    check_limit_rates,
-    learning_rates,
-    run_simulations,
-)
-from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.gap.convergence import quadratic_recursion, recursion
+from grpo_ustat.gap.evidence import Evidence, Panel, line_of
+from grpo_ustat.gap.exact import limit_weighting, noise, scaling_at
+from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
+from grpo_ustat.gap.simulated import learning_rates, simulated
+from grpo_ustat.gap.testbeds import Testbed
 from grpo_ustat.runs.claims import FAMILY_ERROR, Claim, comma_list
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
@@ -45,57 +39,39 @@ GridPoint = tuple[Rate, int, int]  # learning rate, n of a step, T: a cell, with
 Gaps = dict[int, np.ndarray]  # gap_R of each G
 
 
-def theorem7(
-    bed: Testbed,
-    budgets: Sequence[int],
-    group_sizes: Sequence[int],
-    rates: Sequence[Rate],
-    steps: Sequence[int],
-    replicates: int,
-    seed: int,
-    workers: int,
-    totals: Sequence[int] = (),
-) -> Evidence:
-    """Run GRPO at every n, G and rate; compare the best G of each n, T and rate with theory's.
-
-    Args:
-        bed: the policy.
-        budgets: n of a step, each compared at every T.
-        group_sizes: G, of which those count that divide n.
-        rates: learning rates.
-        steps: T at which the gap is compared.
-        replicates, seed, workers: see `run_simulations`.
-        totals: n T of a whole run: at each T a step has total / T rollouts.
-    """
-    batches = [(n, tuple(steps)) for n in budgets]
-    batches += [(total // step, (step,)) for total in totals for step in steps]
-    simulations = [
+def plan(design: Theorem7Config) -> list[Simulation]:
+    """GRPO at every learning rate, n and G that divides n; n of a step or total / T at each T."""
+    batches = [(n, tuple(design.steps)) for n in design.rollouts]
+    batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
+    return [
         Simulation(Estimator("leave_one_out", n // size, size), rate, record)
-        for rate in rates
+        for rate in learning_rates(design)
         for n, record in batches
-        for size in group_sizes
+        for size in design.group_sizes
         if n % size == 0
     ]
-    runs, rollouts = run_simulations(simulations, bed, replicates, seed, workers)
+
+
+def judge(bed: Testbed, design: Theorem7Config, runs: Sequence[Trajectories]) -> Evidence:
+    """Compare the best G of each n, T and learning rate with theory's."""
     cells: dict[GridPoint, Gaps] = {}
-    for simulation, run in zip(simulations, runs, strict=True):
-        for place, step in enumerate(simulation.steps):
-            point = simulation.rate, simulation.estimator.rollouts, step
-            cells.setdefault(point, {})[simulation.estimator.group_size] = run.gap_SR[place]
+    for run in runs:
+        for place, step in enumerate(run.simulation.steps):
+            point = run.rate, run.estimator.rollouts, step
+            cells.setdefault(point, {})[run.estimator.group_size] = run.gap_SR[place]
     best = {point: may_be_best(gaps) for point, gaps in cells.items()}
     theories = {point: predicted_sizes(bed, point, list(gaps)) for point, gaps in cells.items()}
     claims = [*_bound_claims(bed, list(cells)), *_cell_claims(cells, best, theories)]
-    for total, rate in product(totals, rates):
-        claims.append(total_claim(total, rate, cells, theories, steps))
+    rates = list(dict.fromkeys(run.rate for run in runs))
+    for total, rate in product(design.totals, rates):
+        claims.append(total_claim(total, rate, cells, theories, design.steps))
     rows = [row for point in cells for row in _rows(bed, point, cells, best, theories)]
     return Evidence(
-        bed=bed_facts(bed),
         claims=claims,
-        panels=_panels(rows, budgets, totals, steps),
+        panels=_panels(rows, design),
         rows=rows,
         answer=_answer(claims),
         notes=_notes(bed, rates, best),
-        rollouts=rollouts,
     )
 
 
@@ -360,14 +336,12 @@ def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]])
     return notes
 
 
-def _panels(
-    rows: list[dict], budgets: Sequence[int], totals: Sequence[int], steps: Sequence[int]
-) -> list[Panel]:
+def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
     """The gap against G: a panel for each rate and T of the budgets, for each rate and total."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    ends = sorted({min(steps), max(steps)}) if budgets else []
+    ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]
-    axes += [(rate, "total", total, "step", "T") for rate in rates for total in totals]
+    axes += [(rate, "total", total, "step", "T") for rate in rates for total in design.totals]
     panels = []
     for rate, within, value, by, letter in axes:
         inside = [row for row in rows if (row["rate"], row[within]) == (rate, value)]
@@ -381,29 +355,4 @@ def _panels(
     return panels
 
 
-def study(experiment: Experiment) -> Evidence:
-    """`theorem7` with the budgets and learning rates of a configuration."""
-    design: Theorem7Config = experiment.study
-    return theorem7(
-        build_testbed(experiment.bed),
-        design.rollouts,
-        design.group_sizes,
-        learning_rates(design),
-        design.steps,
-        design.replicates,
-        experiment.seed,
-        experiment.workers,
-        totals=design.totals,
-    )
-
-
-def completions(experiment: Experiment) -> int:
-    """Completions of all replicates, every G that divides n at every learning rate."""
-    design: Theorem7Config = experiment.study
-    pairs = [(n, max(design.steps)) for n in design.rollouts]
-    pairs += [(total // step, step) for total in design.totals for step in design.steps]
-    of_one_rate = sum(n * t for n, t in pairs for size in design.group_sizes if n % size == 0)
-    return (len(design.constant_rates) + 1) * of_one_rate * design.replicates
-
-
-THEOREM = Theorem(Theorem7Config, STATEMENT, study, check_limit_rates, completions)
+THEOREM = simulated(Theorem7Config, STATEMENT, plan, judge)

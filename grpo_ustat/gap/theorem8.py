@@ -7,23 +7,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.config.gap import Experiment, Theorem8Config
-from grpo_ustat.estimators.convergence import limit_weights, mixture_cdf, mixture_quantiles
+from grpo_ustat.config.gap import Theorem8Config
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, replicates_converge
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
-from grpo_ustat.gap.exact import bed_facts, noise_everywhere
-from grpo_ustat.gap.simulate import (
-    Estimator,
-    Rate,
-    Simulation,
-    Trajectories,
-    check_limit_rates,
-    exits_text,
-    learning_rates,
-    run_simulations,
-)
-from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.gap.convergence import limit_weights, mixture_cdf, mixture_quantiles
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
+from grpo_ustat.gap.exact import noise_everywhere
+from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories, exits_text
+from grpo_ustat.gap.simulated import learning_rates, simulated
+from grpo_ustat.gap.testbeds import Testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
@@ -40,75 +32,66 @@ ONE_LAW = "the mean weight for all"  # in place of each limit's own
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)  # as shares of the weights
 
 
-def theorem8(
-    bed: Testbed,
-    estimators: Sequence[Estimator],
-    rate: Rate,
-    steps: Sequence[int],
-    replicates: int,
-    seed: int,
-    workers: int,
-) -> Evidence:
-    """Run every estimator and compare the law of (T + offset) times the gap with its limit.
+def plan(design: Theorem8Config) -> list[Simulation]:
+    """Vanilla, GRPO at every G, and the oracle: each has a limit of its own."""
+    first, (rate,) = design.group_sizes[0], learning_rates(design)
+    rules = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
+    rules.append(("oracle", first))
+    return [
+        Simulation(Estimator(name, design.rollouts // size, size), rate, tuple(design.steps))
+        for name, size in rules
+    ]
+
+
+def judge(bed: Testbed, design: Theorem8Config, runs: Sequence[Trajectories]) -> Evidence:
+    """Compare the law of (T + offset) times the gap with its limit; the last T decides.
 
     Where J has maximisers that differ, each replicate is compared with the law of its own limit,
     which its last step names to O(T^(-1/2)): its probability integral transform is uniform.
-
-    Args:
-        bed: the policy.
-        estimators: each has a limit of its own.
-        rate: c / (t + offset), 2 c times the smallest curvature above 1.
-        steps: T, ascending; the verdict is that of the last.
-        replicates, seed, workers: see `run_simulations`.
     """
-    simulations = [Simulation(estimator, rate, tuple(steps)) for estimator in estimators]
-    runs, rollouts = run_simulations(simulations, bed, replicates, seed, workers)
     claims, rows, panels = [], [], []
-    for estimator, run in zip(estimators, runs, strict=True):
-        weights_KR = limit_weights_at(bed, estimator, rate, run.u_SKR[-1])
-        band = float(stats.kstwo.ppf(CONFIDENCE, run.gap_SR.shape[1]))
-        for place, step in enumerate(run.steps_S):
-            values_R = scaled_gap(run, rate, place)
-            mean, low, high = mean_interval(values_R)
-            rows.append(
-                {"estimator": estimator.name, "num_prompts": estimator.num_prompts}
-                | {"group_size": estimator.group_size, "step": int(step)}
-                | {"mean": mean, "low": low, "high": high}
-                | {"predicted_mean": float(weights_KR.sum(axis=0).mean())}
-                | {"ks": float(ks_distance(limit_cdf(weights_KR, values_R))[0]), "ks_band": band}
-                | {"mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1))}
-                | {"replicates": len(values_R)}
-            )
-        claims += [
-            _law_claim(estimator, run, rate, weights_KR),
-            _mean_claim(estimator, run, rate, weights_KR),
-        ]
+    for run in runs:
+        weights_KR = limit_weights_at(bed, run.estimator, run.rate, run.u_SKR[-1])
+        rows += _rows(run, weights_KR)
+        claims += [_law_claim(run, weights_KR), _mean_claim(run, weights_KR)]
         if weights_KR.shape[1] > 1:
-            claims.append(_trend_claim(bed, estimator, run, rate, weights_KR))
-        panels.append(_panel(estimator, run, rate, weights_KR))
+            claims.append(_trend_claim(bed, run, weights_KR))
+        panels.append(_panel(run, weights_KR))
     return Evidence(
-        bed=bed_facts(bed),
         claims=claims,
         panels=panels,
         rows=rows,
-        answer=f"{agreement(claims)} comparisons with the limit agree at T = {steps[-1]}.",
+        answer=f"{agreement(claims)} comparisons with the limit agree at T = {design.steps[-1]}.",
         notes=[
             exits_text(runs),
-            f"the gap is scaled by T + {rate.offset}, which has the same limit as T",
+            f"the gap is scaled by T + {design.offset}, which has the same limit as T",
             "the distribution function of the mixture is gx2's, Ruben's method",
         ],
-        rollouts=rollouts,
     )
+
+
+def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
+    """A row for each recorded step."""
+    band = float(stats.kstwo.ppf(CONFIDENCE, run.replicates))
+    rows = []
+    for place, step in enumerate(run.steps_S):
+        values_R = run.scaled_gap(place)
+        mean, low, high = mean_interval(values_R)
+        rows.append(
+            {"estimator": run.estimator.name, "num_prompts": run.estimator.num_prompts}
+            | {"group_size": run.estimator.group_size, "step": int(step)}
+            | {"mean": mean, "low": low, "high": high}
+            | {"predicted_mean": float(weights_KR.sum(axis=0).mean())}
+            | {"ks": float(ks_distance(limit_cdf(weights_KR, values_R))[0]), "ks_band": band}
+            | {"mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1))}
+            | {"replicates": run.replicates}
+        )
+    return rows
 
 
 def label_of(estimator: Estimator) -> str:
     """An estimator with its batch."""
     return f"{estimator.name}, B = {estimator.num_prompts}, G = {estimator.group_size}"
-
-
-def scaled_gap(run: Trajectories, rate: Rate, place: int) -> np.ndarray:
-    """(T + offset) times the gap of every replicate at one of the recorded steps, [R]."""
-    return (run.steps_S[place] + rate.offset) * run.gap_SR[place]
 
 
 def limit_weights_at(
@@ -118,7 +101,7 @@ def limit_weights_at(
 
     Args:
         bed: whose curvature and noise at each limit are enumerated.
-        one: the estimator.
+        estimator: of the gradient.
         rate: c / (t + offset).
         u_KR: where the replicates are.
     """
@@ -186,11 +169,9 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
     return float(2 * min(stats.chi2.cdf(total, dof), stats.chi2.sf(total, dof)))
 
 
-def _law_claim(
-    estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
-) -> Claim:
+def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """The law at the last step; where it is off and nearing with T nothing is decided."""
-    last_R, one_limit = scaled_gap(run, rate, -1), weights_KR.shape[1] == 1
+    last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
     shares_F = np.array([1.0, *OTHER_WEIGHTS])  # weights so many times larger: x so many smaller
     uniform_R, *others_FR = limit_cdf(weights_KR, last_R / shares_F[:, None])
     alternatives = {
@@ -200,10 +181,10 @@ def _law_claim(
     if not one_limit:
         alternatives[ONE_LAW] = ks_p_value(limit_cdf(_mean_weights(weights_KR), last_R))
     distance, level = ks_distance(uniform_R)
-    nearing = _nearing(run, rate, lambda gap_R: (limit_cdf(weights_KR, gap_R) <= level) - level)
+    nearing = _nearing(run, lambda gap_R: (limit_cdf(weights_KR, gap_R) <= level) - level)
     kind = "from the limit" if one_limit else "of its own limit, from the uniform law"
     return Claim(
-        what=f"{label_of(estimator)}: Kolmogorov-Smirnov distance {kind}",
+        what=f"{label_of(run.estimator)}: Kolmogorov-Smirnov distance {kind}",
         predicted=f"<= {stats.kstwo.ppf(CONFIDENCE, len(last_R)):.3g}",
         measured=float(distance),
         low=None,
@@ -216,11 +197,9 @@ def _law_claim(
     )
 
 
-def _mean_claim(
-    estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
-) -> Claim:
+def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """The mean at the last step; where it is off and nearing with T nothing is decided."""
-    last_R, sums_R = scaled_gap(run, rate, -1), weights_KR.sum(axis=0)
+    last_R, sums_R = run.scaled_gap(-1), weights_KR.sum(axis=0)
     ratio_R = last_R / sums_R
     alternatives = {
         f"weights x {share}": mean_law_p_value(ratio_R / share, weights_KR)
@@ -229,9 +208,9 @@ def _mean_claim(
     if weights_KR.shape[1] > 1:
         mean_K1 = _mean_weights(weights_KR)
         alternatives[ONE_LAW] = mean_law_p_value(last_R / mean_K1.sum(), mean_K1)
-    nearing = _nearing(run, rate, lambda gap_R: gap_R / sums_R - 1)
+    nearing = _nearing(run, lambda gap_R: gap_R / sums_R - 1)
     return Claim(
-        f"{label_of(estimator)}: mean of the scaled gap over the sum of the weights",
+        f"{label_of(run.estimator)}: mean of the scaled gap over the sum of the weights",
         1.0,
         *mean_interval(ratio_R),
         verdict=AGREES,
@@ -245,16 +224,16 @@ def _mean_claim(
 
 def _sample(run: Trajectories) -> str:
     return (
-        f"at T = {run.steps_S[-1]}, {run.gap_SR.shape[1]} replicates; where rejected, not decided "
+        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; where rejected, not decided "
         "if it significantly falls with T like T^(-1/4)"
     )
 
 
-def _nearing(run: Trajectories, rate: Rate, distance: Callable[[np.ndarray], np.ndarray]) -> bool:
+def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) -> bool:
     """Whether a distance of scaled gaps falls between the last two recorded steps."""
     if len(run.steps_S) < 2:
         return False
-    before_R, last_R = (distance(scaled_gap(run, rate, place)) for place in (-2, -1))
+    before_R, last_R = (distance(run.scaled_gap(place)) for place in (-2, -1))
     return replicates_converge(last_R, before_R, int(run.steps_S[-1]), int(run.steps_S[-2]))
 
 
@@ -263,11 +242,9 @@ def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
     return weights_KR.mean(axis=1, keepdims=True)
 
 
-def _trend_claim(
-    bed: Testbed, estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
-) -> Claim:
+def _trend_claim(bed: Testbed, run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """Given its limit a replicate's transform is uniform, so it does not depend on the limit."""
-    last_R = scaled_gap(run, rate, -1)
+    last_R = run.scaled_gap(-1)
     along_R = bed.limits(run.u_SKR[-1])[bed.curved]
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
@@ -275,8 +252,8 @@ def _trend_claim(
     half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)  # Fisher's z
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
-        what=f"{label_of(estimator)}: rank correlation of the limit's w with the transform given "
-        "it",
+        what=f"{label_of(run.estimator)}: rank correlation of the limit's w with the transform "
+        "given it",
         predicted=0.0,
         measured=correlation,
         low=low,
@@ -289,9 +266,9 @@ def _trend_claim(
     )
 
 
-def _panel(estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray) -> Panel:
+def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
     """Quantiles against quantiles, with intervals of order statistics."""
-    sorted_R = np.sort(scaled_gap(run, rate, -1))
+    sorted_R = np.sort(run.scaled_gap(-1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
     ranks = [
         stats.binom.ppf(p, count, QUANTILES) for p in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
@@ -305,7 +282,7 @@ def _panel(estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.n
     if weights_KR.shape[1] > 1:
         one_law = limit_quantiles(_mean_weights(weights_KR), 2 * sorted_R[-1])
         curves.append(PlotLine(ONE_LAW, limit, one_law, bound=True))
-    title = f"{label_of(estimator)}, T = {run.steps_S[-1]}"
+    title = f"{label_of(run.estimator)}, T = {run.steps_S[-1]}"
     return Panel(title, "quantile of the limit", "quantile of T x gap", curves, "xy")
 
 
@@ -318,29 +295,4 @@ def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
     return np.interp(QUANTILES, cdf, grid)
 
 
-def study(experiment: Experiment) -> Evidence:
-    """`theorem8` of vanilla, of GRPO at every G, and of the oracle."""
-    design: Theorem8Config = experiment.study
-    first = design.group_sizes[0]
-    rules = [("none", first), *(("leave_one_out", g) for g in design.group_sizes)]
-    rules.append(("oracle", first))
-    (rate,) = learning_rates(design)
-    return theorem8(
-        build_testbed(experiment.bed),
-        [Estimator(name, design.rollouts // size, size) for name, size in rules],
-        rate,
-        design.steps,
-        design.replicates,
-        experiment.seed,
-        experiment.workers,
-    )
-
-
-def completions(experiment: Experiment) -> int:
-    """How many completions all replicates draw, with every estimator."""
-    design: Theorem8Config = experiment.study
-    estimators = len(design.group_sizes) + 2
-    return estimators * design.rollouts * max(design.steps) * design.replicates
-
-
-THEOREM = Theorem(Theorem8Config, STATEMENT, study, check_limit_rates, completions)
+THEOREM = simulated(Theorem8Config, STATEMENT, plan, judge)

@@ -6,7 +6,7 @@ At n = B G rollouts, questions drawn independently, a rule's error at G is
     bias^2 = ||mu - tau||^2          v = mean_x E||ghat_x||^2 - ||mu||^2
 
 with v the variance of one group. For an unbiased rule the minimum does not depend on n. A rule
-whose bias falls like b/G (see `estimators.advantage_moments.large_groups`) keeps it whatever the
+whose bias falls like b/G (see `gap.estimate_moments.large_groups`) keeps it whatever the
 number of prompts: then `G v(G) = G C1 + O(1)`, C1 the spread of the questions' means, and the
 minimum grows,
 

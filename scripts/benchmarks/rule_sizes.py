@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_ustat.estimators.moments import centred
-from grpo_ustat.estimators.normalised import normalised_moments, right_and_wrong
+from grpo_ustat.gap.normalised import normalised_moments, right_and_wrong
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.rule_sizes import ROLLOUTS, RuleLaw, growth, rule_sizes
 from grpo_ustat.records import ScorePool

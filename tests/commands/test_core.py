@@ -29,7 +29,6 @@ CORE = """
 import numpy as np
 
 import grpo_ustat as gu
-from grpo_ustat.estimators import convergence
 from grpo_ustat.estimators.baselines import Baseline, advantages
 from grpo_ustat.estimators.intervals import clustered_wilson, wilson
 from grpo_ustat.estimators.scaling import scaling_from_arrays

@@ -94,6 +94,10 @@ WRONG = {
     "study=lemma11 study.group_sizes=[2,4]": "use at least three sizes",
     "study=lemma11 study.epsilon=-1": "study.epsilon=-1.0 must be 0 or more",
     "study=theorem12 study.learning_rates=[0.1]": "use at least three, all above 0",
+    "study=theorem12 study.learning_rates=[0,0.1,0.2]": "holds 0.0, which must be above 0",
+    "study=theorem12 study.lengths=[3]": "study.lengths=[3]: use at least two, all of 1 to 14",
+    "study=theorem12 study.lengths=[3,15]": "study.lengths=[3, 15]: use at least two, all of 1 to",
+    "study=theorem12 bed.length=1 bed.difficulties=[1,1,1,1]": "tokens=1: use at least 2",
     "study=theorem12 study.beta=-1": "study.beta=-1.0 must be 0 or more",
     "study=theorem12 study.normalisations=[sigma]": "unknown study.normalisations 'sigma': choose",
     "study=theorem12 study.normalisations=[]": "name at least one of none, group_std",
@@ -162,7 +166,7 @@ def test_a_refused_bed_leaves_no_folder(tmp_path):
 @pytest.mark.slow
 def test_dry_run_counts_what_a_run_draws(tmp_path):
     config = compose("gap", *SMALL)
-    assert theorem("lemma6").completions(config) == 20 * 5 * 16 * 6
+    assert theorem("lemma6").completions(config) == 20 * 6 * 16 * 6  # T and one step more
     shown = gap(tmp_path, "dry_run=true", "study=theorem7")
     assert shown.returncode == 0 and "1,433.6 M" in shown.stdout
     assert not list(tmp_path.iterdir())

@@ -88,19 +88,6 @@ def test_where_half_the_answers_are_right_the_limits_agree(rng):
     assert "limits at the rate sqrt(G) too" in found.answer
 
 
-@pytest.mark.parametrize(
-    ("sizes", "epsilon", "message"),
-    [
-        ([4, 8], 0.0, r"group_sizes=\[4, 8\]: a rate needs at least three"),
-        ([1, 4, 8], 0.0, r"group_sizes=\[1, 4, 8\]"),
-        (SIZES, -1.0, "epsilon=-1.0 must be at least 0"),
-    ],
-)
-def test_what_has_no_answer_is_refused(policy, sizes, epsilon, message):
-    with pytest.raises(ConfigError, match=message):
-        study(policy, sizes, epsilon)
-
-
 def test_other_rewards_are_refused_in_one_line(policy):
     with pytest.raises(ConfigError, match="0/1 rewards, got 0.5") as caught:
         lemma11(policy.probabilities_PY, policy.scores_PYD, REWARDS / 2, SIZES, 0.0)

@@ -13,8 +13,9 @@ from reference import plain_advantages, variance_of
 
 from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.gap import proposition13 as thirteen
-from grpo_ustat.gap.proposition13 import field, maximiser, proposition13, pull_of, root, weight
+from grpo_ustat.gap.proposition13 import field, maximiser, pull_of, root, weight
 from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
+from grpo_ustat.gap.simulated import run_and_judge
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.result import AGREES, DISAGREES
 
@@ -110,7 +111,7 @@ def small(**changes):
         "decaying_rate": 4.0, "offset": 20, "steps": 200, "replicates": 400,
     }  # fmt: skip
     design = Proposition13Config(kind="proposition13", **design | changes)
-    return proposition13(unequal(), design, 0, 1)
+    return run_and_judge(thirteen.plan, thirteen.judge, unequal(), design, 0, 1)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from beds import coins, softmax, unequal
 
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.covariance import baseline_values, covariance_parts
+from grpo_ustat.gap.covariance import baseline_values, covariance_parts
 from grpo_ustat.gap.simulate import (
     REPLICATES_AT_ONCE,
     STREAM,
@@ -86,15 +86,15 @@ def test_ratios_and_the_kl_term_are_those_of_single_completions(make, rng):
 
 def test_a_batch_is_one_pass_over_its_minibatches(rng):
     """Updates written out: pi_old changes after every second one."""
-    bed, rates = coins(), np.array([0.3, 0.2, 0.1, 0.4])
+    bed, rate = coins(), Rate("decaying", 0.6, 1)
     one = Estimator("leave_one_out_std", 2, 4, minibatches=2, beta=0.2, reference=(0.0, 0.1))
-    found = simulate(bed, one, rates, range(3), 5, [0, 1, 2, 3, 4])
+    found = simulate(bed, Simulation(one, rate, (0, 1, 2, 3, 4)), range(3), 5)
     for number in range(3):
         uniforms = generator(5, STREAM, number).random((4, 2 + 8), dtype=np.float32)
         u_K = old_K = bed.start_K
-        for t, rate in enumerate(rates):
+        for t, eta in enumerate(rate.values(4)):
             old_K = u_K if t % 2 == 0 else old_K
-            u_K = u_K + rate * slow_gradient(bed, one, u_K, uniforms[t], old_K)
+            u_K = u_K + eta * slow_gradient(bed, one, u_K, uniforms[t], old_K)
             np.testing.assert_allclose(found.u_SKR[t + 1, :, number], u_K, atol=1e-12)
 
 
@@ -113,21 +113,22 @@ def test_mean_and_covariance_are_the_enumerated_ones(baseline, rng):
 
 
 def test_a_replicate_run_again_alone_takes_the_same_path():
-    bed, one, rates = softmax(), Estimator("leave_one_out", 2, 3), np.full(130, 0.3)
-    whole = simulate(bed, one, rates, range(REPLICATES_AT_ONCE + 5), 7, [0, 60, 130])
+    bed, one, rate = softmax(), Estimator("leave_one_out", 2, 3), Rate("constant", 0.3)
+    job = Simulation(one, rate, (0, 60, 130))
+    whole = simulate(bed, job, range(REPLICATES_AT_ONCE + 5), 7)
     for number in (0, 3, REPLICATES_AT_ONCE + 4):
-        alone = simulate(bed, one, rates, range(number, number + 1), 7, [0, 60, 130])
+        alone = simulate(bed, job, range(number, number + 1), 7)
         assert (alone.u_SKR[..., 0] == whole.u_SKR[..., number]).all()
         assert (alone.gap_SR[:, 0] == whole.gap_SR[:, number]).all()
-    other = simulate(bed, one, rates, range(1), 8, [130])
+    other = simulate(bed, Simulation(one, rate, (130,)), range(1), 8)
     assert (other.u_SKR[0, :, 0] != whole.u_SKR[2, :, 0]).all()
 
 
 def test_what_is_kept_is_as_asked():
     """The start first; fewer steps are the beginning of more."""
     bed, one, rate = coins(), Estimator("none", 4, 1), Rate("decaying", 2.0, 20)
-    longer = simulate(bed, one, rate.values(20), range(6), 0, [0, 5, 20])
-    shorter = simulate(bed, one, rate.values(5), range(6), 0, [5])
+    longer = simulate(bed, Simulation(one, rate, (0, 5, 20)), range(6), 0)
+    shorter = simulate(bed, Simulation(one, rate, (5,)), range(6), 0)
     assert (longer.u_SKR[0] == bed.start_K[:, None]).all()
     assert (longer.u_SKR[1] == shorter.u_SKR[0]).all()
     np.testing.assert_allclose(longer.gap_SR[1], bed.gap(longer.u_SKR[1]), atol=1e-15)
@@ -135,7 +136,8 @@ def test_what_is_kept_is_as_asked():
 
 def test_replicates_that_leave_the_sublevel_set_are_known_and_kept_on_the_bed():
     bed = coins(start_K=np.array([0.43, 0.0]))
-    paths = simulate(bed, Estimator("none", 1, 2), np.full(50, 0.8), range(40), 0, list(range(51)))
+    job = Simulation(Estimator("none", 1, 2), Rate("constant", 0.8), tuple(range(51)))
+    paths = simulate(bed, job, range(40), 0)
     outside_SR = paths.gap_SR > bed.reach
     first_R = np.where(outside_SR.any(axis=0), outside_SR.argmax(axis=0), 0)
     assert (paths.exit_R == first_R).all() and (first_R > 0).sum() > 0
@@ -158,5 +160,6 @@ def test_the_number_of_processes_changes_nothing():
 def test_without_noise_it_is_gradient_ascent():
     """A prompt of which everything is right has no noise in GRPO's estimate: it is 0."""
     bed = unequal(rewards_PY=np.ones((2, 4)))
-    paths = simulate(bed, Estimator("leave_one_out", 2, 3), np.full(5, 0.5), range(4), 0, [5])
+    job = Simulation(Estimator("leave_one_out", 2, 3), Rate("constant", 0.5), (5,))
+    paths = simulate(bed, job, range(4), 0)
     assert (paths.u_SKR == bed.start_K[:, None]).all()

@@ -9,18 +9,21 @@ import pytest
 from beds import coins, ridge, softmax
 from scipy import stats
 
+from grpo_ustat.config.gap import (
+    CorollariesConfig,
+    Lemma6Config,
+    Theorem7Config,
+    Theorem8Config,
+)
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap import corollaries9_10 as both
 from grpo_ustat.gap import lemma6 as lemma
 from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
-from grpo_ustat.gap.corollaries9_10 import corollaries
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
-from grpo_ustat.gap.lemma6 import lemma6
 from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
+from grpo_ustat.gap.simulated import run_and_judge
 from grpo_ustat.gap.testbeds import CoinTestbed
-from grpo_ustat.gap.theorem7 import theorem7
-from grpo_ustat.gap.theorem8 import theorem8
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 CONSTANT, FALLING = Rate("constant", 0.2), Rate("decaying", 2.5, 20)
@@ -31,25 +34,33 @@ def verdicts(evidence, word=""):
     return [claim.verdict for claim in evidence.claims if word in claim.what]
 
 
+def study_of(module, bed, design, seed=0, plan=None):
+    return run_and_judge(plan or module.plan, module.judge, bed, design, seed, 1)
+
+
 # Lemma 6
 
 
-def small_lemma6(bed):
-    return lemma6(bed, [GRPO], [CONSTANT, FALLING], 60, 400, 0, 1)
+def small_lemma6(bed, steps=60, **rates):
+    """GRPO of four groups of four."""
+    rates = {"constant_rates": [0.2], "decaying_rate": 2.5, "offset": 20} | rates
+    design = Lemma6Config(
+        kind="lemma6", baselines=["leave_one_out"], rollouts=16, group_size=4,
+        steps=steps, replicates=400, **rates,
+    )  # fmt: skip
+    return study_of(lemma, bed, design)
 
 
 def test_lemma6_agrees_on_both_beds():
     on_coins = small_lemma6(coins())
     assert set(verdicts(on_coins)) == {AGREES} and len(on_coins.claims) == 5
-    slow = lemma6(
-        softmax(), [GRPO], [Rate("constant", 0.5), Rate("decaying", 8.0, 40)], 60, 400, 0, 1
-    )
+    slow = small_lemma6(softmax(), constant_rates=[0.5], decaying_rate=8.0, offset=40)
     assert set(verdicts(slow)) == {AGREES} and len(slow.claims) == 3
 
 
 def test_lemma6_holds_nothing_against_a_bound_whose_time_has_not_come():
     """After 12 steps of a falling rate the recursion itself is above its limit of order 1/T."""
-    early = lemma6(coins(), [GRPO], [FALLING], 12, 400, 0, 1)
+    early = small_lemma6(coins(), steps=12, constant_rates=[])
     (claim,) = [claim for claim in early.claims if "order 1/T" in claim.what]
     assert claim.low > 1 and claim.verdict == OPEN and "T is too small" in claim.how
 
@@ -76,9 +87,19 @@ def test_rows_name_what_stands_behind_them():
 # Theorem 7
 
 
+def small_theorem7(group_sizes, steps, replicates, rollouts=(16,), totals=(), seed=0):
+    """At the constant learning rate alone."""
+    design = Theorem7Config(
+        kind="theorem7", rollouts=list(rollouts), totals=list(totals), group_sizes=group_sizes,
+        constant_rates=[0.2], decaying_rate=2.5, offset=20, steps=steps, replicates=replicates,
+    )  # fmt: skip
+    constant = [one for one in seven.plan(design) if one.rate == CONSTANT]
+    return study_of(seven, coins(), design, seed, lambda _: constant)
+
+
 @pytest.mark.slow
 def test_theorem7_finds_the_best_group_size_where_noise_decides():
-    evidence = theorem7(coins(), [16], [2, 4, 16], [CONSTANT], [150], 1500, 0, 1)
+    evidence = small_theorem7([2, 4, 16], [150], 1500)
     assert seven.predicted_sizes(coins(), (CONSTANT, 16, 150), [2, 4, 16])["recursion"] == 4
     assert verdicts(evidence) == [AGREES] * 6
     best = [row["group_size"] for row in evidence.rows if row["best"]]
@@ -90,7 +111,7 @@ def test_theorem7_finds_a_wrong_prediction(monkeypatch):
     monkeypatch.setattr(
         seven, "predicted_sizes", lambda *given: dict.fromkeys(seven.CHOICE_MEANINGS, 16)
     )
-    evidence = theorem7(coins(), [16], [2, 4, 16], [CONSTANT], [150], 1500, 0, 1)
+    evidence = small_theorem7([2, 4, 16], [150], 1500)
     assert verdicts(evidence, "cells in") == [DISAGREES] * 3
 
 
@@ -105,8 +126,7 @@ def test_the_bounds_are_smallest_at_the_papers_and_at_our_group_size():
 
 def test_a_total_is_shared_out_over_steps_and_named():
     """n T = 160 at T = 10 and 20: n = 16 and 8; every pair of T and G is compared with all."""
-    given = coins(), [], [2, 4, 8], [CONSTANT], [10, 20], 50, 0, 1, [160]
-    evidence = theorem7(*given)
+    evidence = small_theorem7([2, 4, 8], [10, 20], 50, rollouts=(), totals=(160,))
     shapes = {(row["rollouts"], row["step"], row["num_prompts"]) for row in evidence.rows}
     assert shapes == {(16, 10, 8), (16, 10, 4), (16, 10, 2), (8, 20, 4), (8, 20, 2), (8, 20, 1)}
     assert {row["total"] for row in evidence.rows} == {160}
@@ -128,7 +148,7 @@ def test_a_total_whose_best_group_size_is_another_is_found_out(rng):
 
 
 def test_theorem7_decides_nothing_without_power():
-    evidence = theorem7(coins(), [16], [2, 4], [CONSTANT], [1], 20, 1, 1)  # 5 % of seeds err
+    evidence = small_theorem7([2, 4], [1], 20, seed=1)  # 5 % of seeds err
     assert set(verdicts(evidence, "cells in")) == set(verdicts(evidence, "group sizes")) == {OPEN}
     assert verdicts(evidence, "smallest bound") == [AGREES, AGREES]  # enumerated
 
@@ -144,9 +164,23 @@ def test_the_best_are_those_not_significantly_above_any_other(rng):
 # Theorem 8 and its corollaries
 
 
+def small_theorem8(bed, one, steps, replicates, offset=20):
+    """Of one estimator alone."""
+    design = Theorem8Config(
+        kind="theorem8", rollouts=one.rollouts, group_sizes=[one.group_size],
+        decaying_rate=2.5, offset=offset, steps=steps, replicates=replicates,
+    )  # fmt: skip
+    alone = [each for each in eight.plan(design) if each.estimator == one]
+    return study_of(eight, bed, design, plan=lambda _: alone)
+
+
+def small_mixture():
+    return small_theorem8(ridge(), Estimator("leave_one_out", 2, 4), [50, 200], 400, offset=10)
+
+
 @pytest.mark.slow
 def test_theorem8_agrees_and_its_distance_is_scipys(rng):
-    evidence = theorem8(coins(), [GRPO], FALLING, [50, 400], 600, 0, 1)
+    evidence = small_theorem8(coins(), GRPO, [50, 400], 600)
     assert set(verdicts(evidence)) <= {AGREES, OPEN} and len(evidence.claims) == 2
     values = rng.exponential(2 * 0.7, 3000)  # two equal weights: chi2_2 times w is exponential
     from scipy.stats import expon, kstest
@@ -160,15 +194,12 @@ def test_theorem8_agrees_and_its_distance_is_scipys(rng):
 def test_theorem8_finds_wrong_weights(monkeypatch):
     real = eight.limit_weights
     monkeypatch.setattr(eight, "limit_weights", lambda *given: 0.6 * real(*given))
-    assert verdicts(theorem8(coins(), [GRPO], FALLING, [100, 400], 600, 0, 1)) == [DISAGREES] * 2
-
-
-MIXTURE = (Estimator("leave_one_out", 2, 4),), Rate("decaying", 2.5, 10), [50, 200], 400, 0, 1
+    assert verdicts(small_theorem8(coins(), GRPO, [100, 400], 600)) == [DISAGREES] * 2
 
 
 @pytest.mark.slow
 def test_theorem8_agrees_given_the_limit_that_is_reached():
-    evidence = theorem8(ridge(), *MIXTURE)
+    evidence = small_mixture()
     assert verdicts(evidence) == [AGREES] * 3
     (trend,) = [claim for claim in evidence.claims if "rank correlation" in claim.what]
     assert trend.severity == "0 of 1 alternatives would also have agreed"
@@ -180,7 +211,7 @@ def test_theorem8_finds_that_one_law_for_all_limits_is_wrong(monkeypatch):
     monkeypatch.setattr(
         eight, "limit_weights_at", lambda b, one, rate, u: real(b, one, rate, 0 * u)
     )
-    assert verdicts(theorem8(ridge(), *MIXTURE), "rank correlation") == [DISAGREES]
+    assert verdicts(small_mixture(), "rank correlation") == [DISAGREES]
 
 
 def test_limit_weights_at_of_a_ridge_are_those_worked_by_hand():
@@ -236,7 +267,11 @@ def test_weights_sum_to_the_weighted_noise():
 
 @pytest.mark.slow
 def test_corollaries_agree_where_assumption_2_holds():
-    evidence = corollaries(coins(), 8, [2, 4], FALLING, 100, 600, 0, 1)
+    design = CorollariesConfig(
+        kind="corollaries9_10", rollouts=8, group_sizes=[2, 4],
+        decaying_rate=2.5, offset=20, steps=100, replicates=600,
+    )  # fmt: skip
+    evidence = study_of(both, coins(), design)
     assert set(verdicts(evidence)) <= {AGREES, OPEN}
     exact = [c for c in evidence.claims if c.low is None]
     assert len(exact) == 7 and {c.verdict for c in exact} == {AGREES}

@@ -12,6 +12,7 @@ import yaml
 from commands import compose
 from folders import completed
 
+from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.gap.study import earlier_seconds, show_plan
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.result import TheoremResult
@@ -43,6 +44,18 @@ def test_nothing_earlier_leaves_the_time_out(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "unknown" in text and "Time unknown: no study of this kind, bed and" in text
     assert "Time, about" not in text
+
+
+@pytest.mark.parametrize("words", [
+    "lemma6 study.steps=3", "theorem7 study.steps=[2,3]", "theorem8 study.steps=[2,3]",
+    "theorem7_total study.totals=[128] study.steps=[2,4] study.constant_rates=[]",
+    "corollaries9_10 study.steps=4", "proposition13 study.steps=4", "lemma11",
+])  # fmt: skip
+def test_a_study_draws_as_many_completions_as_a_dry_run_says(words):
+    few = () if words == "lemma11" else ("study.replicates=10", "launch.workers=1")
+    experiment = compose("gap", *f"study={words}".split(), *few).experiment
+    record = theorem(experiment.study.kind)
+    assert record.study(experiment).rollouts == record.completions(experiment)
 
 
 @pytest.mark.slow(minutes=0.02)

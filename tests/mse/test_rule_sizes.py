@@ -9,7 +9,7 @@ import pytest
 from tabular import TabularPolicy
 from test_closed_form import pool_of
 
-from grpo_ustat.estimators.normalised import (
+from grpo_ustat.gap.normalised import (
     normalised_moments,
     right_and_wrong,
 )

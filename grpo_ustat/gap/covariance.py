@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ustat.config.gap import SIMULATED_BASELINES
 from grpo_ustat.records import Array
-
-UNBIASED = ("none", "oracle", "optimal", "leave_one_out")
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,16 @@ def covariance_parts(
         probability_PYR: pi(y|x).
         score_PYKR: d log pi(y|x).
         rewards_PY: r(x, y).
-        baseline: one of `UNBIASED`; `optimal` is `b* = E[q z] / E q`, the best of one number a
-            prompt for the trace.
+        baseline: one of `SIMULATED_BASELINES`; `optimal` is `b* = E[q z] / E q`, the best of one
+            number a prompt for the trace.
 
     Raises:
         ValueError: another baseline.
     """
-    if baseline not in UNBIASED:
-        raise ValueError(f"baseline {baseline!r} has no covariance here: use {', '.join(UNBIASED)}")
+    if baseline not in SIMULATED_BASELINES:
+        raise ValueError(
+            f"baseline {baseline!r} has no covariance here: use {', '.join(SIMULATED_BASELINES)}"
+        )
     z_PYR = np.broadcast_to(rewards_PY[..., None], probability_PYR.shape)
     value_PR = (probability_PYR * z_PYR).sum(axis=1)
     g_PKR = np.einsum("pyr,pykr->pkr", probability_PYR * z_PYR, score_PYKR)

@@ -1,14 +1,26 @@
-r"""Exact mean and variance of a gradient estimate with normalised advantages, for any reward law.
+r"""Exact mean and variance of a gradient estimate whose completions another policy wrote.
 
 Of one prompt the estimate is
 
     N = 1/G sum_i { A_i w_i + a_i }      A_i = (z_i - mean of the group's others) / d(std)
 
 with std of divisor G-1 and d a function of it, see `Normalisation`; w and a are any vectors of a
-completion, as in `grpo_ustat.estimators.weighted`. The others of a group enter A_i through their
-`sum z` and `sum z^2` alone. With rewards on a grid, z = minimum + step j, the joint law of
-`(sum j, sum j^2)` of n completions is the n-fold convolution of that of one, here by a Fourier
-transform, and then
+completion. All means are those of the policy that wrote.
+
+Without normalisation, d = 1, and with vectors w of mean zero in place of the scores N has the
+Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds to the
+first-order part alone. With mu = E[w z],
+
+    mean        mu + E a
+    variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
+                + ( E||w||^2 sigma^2 + ||mu||^2 ) / ( G (G-1) )
+
+Importance ratios leave w such a vector: both `sum_t rho_t grad log pi(y_t)` with each token's ratio
+and `rho grad log pi(y)` with the completion's have mean zero under the policy that wrote.
+
+Normalised, the others of a group enter A_i through their `sum z` and `sum z^2` alone. With rewards
+on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the n-fold
+convolution of that of one, here by a Fourier transform, and then
 
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
@@ -34,11 +46,98 @@ from functools import partial
 import numpy as np
 from scipy import fft
 
-from grpo_ustat.estimators.weighted import EstimateMoments, outcome_mean
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
+MEAN_ROUNDING = 1e-9  # of a mean, relative to the mean of norms
 GRID_ROUNDING = 1e-9  # distance from the grid of rewards, in steps, that is rounding
+
+
+@dataclass(frozen=True)
+class EstimateMoments:
+    """Mean and variance of an estimate at one group size, by prompt.
+
+    Attributes:
+        mean_PD: its mean.
+        within_P: trace of its covariance given the prompt.
+    """
+
+    mean_PD: Array
+    within_P: Array
+
+    def variance(self, num_prompts: int) -> float:
+        """Trace of the covariance for B prompts drawn independently."""
+        between_P = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
+        return float((between_P + self.within_P).mean() / num_prompts)
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """Mean and variance of the estimate as functions of the group size, by prompt.
+
+    Attributes:
+        mean_PD: its mean.
+        first_P: what is divided by G in the variance.
+        second_P: what is divided by G (G-1) in it.
+    """
+
+    mean_PD: Array
+    first_P: Array
+    second_P: Array
+
+    def at(self, group_size: int) -> EstimateMoments:
+        """The moments of the estimate from groups of G completions."""
+        within_P = self.first_P / group_size + self.second_P / (group_size * (group_size - 1))
+        return EstimateMoments(self.mean_PD, within_P)
+
+
+def outcome_mean(probability_PY: Array, values: Array) -> Array:
+    """Mean over the outcomes of values of shape [P, Y, ...], shape [P, ...]."""
+    return np.einsum("py,py...->p...", probability_PY, values)
+
+
+def group_moments(
+    probability_PY: Array,
+    weight_PYD: Array,
+    reward_PY: Array,
+    beside_PYD: Array | float = 0.0,
+) -> GroupMoments:
+    """The moments of the estimate, exactly, from all Y outcomes of each prompt.
+
+    Args:
+        probability_PY: of the outcomes, under the policy that writes them.
+        weight_PYD: w, a vector of D numbers for each outcome.
+        reward_PY: z.
+        beside_PYD: a.
+
+    Raises:
+        ValueError: the mean of w is not zero.
+
+    >>> w = np.array([[[1.0], [-1.0]]])
+    >>> moments = group_moments(np.full((1, 2), 0.5), w, np.array([[1.0, 0.0]]))
+    >>> moments.mean_PD.item(), moments.first_P.item(), moments.second_P.item()
+    (0.5, 0.0, 0.5)
+    >>> moments.at(2).variance(1)
+    0.25
+    """
+    assert weight_PYD.shape[:2] == probability_PY.shape == reward_PY.shape
+
+    mean = partial(outcome_mean, probability_PY)
+
+    def sq(vectors: Array) -> Array:
+        return np.square(vectors).sum(axis=-1)
+
+    norm_P, offset_P = np.sqrt(mean(sq(weight_PYD))), np.sqrt(sq(mean(weight_PYD)))
+    if (offset_P > MEAN_ROUNDING * norm_P).any():
+        raise ValueError(f"the mean of the weights has norm {offset_P.max():.3g}, which must be 0")
+    centred_PY1 = (reward_PY - mean(reward_PY)[:, None])[..., None]
+    own_PYD = weight_PYD * centred_PY1
+    mean_PD = mean(own_PYD + beside_PYD)
+    return GroupMoments(
+        mean_PD=mean_PD,
+        first_P=mean(sq(own_PYD + beside_PYD)) - sq(mean_PD),
+        second_P=norm_P**2 * mean(np.square(centred_PY1[..., 0])) + sq(mean(own_PYD)),
+    )
 
 
 @dataclass(frozen=True)
@@ -192,7 +291,7 @@ def estimate_moments(
     group_size: int,
     beside_PYD: Array | float = 0.0,
 ) -> EstimateMoments:
-    """Mean and variance of the estimate, exactly; shapes as in `weighted.group_moments`.
+    """Mean and variance of the estimate, exactly; shapes as in `group_moments`.
 
     Args:
         moments: of each prompt's advantages, see `advantage_moments`.
@@ -248,7 +347,7 @@ def large_groups(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> LargeGroups:
-    """The limits by the delta method, d(std) = std; shapes as in `weighted.group_moments`.
+    """The limits by the delta method, d(std) = std; shapes as in `group_moments`.
 
     Args:
         probability_PY: of the outcomes, under the policy that writes them.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from grpo_ustat.estimators.convergence import (
+from grpo_ustat.gap.convergence import (
     decaying_bound,
     limit_weights,
     mixture_cdf,

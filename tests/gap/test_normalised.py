@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from reference import softmax_policy
 
-from grpo_ustat.estimators.normalised import RightAndWrong, normalised_moments, right_and_wrong
+from grpo_ustat.gap.normalised import RightAndWrong, normalised_moments, right_and_wrong
 
 LOGITS = [[0.3, -0.8, 0.5], [-0.2, 1.1, 0.4]]
 REWARDS = [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
