@@ -82,18 +82,18 @@ def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):
     """8/G and 4/G: 2; with ratios of its own, these and their intervals."""
     errors = {(name, g): x / g for name, x in (("none", 8.0), ("oracle", 4.0)) for g in (2, 4)}
     result = RunRecord(studied(tmp_path / "study", "tiny", errors)).final_result
-    rows = ratio_rows(result, "all_questions_once", 8)
+    rows = ratio_rows(result, "all_questions_once")
     assert [(r["baseline"], r["group_size"], r["ratio"], r["ratio_low"]) for r in rows] == [
         ("none", 2, 2.0, None),
         ("none", 4, 2.0, None),
     ]
     own = {"baseline": "none", "setting": "all_questions_once", "num_prompts": 8, "group_size": 4}
     own |= {"ratio": 2.5, "ratio_low": 2.0, "ratio_high": 3.0}
-    rows = ratio_rows(result | {"ratio_to_oracle": [own]}, "all_questions_once", 8)
+    rows = ratio_rows(result | {"ratio_to_oracle": [own]}, "all_questions_once")
     assert {r["group_size"]: (r["ratio"], r["ratio_high"]) for r in rows} == {
         2: (2.0, None), 4: (2.5, 3.0)
     }  # fmt: skip
-    assert ratio_rows(result, "one_question", 1) == []
+    assert ratio_rows(result, "with_replacement") == []
 
 
 @pytest.mark.slow

@@ -317,7 +317,7 @@ def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
     assert "holds 2000 completions; here are 7" in page.completions.note
 
 
-def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_rules(tmp_path):
+def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_and_allocation(tmp_path):
     """Numbers with their intervals, unknown ends said, all in tables of their own."""
     noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
              "tokens": None, "tokens_low": None, "tokens_high": None,
@@ -328,10 +328,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_r
     proxy = {"units": "prompts", "proxy": "p(1-p)", "target": "noise", "uncorrected": None,
              "correlation": 0.5, "correlation_low": 0.25, "correlation_high": 0.75,
              "proxy_reliability": 0.5, "target_reliability": 0.25}  # fmt: skip
-    rule = {"baseline": "group_std", "target": "limit g/sigma", "measure": "mse", "grows": True,
-            "growth": 0.5, "growth_low": 0.25, "growth_high": None,
-            "sizes": [{"n": 64, "group_size": 4, "alike": [4, 8]},
-                      {"n": 256, "group_size": 16, "alike": [16]}]}  # fmt: skip
     result = STUDIED | {
         "noise": {"curve": [noise | {"group_size": 4}],
                   "best": noise | {"group_size": 4.25, "group_size_tokens": None},
@@ -343,7 +339,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_r
              "change_high": 0.05, "in_sample": in_sample}
             for name, in_sample in (("measured noise", -0.06), ("p(1-p)", None))
         ],
-        "scaling": STUDIED["scaling"] | {"rules": [rule]},
     }  # fmt: skip
     folder = folder_of(tmp_path, MSE, result)
     tables = {table.title: table for table in run_page(folder).tables}
@@ -360,7 +355,4 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_r
         ["measured noise", "+2 % [-1 %, +5 %]"],
         ["p(1-p)", "+2 % [-1 %, +5 %]"],
         ["the best sizes, in sample", "-6 %"],
-    ]
-    assert tables["Best group size of each rule"].rows == [
-        ["group_std", "limit g/sigma", "4 [4, 8]", "16", "yes", "0.500 [0.250, infinity)"]
     ]
