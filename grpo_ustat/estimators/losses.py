@@ -191,11 +191,12 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss)))):
+    # by the kind of length factor, which no G changes
+    for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
             moments[loss, size] = update_moments(
-                _terms(own_pool, additive_part(loss), size, sums, seed, pool), gradient_PR,
+                _terms(own_pool, additive_part(loss, size), size, sums, seed, pool), gradient_PR,
                 rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
     # those that share their draws

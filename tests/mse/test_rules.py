@@ -90,22 +90,22 @@ def test_all_groups_of_a_pool_count(rng, monkeypatch, name, graded):
     assert found.mse.low < found.mse.estimate < found.mse.high
 
 
-@pytest.mark.parametrize("name", COUPLED)
-def test_a_coupled_rule_has_the_energy_of_drawn_updates(rng, name):
+@pytest.mark.parametrize("name, size", [*((name, SIZE) for name in COUPLED), ("reinforce_pp", 1)])
+def test_a_coupled_rule_has_the_energy_of_drawn_updates(rng, name, size):
     """E||ghat||^2 of 4000 fresh batches of 4 of 30 questions, whose products across questions are
     exact: within 4 standard errors, for the drawing of both.
     """
-    pool, options, count = drawn_pool(rng, 30), BASELINE_OPTIONS[name], ROLLOUTS // SIZE
-    ((found,), _) = rule_errors(pool, {name: options}, [SIZE], ROLLOUTS, 600, 0)
+    pool, options, count = drawn_pool(rng, 30), BASELINE_OPTIONS[name], 4
+    ((found,), _) = rule_errors(pool, {name: options}, [size], 4 * size, 600, 0)
     energies = []
     for _ in range(4000):
         chosen = rng.permutation(30)[:count, None]
-        place = rng.permuted(np.tile(np.arange(6), (count, 1)), axis=1)[:, :SIZE]
+        place = rng.permuted(np.tile(np.arange(6), (count, 1)), axis=1)[:, :size]
         context = BaselineContext(
             lengths_PG=pool.lengths_PN[chosen, place], history=np.zeros((2, 3)),
             rewards_PGF=pool.rewards_PNF[chosen, place], reward_weights_F=pool.reward_weights_F,
         )  # fmt: skip
-        weights = advantages(name, pool.rewards_PN[chosen, place], context, options) / ROLLOUTS
+        weights = advantages(name, pool.rewards_PN[chosen, place], context, options) / (4 * size)
         update = np.einsum("bg,bgd->d", weights, pool.features_PNR[chosen, place])
         energies.append(update @ update)
     noise = np.std(energies) * (1 / 4000 + 1 / 600) ** 0.5
