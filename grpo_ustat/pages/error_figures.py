@@ -63,12 +63,15 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
         panels[0, 0].set_ylabel("mean squared error of the gradient")
         if high > 1:
             panels[1, 0].set_ylabel("MSE over the oracle's")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        if len(labels) > 6:
-            columns = max(1, int(size[0] / 2.6))
+        labels: dict[str, Any] = {}  # of every rule, whatever panels it is in
+        for axes in panels[0]:
+            handles, own = axes.get_legend_handles_labels()
+            labels |= dict(zip(own, handles, strict=True))
+        if len(labels) > 6 or len(settings) > 1:
             figure.legend(
-                handles, labels, loc="outside upper left", frameon=False, fontsize=8, ncols=columns
-            )
+                list(labels.values()), list(labels), loc="outside right upper", frameon=False,
+                fontsize=8,
+            )  # fmt: skip
         else:
             panels[0, 0].legend(frameon=False, fontsize=9)
         figure.suptitle(_study_title(result), fontsize=9, x=0.02, ha="left")

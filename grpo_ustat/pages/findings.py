@@ -31,9 +31,9 @@ from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, Array
 from grpo_ustat.terminal.streams import best_size, percentage
 
 WHY_FIXED_ROLLOUTS = (
-    "In the tables the error falls with G since a larger G draws more completions of the same "
-    "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
-    "prompts, so one G is best."
+    "In a batch of all questions the error falls with G since a larger G draws more completions "
+    "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
+    "fewer prompts, so one G is best."
 )
 WORTHWHILE_SAVING = 0.05  # share of the error; less does not pay for drawing groups anew
 HELPFUL_SAVING = 0.05  # share of the error; plans of unequal groups that save less do not help
