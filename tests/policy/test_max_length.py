@@ -166,7 +166,7 @@ def test_a_study_counts_what_is_left(tmp_path, capsys):
     prompts, left_out = study_run._prompts(config)
     assert left_out == longer("study", 10 - len(prompts), 20) and len(prompts) < 10
     assert "note: questions left out: " in capsys.readouterr().err
-    config.baselines, config.group_sizes = ["batch_std"], [config.study.rollouts // 4]
+    config.baselines, config.group_sizes, config.study.rollouts = ["batch_std"], [4], 16
     with pytest.raises(ConfigError, match=f"need a study of 12 questions, got {len(prompts)}"):
         study_run._prompts(config)
 
