@@ -166,10 +166,9 @@ class Tensorboard:
                 name = "completions" if event.kind == "completions" else event.name
                 self._tracker.log({name: _text(one.content)}, one.step or 0)
                 for row in one.content if one.kind == "table" else ():
-                    known = {"mse", "group_size", "baseline", "method", "setting", "num_prompts"}
+                    known = {"mse", "group_size", "baseline", "method", "setting"}
                     if known <= row.keys() and isinstance(row["mse"], int | float):
-                        where = f"{row['method']}/{row['setting']}/{row['num_prompts']}"
-                        tag = f"mse/{where}/{row['baseline']}"
+                        tag = f"mse/{row['method']}/{row['setting']}/{row['baseline']}"
                         self._send_numbers({tag: row["mse"]}, row["group_size"])
         else:
             values = flat_values(event)

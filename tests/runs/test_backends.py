@@ -87,7 +87,7 @@ def test_tensorboard_holds_every_number_exactly(tmp_path):
         assert values == [(r["step"], r[key]) for r in rows]
     assert said(found, "monitor/c1_reason") == ["silent"] * 3
     assert found["scalars"]["eval/sampled/mean_reward"] == [(0, 0.0), (2, 0.25)]
-    assert found["scalars"]["mse/closed_form/all_questions_once/8/none"] == [(2, 0.5), (4, 0.25)]
+    assert found["scalars"]["mse/closed_form/all_questions_once/none"] == [(2, 0.5), (4, 0.25)]
     assert found["scalars"]["result/scaling/c1"] == [(3, 1 / 3)]
     (image,) = found["images"]["figure"]
     pixels = [np.asarray(Image.open(file).convert("RGB")) for file in (
