@@ -369,7 +369,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
     assert (home / "accuracy.csv").is_file()
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.nightly(minutes=0.3)
 def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
     arguments = (
         "study=figure4_offline", "policy=tiny,tiny_direct", "study.questions=6",

@@ -88,7 +88,7 @@ def test_the_factors_are_those_of_the_written_losses(compare):
         assert compare.scale(*pair) == pytest.approx(factor, rel=1e-14)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_setting_is_a_configuration_and_has_its_own_name(compare):
     for setting in compare.SETTINGS:
         compare.configured("float64", setting.ours)
@@ -179,7 +179,7 @@ def test_the_living_trl_makes_the_recorded_gradients(compare):
         assert (np.abs(theirs - recorded(setting)) < 1e-9 * theirs[:, :1]).all(), setting.name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
     """Moved weights, clipping and a reference model each change it; the factor is of one form."""
     monkeypatch.setattr(compare, "LENGTH", 12)
@@ -230,7 +230,7 @@ def test_drawn_rewards_leave_no_advantage_zero():
     assert DrawnRewards(0, []).draw("loud") == loud[0] != DrawnRewards(1, []).draw("loud")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peak_memory_is_this_process_own():
     from both_sides import peak_memory
 
@@ -277,7 +277,7 @@ def test_a_micro_batch_is_a_number(bench):
             bench.micro_batch(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_sides_see_the_same_questions(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
@@ -294,7 +294,7 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
     assert ours["silent"] == theirs["silent"] == [step[0].id for step in steps]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
@@ -310,7 +310,7 @@ def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     assert all(0 < r["generate"] < r["step"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrong_arguments_are_refused_in_one_line(bench, tmp_path, monkeypatch, capsys):
     def refused(*arguments):
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
