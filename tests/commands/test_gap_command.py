@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
+from subprocess import CompletedProcess
 
 import pytest
 from commands import compose
 
+from grpo_ustat.cli import app
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import STUDIES
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.gap.testbeds import build_testbed
+from grpo_ustat.launch.command import load_command
 from grpo_ustat.pages.study_page import TITLES
 
 SMALL = ("study.replicates=20", "study.steps=5", "study.constant_rates=[0.1]", "launch.workers=1")
 
 
 @pytest.fixture
-def gap(typed):
-    return lambda *words: typed("gap", "hydra.run.dir=run", *words)
+def gap(tmp_path, monkeypatch, capsys):
+    """Type the command in `tmp_path`: its exit code and what it printed, as a finished process.
+
+    It runs in this process: nothing is imported again.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words):
+        monkeypatch.setattr(sys, "argv", ["gap", "hydra.run.dir=run", *words])
+        code = 0
+        try:
+            app.main(load_command("gap"))
+        except SystemExit as end:
+            code = end.code
+        return CompletedProcess(words, code, *capsys.readouterr())
+
+    return command
 
 
 @pytest.mark.slow

@@ -221,8 +221,9 @@ UNPADDED = {"recurrent_gemma", "rwkv"}
 
 # The most usual ones are fast. One of each mechanism runs at every push, with its embedding and
 # output weights shared (True) or separate; every other case runs at night.
-USUAL = {"llama", "qwen2", "gpt2"}
+USUAL = {"llama", "gpt2"}
 AT_EVERY_PUSH = {
+    "qwen2": True,  # biases of some layers
     "gemma2": True,  # capped logits, sliding windows, norms by 1 + w
     "gemma3n": False,  # an embedding for each layer, several streams, float32 within
     "gpt_oss": True,  # experts that are one parameter, attention sinks

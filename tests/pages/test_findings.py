@@ -227,6 +227,7 @@ def rows_of_ones_own(path, count, *words):
     return ("dataset=jsonl", f"dataset.path={path}", *words)
 
 
+@pytest.mark.slow
 def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     words = rows_of_ones_own(tmp_path / "my.jsonl", 200, "dataset.study_size=100")
     _, verb, *typed = shlex.split(next_step(UNDECIDED, asdict(compose("mse", *words))))
@@ -245,6 +246,7 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     assert next_step(RESULT, config).startswith("grpo-ustat train ")
 
 
+@pytest.mark.slow
 def test_no_more_questions_are_asked_for_than_a_table_has():
     few = changed(gstar_high=None, covariance=np.diag([1.0, 4.0, 3.24]).tolist(), dof=1e9)
     few["questions"] = 10
