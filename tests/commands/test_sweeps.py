@@ -85,7 +85,7 @@ def test_table_2_has_the_papers_values():
         assert c.report.steps == [c.max_steps]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figure_5_offline_is_figure_5_on_arithmetic():
     found = [point.config for point in points("train", "experiment=figure5_offline")]
     assert [(c.group_size, c.seed) for c in found] == [(g, s) for g in SIZES for s in SEEDS]
@@ -190,7 +190,7 @@ def shown(found, capsys):
 @pytest.mark.parametrize(
     "entry, overlay, count, rollouts",
     [
-        pytest.param(*of, id=name, marks=pytest.mark.slow if of[2] > 20 else ())
+        pytest.param(*of, id=name, marks=pytest.mark.nightly if of[2] > 20 else ())
         for name, of in OVERLAYS.items()
     ],
 )
