@@ -396,7 +396,7 @@ def test_the_command_answers_first_and_then_what_to_type(tmp_path, monkeypatch, 
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.slow(minutes=1.4)
+@pytest.mark.nightly(minutes=1.4)
 def test_a_pool_alone_is_studied_without_sampling_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pool = tmp_path / "pools/one"

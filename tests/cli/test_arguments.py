@@ -277,7 +277,7 @@ def typed(line):
     "entry, words",
     [
         pytest.param(entry, words, id=f"{entry} {' '.join(words)}",
-                     marks=() if place % 8 == 0 else pytest.mark.slow(minutes=0.02))
+                     marks=() if place % 8 == 0 else pytest.mark.nightly(minutes=0.02))
         for place, (entry, *words) in enumerate(HINTED)
     ],
 )  # fmt: skip

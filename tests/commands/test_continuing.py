@@ -165,7 +165,7 @@ def test_a_point_that_another_process_runs_is_left_to_it(typed, tmp_path):
     assert typed("seed=0,1,2")[0] == 0 and starts(tmp_path) == {0: 1, 1: 2, 2: 2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_point_that_is_taken_meanwhile_is_not_noted_as_a_failure(typed, tmp_path, monkeypatch):
     assert typed("seed=0,1")[0] == 0
     path = run_of(tmp_path, 1)
@@ -225,7 +225,7 @@ def test_a_point_that_fails_before_its_folder_is_open_is_noted_once(typed, tmp_p
     assert typed("seed=0")[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_done_point_that_fails_in_being_overwritten_fails_the_sweep(typed, monkeypatch):
     assert typed("seed=0,1")[0] == 0
 

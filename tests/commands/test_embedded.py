@@ -6,6 +6,7 @@ import json
 
 import pytest
 from commands import compose, run
+from slow_cases import nightly_but
 
 from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
@@ -16,7 +17,7 @@ BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("name", nightly_but(["tiny_base"], BANDS))
 def test_accuracy_on_the_study_questions(name):
     """At temperature 1, 3 completions of each of the 500 questions."""
     config = compose("mse", f"model={name}")
@@ -45,7 +46,7 @@ def test_the_default_training_gains_ten_points(tmp_path):
     assert result["seconds"] < 1800
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.nightly(minutes=0.3)
 @pytest.mark.parametrize("name, sign, questions", [("tiny", -1, 100), ("tiny_direct", 1, 50)])
 def test_one_policy_of_each_regime_is_shipped(name, sign, questions, tmp_path):
     """A_V - A_0 is surely negative (the paper's ordering) or positive."""

@@ -43,7 +43,7 @@ def test_training_by_the_page_uses_the_rule(site, tmp_path):
     assert len([*before.parents[1].glob("*/seed-0/result.json")]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_study_by_the_page_measures_the_rule(site, tmp_path):
     code, told = readme.run(commands()[0], tmp_path, site)
     assert code == 0, told

@@ -26,7 +26,7 @@ def test_an_agent_finds_it():
     assert len(SKILL.splitlines()) <= 120
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.nightly(minutes=1.5)
 def test_its_five_commands_answer(tmp_path):
     """In their order, each from what the one before left, in the words that the skill explains."""
     log = tmp_path / "outputs/trl"

@@ -219,13 +219,35 @@ ARCHITECTURES = {
 # Their recurrent state passes through padding: prompts of one length only.
 UNPADDED = {"recurrent_gemma", "rwkv"}
 
-# Every architecture with shared and with separate embedding and output weights; slow tests but for
-# the most usual ones.
-USUAL = {"llama", "qwen2", "gpt2"}
+# The most usual ones are fast. One of each mechanism runs at every push, with its embedding and
+# output weights shared (True) or separate; every other case runs at night.
+USUAL = {"llama", "gpt2"}
+AT_EVERY_PUSH = {
+    "qwen2": True,  # biases of some layers
+    "gemma2": True,  # capped logits, sliding windows, norms by 1 + w
+    "gemma3n": False,  # an embedding for each layer, several streams, float32 within
+    "gpt_oss": True,  # experts that are one parameter, attention sinks
+    "deepseek_v3": False,  # latent attention, shared experts
+    "opt-projected": False,  # learned positions, projections around the layers
+    "bloom": True,  # biases of distance, keys and values in one matrix
+    "zamba": True,  # states, and weights that two layers share
+    "qwen3_next": False,  # linear attention
+    "rwkv": False,  # a state that padding would change
+    "ctrl": True,  # not made of transformers' layers
+}
+
+
+def _mark(name, tied):
+    """The mark of an architecture's test by its cost and by what it shows."""
+    if name in USUAL:
+        return ()
+    often = AT_EVERY_PUSH.get(name) is tied
+    return (pytest.mark.slow if often else pytest.mark.nightly)(minutes=0.01)
+
+
 CASES = [
     pytest.param(
-        name, tied, id=f"{name}-{'tied' if tied else 'untied'}",
-        marks=() if name in USUAL else pytest.mark.slow(minutes=0.01),
+        name, tied, id=f"{name}-{'tied' if tied else 'untied'}", marks=_mark(name, tied)
     )
     for name in ARCHITECTURES
     for tied in (True, False)

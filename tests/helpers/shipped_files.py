@@ -36,10 +36,13 @@ def takers(group, name):
 
 
 def group_files():
+    """Each file with each command that takes it; at push with the first."""
     for file in sorted(CONF.glob("*/*.yaml")):
         group, name = file.parent.name, file.stem
         for entry in SCHEMAS:
             if entry not in takers(group, name) or name in ("own", "jsonl"):
                 continue  # tests/docs/test_own_task.py, tests/tasks/test_jsonl.py
-            marks = [pytest.mark.slow(minutes=0.01)] * (group != "debug")
+            often = entry == takers(group, name)[0]
+            mark = pytest.mark.slow if often else pytest.mark.nightly
+            marks = [mark(minutes=0.01)] * (group != "debug")
             yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}", marks=marks)

@@ -1,6 +1,8 @@
-"""Cases of a test of which the fast suite runs a few, the slow suite the others."""
+"""Cases of a test of which a quicker suite runs a few, the slow or the nightly one the others."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 
@@ -21,4 +23,16 @@ def slow_after(count, cases):
     return [
         pytest.param(*values, marks=slow if place >= count else ())
         for place, values in enumerate(tuples)
+    ]
+
+
+def nightly_but(kept, *axes):
+    """Every combination of names, one of each axis, as pytest's parameters; nightly but `kept`."""
+    names = ["-".join(combination) for combination in product(*axes)]
+    assert set(kept) <= set(names)
+    return [
+        pytest.param(
+            *combination, id=name, marks=() if name in kept else pytest.mark.nightly(minutes=0.05)
+        )
+        for name, combination in zip(names, product(*axes), strict=True)
     ]

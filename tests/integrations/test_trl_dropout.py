@@ -303,6 +303,7 @@ def test_every_completion_has_masks_of_its_own(monkeypatch):
     assert gram_GG[0, 0] == pytest.approx(gram_GG[1, 1])
 
 
+@pytest.mark.slow
 def test_the_mean_over_masks_of_squared_norms_is_that_of_the_loss(monkeypatch):
     """5 standard errors of 600 draws."""
     one_process(monkeypatch)

@@ -197,7 +197,7 @@ def disk(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_mse_on_a_disk_that_is_really_full(disk, workers):
     words = (*SMALL, f"launch.workers={workers}", "hydra.run.dir=run")
     code, _, told = run_command("mse", *words, cwd=disk)

@@ -108,7 +108,7 @@ def test_questions_whose_groups_are_all_alike_have_no_second_moments(tmp_path):
         adam_pool(config, prompts, plain, tmp_path / "pool", tmp_path / "pool_adam")
 
 
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.nightly(minutes=0.7)
 def test_a_study_in_the_metric_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     """The words say which metric; rewards and tokens are those of the Euclidean study."""
     config = compose("mse", *SMALL)

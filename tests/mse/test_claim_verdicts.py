@@ -157,7 +157,7 @@ def test_a_study_leaves_them_in_its_result_and_on_its_page(tmp_path, capsys):
     assert all(math.isfinite(row["holm_p"]) for row in result["verdicts"] if "number" in row)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_a_study_judges_a_samplers_gap(tmp_path, capsys):
     """Log-probabilities 0.04 nats a token off on average, the same verdicts whatever the other
     losses. Right are the shorter ones of a question, whose gradient a few questions show.

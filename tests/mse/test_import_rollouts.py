@@ -257,8 +257,8 @@ def test_columns_are_refused_before_anything_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["model=tiny"], ["policy=tiny"], ["-m", "model=tiny,tiny_base"],
-              ["model.model_name_or_path=embedded:tiny"]],
+    "words", slow_after(1, [["model=tiny"], ["policy=tiny"], ["-m", "model=tiny,tiny_base"],
+                            ["model.model_name_or_path=embedded:tiny"]]),
 )  # fmt: skip
 def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
     path = saved(tmp_path / "c.parquet", rows())
@@ -268,7 +268,7 @@ def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
 
 @pytest.mark.parametrize(
     "name, changes, checkpoints, written",
-    [
+    slow_after(1, [
         ("rows", {}, (), "model=FOLDER, the checkpoint that wrote them"),
         ("rows", {"policy_version": ["7"] * 32}, (),
          "model=FOLDER, the checkpoint that wrote them, policy_version 7"),
@@ -278,7 +278,7 @@ def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
         ("completions_00041", {}, (20, 40), "model=checkpoint-40"),
         ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint of 39 updates that "
          "wrote them (the nearest is checkpoint-40)"),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_file_without_a_named_model_is_refused_with_the_one_that_wrote_it(
     tmp_path, monkeypatch, name, changes, checkpoints, written

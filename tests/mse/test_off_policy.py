@@ -47,6 +47,7 @@ def numbers(row):
     return [row[f"{key}{end}"] or 0.0 for key in keys for end in ("", "_low", "_high")]
 
 
+@pytest.mark.slow
 def test_the_policy_that_wrote_them_is_at_no_distance(tmp_path):
     """Every ratio is 1: the worths are those of the first update, and nothing is lost."""
     objectives = "objectives=[trl_grpo,trl_dr_grpo,whole_sequence]"
@@ -204,6 +205,7 @@ def test_corrections_of_a_samplers_gap(tmp_path, logged):
     assert len(noises) > 3  # no ratio of 48 short completions is beyond 3 of each token
 
 
+@pytest.mark.slow
 def test_a_policy_whose_answers_are_all_judged_alike_is_refused(tmp_path, monkeypatch):
     """In one line, since the study itself has a gradient."""
 
@@ -245,6 +247,7 @@ def test_a_policy_that_cannot_be_loaded_is_named_by_its_own_field(tmp_path):
     assert not list((tmp_path / "run").iterdir())
 
 
+@pytest.mark.slow
 def test_what_a_file_lacks_is_refused(tmp_path, logged):
     rows = parquet.read_table(logged).to_pylist()
     with pytest.raises(ConfigError, match="and a file has no judge for them"):

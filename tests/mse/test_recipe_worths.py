@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from commands import compose
 from prompt_pools import whole_pool
+from slow_cases import slow_after
 
 from grpo_ustat.config.recipes import CHANCE, RECIPES
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, loss_worths
@@ -34,7 +35,7 @@ def worths(pool, sizes=(2, 4), rollouts=32):
     return {row.loss.name: row for row in rows}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_after(1, RECIPES))
 def test_a_recipe_is_a_loss_that_can_be_typed(name):
     recipe = RECIPES[name]
     (typed,) = compose("mse", *recipe.overrides).measured.first_update

@@ -54,7 +54,7 @@ def test_minibatches_of_a_tabular_policy_follow_the_prediction():
         assert abs(squared.mean() - law[size].estimate) < 3.5 * error, size
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.nightly(minutes=0.4)
 def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
     """n = 32 of 24 questions: the law from one pool, minibatches from another.
 

@@ -110,7 +110,7 @@ def test_the_table_and_the_json_agree(finished):
     assert [float(row["mse"]) for row in rows] == [row["mse"] for row in result["curves"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_figure_can_be_redrawn(finished, tmp_path):
     path, result = finished
     script = Path(__file__).parents[2] / "scripts/tools/redraw_figure4.py"
@@ -408,7 +408,7 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
     assert places == sorted(places) and len(places) <= 5
 
 
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.nightly(minutes=0.7)
 def test_a_part_of_the_model_is_studied_as_such(tmp_path):
     """Same completions; errors of the parts add up to those of the whole, by Monte Carlo too."""
     options = ("model.dtype=float64", "budget.gradient_sketch=250000", "study.questions=5")

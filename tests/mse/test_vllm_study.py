@@ -127,7 +127,7 @@ def prompts_of(config):
     ]
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.nightly(minutes=0.5)
 def test_a_pool_extended_later_has_the_draws_of_one_made_at_once(weights, tmp_path):
     """Of one engine; the keyed requests alone decide the draws."""
     prompts = prompts_of(weights)

@@ -226,6 +226,7 @@ def rows_of_ones_own(path, count, *words):
     return ("dataset=jsonl", f"dataset.path={path}", *words)
 
 
+@pytest.mark.slow
 def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     words = rows_of_ones_own(tmp_path / "my.jsonl", 200, "dataset.study_size=100")
     _, verb, *typed = shlex.split(next_step(UNDECIDED, asdict(compose("mse", *words))))
@@ -244,6 +245,7 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     assert next_step(RESULT, config).startswith("grpo-ustat train ")
 
 
+@pytest.mark.slow
 def test_no_more_questions_are_asked_for_than_a_table_has():
     few = changed(gstar_high=None, covariance=np.diag([1.0, 4.0, 3.24]).tolist(), dof=1e9)
     few["questions"] = 10
@@ -310,12 +312,13 @@ def test_without_a_noise_scale_nothing_is_said():
 
 
 @pytest.mark.slow
-def test_no_sentence_has_an_empty_or_reversed_interval(rng):
+@pytest.mark.parametrize("studies", [100, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
     """Of random estimates with random errors: every pair in brackets is ordered and has two ends,
     no number is missing, and the answer is at most 260 characters long.
     """
     seen = set()
-    for _ in range(2000):
+    for _ in range(studies):
         count = int(4 * 50 ** rng.random())
         centre = rng.normal(size=4) * 10.0 ** rng.uniform(-3, 3, size=4)
         units = centre + rng.normal(size=(count, 4)) * 10.0 ** rng.uniform(-3, 3)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from folders import loss_row, refused_loss
+from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.pages.losses import (
@@ -174,7 +175,7 @@ def test_the_figure_has_a_line_a_loss_that_is_decided_and_names_the_others(tmp_p
         ("objective=trl_dapo", "objective.zero_variance_groups=drop"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("verb", ["mse", "train"])
+@pytest.mark.parametrize("verb", slow_after(1, ["train", "mse"]))
 def test_the_overrides_of_a_loss_choose_it_again(verb, words):
     config = asdict(compose_config(verb, words))
     again = objective_overrides(config)

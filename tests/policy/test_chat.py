@@ -195,6 +195,7 @@ def first_prompt(config, split="study"):
     return configured_task(config.task_options, config.model).prompts(split)[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, split", [("mse", "study"), ("train", "train"), ("train", "test")])
 def test_options_reach_the_template_of_every_prompt(entry, split, tmp_path, capsys):
     path = toys.folder(tmp_path / "m", THINKS)
@@ -278,6 +279,7 @@ def test_a_template_tells_the_date_that_it_is_given_and_leaves_the_clock_alone()
     assert in_chat_format(given, turns, {"date_string": "5 May"}, None).startswith("5 May")
 
 
+@pytest.mark.slow
 def test_a_training_run_resumed_on_another_day_has_the_same_prompts(tmp_path, days):
     path = toys.folder(tmp_path / "m", DATED, positions=128)
     words = ("prompt=as_is", "budget.rollouts=8", "group_size=4", "max_completion_length=8")

@@ -11,6 +11,7 @@ import transformers
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
 from reference import one_score
+from slow_cases import slow_after
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
@@ -73,7 +74,7 @@ MODELS = {  # configuration, tokens of each image, and what the processor return
         (4, 4), {"pixel_values": (2, 3, 8, 8)} | typed("token_type_ids"),
     ),
 }  # fmt: skip
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", slow_after(1, MODELS))
 
 
 def build(name):

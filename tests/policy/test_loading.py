@@ -18,6 +18,7 @@ from commands import CONF, compose, run
 from fakes import random_policy
 from launching import finished
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_after
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -377,7 +378,7 @@ def with_adapters_of(base, folder):
     return folder
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", slow_after(1, DAMAGES))
 @pytest.mark.parametrize("place", ["whole", "shard", "adapters", "base of adapters"])
 def test_weights_that_cannot_be_read_are_one_line_of_every_command(place, damage, tmp_path):
     """Before anything is loaded, in dry runs too, and in the same words as loading has."""

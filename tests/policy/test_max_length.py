@@ -11,6 +11,7 @@ import pytest
 import torch
 import toys
 from commands import compose
+from slow_cases import slow_after
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from grpo_ustat.config.schema import ConfigError
@@ -219,7 +220,7 @@ def with_rope(config, tmp_path, **rope):
     return config
 
 
-@pytest.mark.parametrize("entry", ["train", "mse"])
+@pytest.mark.parametrize("entry", slow_after(1, ["train", "mse"]))
 @pytest.mark.parametrize("switch, fixes", [
     (58, r"max_completion_length=7 or less, or prompt\.max_length=50 "),
     (40, r"prompt\.max_length=32 "),

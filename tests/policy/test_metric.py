@@ -7,6 +7,7 @@ import pytest
 import torch
 from fakes import Wobble, random_policy, random_rollouts
 from reference import one_flat_score
+from slow_cases import slow_after
 
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import accumulate, layers, output_layer
@@ -47,7 +48,7 @@ def reference(policy, rollouts, flat_weights):
     return torch.stack(rows) * flat_weights
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", slow_after(1, [True, False]))
 @pytest.mark.parametrize("gram", [True, False])
 @pytest.mark.parametrize("way", ["whole", "in chunks", "layer by layer", "without a rule"])
 def test_everything_equals_autograd_weighed_entry_by_entry(tied, gram, way, monkeypatch):

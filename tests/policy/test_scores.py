@@ -82,6 +82,7 @@ def test_a_padding_token_inside_a_completion_counts_as_autograd_counts_it():
     )
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_result():
     """Gradients are freed with the result, without waiting for the garbage collector."""
     policy, rollouts = random_policy(), random_rollouts([3], group_size=2, longest=4)

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, VOCAB, build, takes_cache_as
+from architectures import ARCHITECTURES, AT_EVERY_PUSH, USUAL, VOCAB, build, takes_cache_as
 from fakes import LetterTokenizer, letter_prompts, random_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,8 +187,16 @@ def test_weights_are_cast_once_a_call_and_the_numbers_stay(monkeypatch):
     assert (more_before - few_before) - (more - few) >= 8 * 15
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind,
+            marks=pytest.mark.slow if kind in {*USUAL, *AT_EVERY_PUSH} else pytest.mark.nightly,
+        )
+        for kind in ARCHITECTURES
+    ],
+)
 def test_an_architecture_is_sampled_as_it_scores_or_is_refused(kind):
     """Padded prompts in float64: the sampler's log-probabilities are the model's own."""
     policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)

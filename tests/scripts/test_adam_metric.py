@@ -88,7 +88,7 @@ def test_a_study_is_the_mean_of_its_halves_each_in_the_metric_of_the_other(scrip
         assert found[name] == pytest.approx(slow, rel=1e-5)
 
 
-@pytest.mark.slow(minutes=0.02)
+@pytest.mark.nightly(minutes=0.02)
 @pytest.mark.parametrize("of_the_other", [True, False])
 def test_constants_are_unbiased_in_the_metric_of_the_other_half_alone(
     script, population, of_the_other

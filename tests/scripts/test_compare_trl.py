@@ -88,7 +88,7 @@ def test_the_factors_are_those_of_the_written_losses(compare):
         assert compare.scale(*pair) == pytest.approx(factor, rel=1e-14)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_setting_is_a_configuration_and_has_its_own_name(compare):
     for setting in compare.SETTINGS:
         compare.configured("float64", setting.ours)
@@ -107,13 +107,24 @@ def in_short(compare, gradient):
     return np.array(list(short.values()))
 
 
-@pytest.mark.slow(minutes=1)
-def test_our_gradients_are_those_recorded_of_trl(compare):
+def first_of_each_objective(settings):
+    """And the first control of each."""
+    return {(setting.ours[0], setting.equal): setting for setting in reversed(settings)}.values()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(first_of_each_objective, marks=pytest.mark.slow(minutes=0.4), id="first"),
+        pytest.param(list, marks=pytest.mark.nightly(minutes=1), id="every"),
+    ],
+)
+def test_our_gradients_are_those_recorded_of_trl(compare, chosen):
     """Of the objectives on and off the sampling policy, and of the presets; controls differ."""
     rollouts = compare.given(2, "float64")
     told = compare.without_paths(compare.job(compare.SETTINGS, rollouts, "float64"))
     assert json.loads(json.dumps(told)) == RECORD["job"], "record anew: " + RECORD["source"]
-    for setting in compare.SETTINGS:
+    for setting in chosen(compare.SETTINGS):
         gradient, _ = compare.our_gradient(setting, rollouts, "float64")
         ours, factor = in_short(compare, gradient), setting.factor(compare.GROUP, compare.LENGTH)
         largest = (np.abs(ours - factor * recorded(setting)) / ours[:, :1]).max()
@@ -179,7 +190,7 @@ def test_the_living_trl_makes_the_recorded_gradients(compare):
         assert (np.abs(theirs - recorded(setting)) < 1e-9 * theirs[:, :1]).all(), setting.name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
     """Moved weights, clipping and a reference model each change it; the factor is of one form."""
     monkeypatch.setattr(compare, "LENGTH", 12)
@@ -230,7 +241,7 @@ def test_drawn_rewards_leave_no_advantage_zero():
     assert DrawnRewards(0, []).draw("loud") == loud[0] != DrawnRewards(1, []).draw("loud")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peak_memory_is_this_process_own():
     from both_sides import peak_memory
 
@@ -277,7 +288,7 @@ def test_a_micro_batch_is_a_number(bench):
             bench.micro_batch(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_sides_see_the_same_questions(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
@@ -294,7 +305,7 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
     assert ours["silent"] == theirs["silent"] == [step[0].id for step in steps]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
@@ -310,7 +321,7 @@ def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     assert all(0 < r["generate"] < r["step"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrong_arguments_are_refused_in_one_line(bench, tmp_path, monkeypatch, capsys):
     def refused(*arguments):
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])

@@ -49,7 +49,7 @@ def counts(name, prompts, completions, studies):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, prompts, completions, least",
     [("light, G* 3.1", 40, 16, 0.6), ("light, G* 8.8", 60, 32, 0.9),
@@ -82,7 +82,7 @@ def test_the_table_has_a_row_for_every_sentence_and_size():
     assert all(row["wrong"] <= row["printed"] <= 20 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, prompts",
     [("two prompts", 100), ("camps", 100), ("far, a quarter", 200), ("opposite camps", 200),
@@ -178,7 +178,7 @@ def test_advice_on_monitored_steps_is_rarely_wrong_where_it_is_said(name, least)
             assert row["said"] >= least, row
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, groups, size, better",
     [("light, G* 3.1", 128, 8, 80), ("opposed", 64, 16, 0), ("sparse, high", 64, 8, 0)],

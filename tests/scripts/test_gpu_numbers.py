@@ -205,7 +205,7 @@ def test_a_run_that_is_no_row_is_refused(tmp_path, numbers_table):
     assert numbers_table.row_of(study, {}, "NVIDIA H100")["device"] == "NVIDIA H100"
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.nightly(minutes=0.2)
 def test_every_command_is_composed_and_priced(gpu_numbers, monkeypatch, tmp_path, capsys):
     words = ["gpu_numbers.py", "--dry-run", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(
@@ -228,7 +228,7 @@ def measured(gpu_numbers, monkeypatch, out, minutes):
     return ended.value.code
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.nightly(minutes=0.1)
 def test_a_row_that_no_longer_fits_is_left_out(gpu_numbers, monkeypatch, tmp_path, capsys):
     duration = gpu_numbers.duration
     three_minutes = dict(seconds=180.0, start=0.0, basis="", gpus=0)
@@ -243,7 +243,7 @@ def test_a_row_that_no_longer_fits_is_left_out(gpu_numbers, monkeypatch, tmp_pat
     assert third == "tiny_base_bare_2-steps_adapter: left out, needs 6 min, left are 5 min"
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.nightly(minutes=0.1)
 def test_a_row_under_way_when_the_minutes_end_is_stopped(
     gpu_numbers, monkeypatch, tmp_path, capsys
 ):
@@ -272,7 +272,7 @@ def rows_in(folder):
     return {name: row | {"date": ""} for name, row in rows.items()}
 
 
-@pytest.mark.slow(minutes=1.2)
+@pytest.mark.nightly(minutes=1.2)
 def test_a_measurement_that_was_stopped_gives_the_same_rows(tmp_path, numbers_table):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert smoke(whole).wait(400) == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from warm import run_python
 
-pytestmark = pytest.mark.slow(minutes=0.7)
+pytestmark = pytest.mark.nightly
 
 SCRIPT = Path(__file__).parents[2] / "scripts/tools/logit_weight.py"
 

@@ -100,7 +100,7 @@ def test_a_run_without_checkpoints_is_refused(tmp_path, execute):
     assert execute(ALONG, tmp_path / "nowhere")[0] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_of_smollm2_is_drawn_again_from_its_records(tmp_path, execute):
     for name in ("full", "lora"):
         shutil.copytree(ROOT / "docs/examples/smollm2" / name, tmp_path / name)
@@ -146,7 +146,7 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
 VERDICTS = SCRIPTS / "tools/verdict_figures.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figures_of_verdicts_are_drawn_again_from_their_records(tmp_path, execute):
     code, out, err = execute(VERDICTS, "--images", tmp_path)
     assert code == 0, err
@@ -156,7 +156,7 @@ def test_figures_of_verdicts_are_drawn_again_from_their_records(tmp_path, execut
     assert all((tmp_path / name).stat().st_size > 5000 for name in drawn)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_study_is_taken_into_the_records_in_place_of_an_earlier_one(tmp_path, execute):
     judged = {"claim": "a step of 8192 rollouts is about right", "measured": "n_c(16)",
               "least": 4096, "most": 16384, "verdict": "not decided", "number": None,

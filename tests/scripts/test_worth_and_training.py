@@ -38,12 +38,14 @@ def table_rows():
     return rows
 
 
+@pytest.mark.nightly
 def test_the_table_of_the_page_is_that_of_the_record():
     page = (ROOT / "docs/objectives.md").read_text()
     for row in table_rows():
         assert row in page
 
 
+@pytest.mark.nightly
 def test_losses_as_the_sample_show_nothing_after_correction():
     tested = benchmark.tests(sides(range(5)))
     assert [round(row["rank_p"], 3) for row in tested] == [0.136, 0.175, 0.033, 0.017]
@@ -51,6 +53,7 @@ def test_losses_as_the_sample_show_nothing_after_correction():
     assert all(row["rank"].estimate > 0.6 for row in tested)
 
 
+@pytest.mark.nightly
 def test_what_the_page_says_beside_the_table_is_so():
     tiny_sgd, tiny_adamw, base_sgd, base_adamw = sides(range(5))
     for side, slope in ((tiny_sgd, (-0.04, -0.38, 0.30)), (tiny_adamw, (0.10, -0.24, 0.44))):

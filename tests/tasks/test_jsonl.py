@@ -322,7 +322,7 @@ def test_a_file_without_its_function_says_which_it_has(tmp_path):
     (("a", "b"), (), "set dataset.question=COLUMN dataset.answer=COLUMN$"),
     (("question", "b"), ("dataset.answer=question2",), "field question2 is missing"),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("kind", slow_after(1, ["jsonl", "json", "parquet"]))
 def test_columns_of_other_names_are_named_before_anything_is_read(
     kind, columns, words, fix, tmp_path
 ):

@@ -95,13 +95,14 @@ def test_where_all_are_damaged_nothing_starts_anew(stopped, capsys, name):
 
 
 def two_damages_of_each_file():
-    """Damages in turn, and the one three further: each of the six hits three of the nine files."""
+    """Damages in turn, and at night the one three further, which hits three of the nine files."""
     names = list(DAMAGES)
     assert len(names) == 6
-    return [(file, names[(i + j) % 6]) for i, file in enumerate(FILES) for j in (0, 3)]
+    for i, file in enumerate(FILES):
+        yield pytest.param(file, names[i % 6], marks=pytest.mark.slow(minutes=0.03))
+        yield pytest.param(file, names[(i + 3) % 6], marks=pytest.mark.nightly(minutes=0.03))
 
 
-@pytest.mark.slow(minutes=0.03)
 @pytest.mark.parametrize("name, damage", two_damages_of_each_file())
 def test_whatever_is_damaged_the_run_ends_as_if_nothing_had_happened(
     stopped, through, capsys, name, damage

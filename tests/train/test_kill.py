@@ -172,15 +172,16 @@ BUSY = {  # what runs mostly do while they are killed, and the share of the kill
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("busy", BUSY)
 @pytest.mark.parametrize(
-    "kills, first",
+    "kills, first, busy",
     [
-        pytest.param(10, 0, id="10", marks=pytest.mark.slow(minutes=0.3)),
-        pytest.param(KILLS, 100, id="night", marks=pytest.mark.nightly(minutes=KILLS / 40)),
+        pytest.param(10, 0, "saving", marks=pytest.mark.slow(minutes=0.3)),
+        pytest.param(10, 0, "writing", marks=pytest.mark.nightly(minutes=0.3)),
+        *(pytest.param(KILLS, 100, busy, marks=pytest.mark.nightly(minutes=KILLS / 40))
+          for busy in BUSY),
     ],
-)
-def test_kills_and_recoveries(tmp_path, capsys, busy, kills, first):
+)  # fmt: skip
+def test_kills_and_recoveries(tmp_path, capsys, kills, first, busy):
     """Of those in runs that mostly save, as many as a fifth are to hit a save and a twentieth a
     prune, or more follow.
     """

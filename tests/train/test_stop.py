@@ -45,8 +45,15 @@ MOMENTS = [  # (part of the loop, its which call, steps done when the run stops)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", STOPPING)
-@pytest.mark.parametrize("part, at, done", MOMENTS)
+def stops():
+    """Every moment with every signal; at push each moment with a signal in its turn."""
+    for place, moment in enumerate(MOMENTS):
+        for turn, number in enumerate(STOPPING):
+            often = turn == place % len(STOPPING)
+            yield pytest.param(*moment, number, marks=() if often else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("part, at, done, number", stops())
 def test_a_signal_stops_between_steps(tmp_path, monkeypatch, through, part, at, done, number):
     before = [signal.getsignal(n) for n in STOPPING]
     signalling(monkeypatch, part, number, at)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reference import one_flat_score, plain_advantages
+from slow_cases import slow_after
 
 from grpo_ustat.config.load import build_config
 from grpo_ustat.config.schema import ConfigError
@@ -101,15 +102,15 @@ def test_sgd_is_the_update_of_algorithm_1(tmp_path):
 
 @pytest.mark.parametrize(
     "objective, rows, counted",
-    [
+    slow_after(1, [
         ("trl_dapo", ("zero_variance_groups=drop",), 12),
         ("dr_grpo", ("reward_variance_share=0.7",), 8),
         ("trl_grpo", ("advantage_threshold=0.6",), 6),
         ("grpo", ("zero_variance_groups=drop", "advantage_threshold=0.9"), 2),
         ("trl_gspo", ("reward_variance_share=0.3", "advantage_threshold=0.1"), 4),
         ("trl_vespo", ("advantage_threshold=9",), 0),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_the_first_update_is_of_the_rows_that_count(tmp_path, objective, rows, counted):
     """theta' = theta + eta sum W s, with the weights that `mse` measures, one row at a time."""
     run, batch = first_batch(

@@ -1,4 +1,8 @@
-"""Two processes do what one does: replicas (DDP) and shards (FSDP2), in float64."""
+"""Two processes do what one does: replicas (DDP) and shards (FSDP2), in float64.
+
+Of each exchange between ranks one case runs at every push, with replicas or with shards; the others
+run at night.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from forks import FSDP2, in_ranks  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 from resuming import rows, weights  # noqa: E402
+from slow_cases import nightly_but  # noqa: E402
 from training_runs import SMALL as BASE  # noqa: E402
 from training_runs import config_of, first_batch, fit  # noqa: E402
 
@@ -69,7 +74,6 @@ SLOW_CASES = {
     "one row at a time": ("micro_batch_tokens=1",),
 }  # fmt: skip
 LAUNCHES = {"replicas": {}, "shards": FSDP2}
-both_launches = pytest.mark.parametrize("launch", LAUNCHES)
 
 
 def first_gradient(path, *overrides, silent=slice(0), number=0):
@@ -112,9 +116,10 @@ def assert_same_gradient(found, one, rtol=1e-12):
     np.testing.assert_allclose(found["gradient"], one["gradient"], rtol=0, atol=rtol * scale)
 
 
-@both_launches
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_draw_reward_and_differentiate_as_one(tmp_path, launch, case):
+@pytest.mark.parametrize(
+    "case, launch", nightly_but(["algorithm1-replicas", "grpo-shards"], CASES, LAUNCHES)
+)
+def test_two_ranks_draw_reward_and_differentiate_as_one(tmp_path, case, launch):
     number = 1 if case == "grpo" else 0
     one = first_gradient(tmp_path, *CASES[case], number=number)
     two = on_two(launch, lambda _: first_gradient(tmp_path, *CASES[case], number=number))
@@ -128,7 +133,7 @@ def test_two_ranks_draw_reward_and_differentiate_as_one(tmp_path, launch, case):
         assert_same_gradient(found, one)
 
 
-@both_launches
+@pytest.mark.parametrize("launch", nightly_but(["replicas"], LAUNCHES))
 def test_a_rank_with_nothing_to_add_takes_part(tmp_path, launch):
     """Rank 1's advantages are all zero; and then those of both."""
     one = first_gradient(tmp_path, silent=slice(1, None, 2))
@@ -138,8 +143,7 @@ def test_a_rank_with_nothing_to_add_takes_part(tmp_path, launch):
         assert not found["gradient"].any()
 
 
-@pytest.mark.slow
-@both_launches
+@pytest.mark.parametrize("launch", nightly_but(["shards"], LAUNCHES))
 def test_an_output_layer_of_its_own_is_summed_too(tmp_path, launch):
     """Untied, and rank 1 has nothing to add: its output layer has no gradient before the sum."""
     policy = load_policy("embedded:tiny_direct")
@@ -155,7 +159,7 @@ def test_an_output_layer_of_its_own_is_summed_too(tmp_path, launch):
         assert_same_gradient(found, one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_makes_its_shards_without_a_second_whole_copy():
     """Bytes held at once while the policy is sharded, of those of its parameters."""
 
@@ -171,7 +175,6 @@ def test_a_rank_makes_its_shards_without_a_second_whole_copy():
         assert 0.4 < share < 0.7
 
 
-@pytest.mark.slow
 def test_shards_compute_in_bfloat16_what_replicas_do(tmp_path):
     """The same passes, so the same roundings; another width of a batch changes some percent."""
     rounded = ("model.dtype=float32", "bf16=true", "share_prompts=false")
@@ -181,7 +184,7 @@ def test_shards_compute_in_bfloat16_what_replicas_do(tmp_path):
         assert_same_gradient(found["shards"], first_gradient(tmp_path), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_copy_in_bfloat16_changes_no_bit(tmp_path):
     """Linear layers as autocast rounds them, but in the checkpoint and in the monitor's scores."""
     rounded = (
@@ -250,20 +253,25 @@ def trained(path, *overrides):
     return setup.checksum(seen[0].policy.model)
 
 
-@pytest.mark.slow
-@both_launches
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_as_one(tmp_path, alone, launch, case):
+@pytest.mark.parametrize(
+    "case, launch", nightly_but(["grpo-replicas", "algorithm1-shards"], CASES, LAUNCHES)
+)
+def test_two_ranks_train_as_one(tmp_path, alone, case, launch):
     one = alone(*CASES[case])
     two = assert_same_training(one, tmp_path, launch, CASES[case])
     for name, value in weights(one, 3).items():
         torch.testing.assert_close(weights(two, 3)[name], value, rtol=0, atol=1e-9)
 
 
-@pytest.mark.slow
-@both_launches
-@pytest.mark.parametrize("case", SLOW_CASES)
-def test_every_objective_and_memory_trains_as_one(tmp_path, alone, launch, case):
+@pytest.mark.parametrize(
+    "case, launch",
+    nightly_but(
+        ["critic-shards", "filters-replicas", "monitor-shards", "reinforce_pp-replicas"],
+        SLOW_CASES,
+        LAUNCHES,
+    ),
+)
+def test_every_objective_and_memory_trains_as_one(tmp_path, alone, case, launch):
     # A penalised reward is the others' up to rounding only, and so is an advantage of zero: what
     # is counted over completions with another advantage differs.
     counted = ("frac_completions_skipped", "ratio/mean", "clip_ratio/region_mean")
@@ -272,7 +280,6 @@ def test_every_objective_and_memory_trains_as_one(tmp_path, alone, launch, case)
     assert_same_training(alone(*overrides), tmp_path, launch, overrides, but)
 
 
-@pytest.mark.slow
 def test_tokens_of_highest_entropy_are_those_of_all_ranks(tmp_path, alone):
     """Shards have no whole policy to read entropies from, and refuse."""
     some = ("objective=trl_dapo", "objective.minibatch_size=12", "optimizer=sgd",
@@ -282,7 +289,6 @@ def test_tokens_of_highest_entropy_are_those_of_all_ranks(tmp_path, alone):
     assert all("top_entropy_quantile=0.3 under FSDP2" in text for text in refused)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["two then one", "one then two"])
 def test_a_checkpoint_of_shards_resumes_anywhere(tmp_path, alone, order):
     """One step in one world and two in the other; weights are a plain folder in both."""
@@ -358,7 +364,6 @@ def failing(path, prepare, *overrides):
     return work
 
 
-@pytest.mark.slow
 def test_memory_that_runs_out_on_one_shard_ends_both(tmp_path):
     zero, one = in_ranks(2, failing(tmp_path / "run", out_of_memory_once), FSDP2)
     assert one.startswith("ConfigError: out of memory in an update with micro_batch_tokens=16384")
@@ -378,12 +383,19 @@ def die_in_the_update(rank):
         updates.Head.backward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-@both_launches
-@pytest.mark.parametrize("prepare", [raise_in_the_update, die_in_the_update])
-def test_a_rank_that_fails_ends_the_other_in_one_line(tmp_path, launch, prepare):
+FAULTS = {
+    "raises": (raise_in_the_update, "ValueError: a fault of rank 1"),
+    "dies": (die_in_the_update, "gone"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault, launch", nightly_but(["raises-shards", "dies-replicas"], FAULTS, LAUNCHES)
+)
+def test_a_rank_that_fails_ends_the_other_in_one_line(tmp_path, fault, launch):
+    prepare, told = FAULTS[fault]
     zero, one = in_ranks(2, failing(tmp_path / "run", prepare), LAUNCHES[launch])
-    told = {raise_in_the_update: "ValueError: a fault of rank 1", die_in_the_update: "gone"}
-    assert one.startswith(told[prepare])
+    assert one.startswith(told)
     assert zero.startswith("SystemExit: error: rank 0 of 2 lost another rank, whose own message")
     assert not (tmp_path / "run" / "result.json").exists()
 
@@ -435,8 +447,7 @@ def launched(name, folder, *overrides):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", nightly_but(["fsdp2"], ["ddp", "fsdp2"]))
 def test_the_shipped_configurations_launch(tmp_path, alone, name):
     """The float64 models of a fresh process have float32 norms, so only rewards are compared."""
     done = launched(name, tmp_path)
@@ -447,7 +458,7 @@ def test_the_shipped_configurations_launch(tmp_path, alone, name):
     assert json.loads((tmp_path / name / "result.json").read_text())["steps"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_launched_refusal_is_one_line(tmp_path):
     done = launched("ddp", tmp_path, "budget.rollouts=4")
     assert done.returncode != 0
