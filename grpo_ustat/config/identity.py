@@ -78,11 +78,10 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
     These are the model's size, from which costs are estimated; what a model or a data set has for
     fields that are not set, since the fields count; options of a chat template where there are
-    none; where local data and a server are, of which
-    the content counts; which part of a pool is filled; a number of minibatches beside their size,
-    which counts then; settings of AdamW's metric, of a sampler's corrections and of verdicts where
-    these are not used; weights of reward functions that are all 1; and `tf32` where no product is
-    TF32.
+    none; where local data and a server are, of which the content counts; which part of a pool is
+    filled; a number of minibatches beside their size, which counts then; settings of AdamW's
+    metric, of a sampler's corrections and of verdicts where these are not used; and weights of
+    reward functions that are all 1. Whether a study's products are TF32 is added.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -126,10 +125,10 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "rollout" in keys:
         keys["rollout"] = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL_FIELDS}
-    if "tf32" in keys:
+    if "study" in keys:
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))  # of a file, which may lack them
-        keys["tf32"] = tf32_in_use(keys["tf32"], device, dtype)
+        keys["tf32"] = tf32_in_use(device, dtype)
     return keys
 
 
