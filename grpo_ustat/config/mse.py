@@ -78,10 +78,6 @@ class MseConfig(Common):
         plugins=own_rules,
     )
     group_sizes: list[int] = field("in a group, every G of the curves", "completions")
-    tf32: bool | None = field(
-        "whether a GPU rounds the factors of float32 products to 10 bits, several times as fast; "
-        "null: yes on cuda with model.dtype=float32"
-    )
     pool: str | None = field(
         "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
         "elsewhere; null: in the run folder"
@@ -122,7 +118,7 @@ class MseConfig(Common):
     @property
     def computes_tf32(self) -> bool:
         """True if float32 products are TF32, see `tf32_in_use`."""
-        return tf32_in_use(self.tf32, self.launch.device, self.model.dtype)
+        return tf32_in_use(self.launch.device, self.model.dtype)
 
     @property
     def policy_options(self) -> PolicyOptions:
@@ -218,7 +214,6 @@ class MseConfig(Common):
             check_distinct(path, values)
         if not (self.baselines and self.group_sizes and self.study.methods):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
-        self._check_tf32()
         self._check_metric()
         self._check_rollout()
         self._check_baselines()
@@ -227,21 +222,6 @@ class MseConfig(Common):
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
             self._check_counts()
-
-    def _check_tf32(self) -> None:
-        """Refuse TF32 where no product can be TF32."""
-        if not self.tf32:
-            return
-        if not self.launch.device.startswith("cuda"):
-            raise ConfigError(
-                f"tf32=true with launch.device={self.launch.device}: only cuda has TF32 products, "
-                "use launch.device=cuda or tf32=null"
-            )
-        if self.model.dtype != "float32":
-            raise ConfigError(
-                f"tf32=true with model.dtype={self.model.dtype}: TF32 is of float32 products, use "
-                "model.dtype=float32 or tf32=null"
-            )
 
     def _check_metric(self) -> None:
         """Refuse another metric if gradients are whole, or if it cannot be computed."""

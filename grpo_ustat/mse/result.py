@@ -229,8 +229,7 @@ def tf32_text(config: MseConfig) -> str:
     norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
     return (
         f" Products were TF32: a squared score norm is off by about {percentage(norm, 1)}, their "
-        f"sum by at most {percentage(total, 2)}, as measured on three policies; tf32=false "
-        "computes in full float32."
+        f"sum by at most {percentage(total, 2)}, as measured on three policies."
     )
 
 
