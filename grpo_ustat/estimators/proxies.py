@@ -49,11 +49,11 @@ from grpo_ustat.estimators.halves import (
 )
 from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
+    UNDETERMINED,
     Interval,
     is_binary,
     jackknife_interval,
 )
-from grpo_ustat.estimators.noise import UNDETERMINED
 from grpo_ustat.records import Array, Integers, ScorePool
 
 BLOCK = 64  # prompts whose matrices of signs are there at once

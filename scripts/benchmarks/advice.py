@@ -19,9 +19,9 @@ from collections import Counter
 import numpy as np
 from scipy.optimize import brentq
 
-from grpo_ustat.advise.sources import scaling_of_steps
+from grpo_ustat.estimators.groups import law_of_prompts
 from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
-from grpo_ustat.estimators.scaling import prompt_scaling
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.advice import group_size_advice
 
 POPULATION, OUTCOMES, WIDTH = 400, 8, 24
@@ -50,37 +50,31 @@ class Bed:
         self.q_PY = (self.s_PYR**2).sum(axis=2)
         g_PR = np.einsum("py,py,pyr->pr", self.p_PY, self.z_PY, self.s_PYR)
         moments = exact_moments(self.q_PY, self.z_PY, self.p_PY, (g_PR**2).sum(axis=1))
-        g_sq = float(moments.g_sq.mean())
-        c1 = g_sq - float((g_PR.mean(axis=0) ** 2).sum())
-        self.constants = (c1, float(moments.a_v.mean()) - g_sq, float(moments.d.mean()) + g_sq)
+        self.law = ScalingLaw.of_moments(moments, float((g_PR.mean(axis=0) ** 2).sum()))
 
-    def n_mse(self, size: int) -> float:
-        """n times the error of groups of `size`."""
-        c1, c2, c3 = self.constants
-        return size * c1 + c2 + c3 / (size - 1)
-
-    def step(self, rng: np.random.Generator, prompts: int, size: int) -> list[float]:
-        """C1, C2 and C3 as a step's monitor estimates them; empty where no group has variance."""
+    def step(self, rng: np.random.Generator, prompts: int, size: int) -> np.ndarray | None:
+        """C1, C2, C3 and ||grad J||^2 as a step's monitor estimates them; None where no group has
+        variance.
+        """
         chosen = rng.integers(POPULATION, size=prompts)
         ends_PY = self.p_PY[chosen].cumsum(axis=1)
         draws_PG = (rng.random((prompts, size))[..., None] > ends_PY[:, None]).sum(axis=2)
         draws_PG = draws_PG.clip(max=2 * OUTCOMES - 1)
         rewards_PG = np.take_along_axis(self.z_PY[chosen], draws_PG, axis=1)
         if (rewards_PG == rewards_PG[:, :1]).all():
-            return []
+            return None
         q_PG = np.take_along_axis(self.q_PY[chosen], draws_PG, axis=1)
         s_PGR = np.take_along_axis(self.s_PYR[chosen], draws_PG[..., None], axis=1)
         ghat_PR = np.einsum("pg,pgr->pr", pool_gradient_weights(rewards_PG), s_PGR)
-        found = prompt_scaling(rewards_PG, q_PG, ghat_PR @ ghat_PR.T).constants
-        return [found[name].estimate for name in ("c1", "c2", "c3")]
+        return law_of_prompts(rewards_PG, q_PG, ghat_PR @ ghat_PR.T)[0].constants_4
 
 
 def tie(seed: int, tail: float) -> float:
     """The share of flips at which G = 4 and G = 8 have the same error, C3 = 21 C1."""
 
     def excess(flips: float) -> float:
-        c1, _, c3 = Bed(np.random.default_rng(seed), flips, tail).constants
-        return c3 / c1 - 21
+        law = Bed(np.random.default_rng(seed), flips, tail).law
+        return law.c3 / law.c1 - 21
 
     return float(brentq(excess, 0.0, 0.45, xtol=1e-6))
 
@@ -96,23 +90,23 @@ def main() -> None:
     for name, tail in (("none", 0.0), ("tie", 0.0), ("tie", 0.7), ("0.35", 0.0)):
         flips = {"none": 0.0, "tie": tie(options.seed, tail), "0.35": 0.35}[name]
         bed = Bed(np.random.default_rng(options.seed), flips, tail)
-        gstar = 1 + np.sqrt(bed.constants[2] / bed.constants[0])
+        law, gstar = bed.law, bed.law.best_size()
         for n in (64, 256):
             sizes = [size for size in range(4, n // 4 + 1) if n % size == 0]
-            best = min(sizes, key=bed.n_mse)
-            far = [size for size in sizes if bed.n_mse(size) > 1.3 * bed.n_mse(best)]
+            best = law.least(sizes)
+            far = [size for size in sizes if law.n_mse(size) > 1.3 * law.n_mse(best)]
             for size in (best, *far[-1:]):
-                extra = bed.n_mse(size) / bed.n_mse(best) - 1
+                extra = law.n_mse(size) / law.n_mse(best) - 1
                 for steps in (4, 8, 20):
                     verdicts = Counter()
                     for _ in range(options.runs):
                         drawn = (bed.step(rng, n // size, size) for _ in range(steps))
-                        values_3S = np.array([one for one in drawn if one]).T
-                        if values_3S.ndim < 2 or values_3S.shape[1] < 4:
+                        values = [one for one in drawn if one is not None]
+                        if len(values) < 4:
                             verdicts["fewer than 4 steps"] += 1
                             continue
-                        scaling = scaling_of_steps(values_3S, n // size)
-                        verdicts[group_size_advice(scaling, size, n)[0]] += 1
+                        found = ScalingLaw.of_steps(np.stack(values, axis=1), n // size)
+                        verdicts[group_size_advice(found, found.gstar(), size, n)[0]] += 1
                     shares = ", ".join(
                         f"{name} {100 * count / options.runs:.1f} %"
                         for name, count in verdicts.most_common()

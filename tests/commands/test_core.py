@@ -32,7 +32,7 @@ import grpo_ustat as gu
 from grpo_ustat.estimators import convergence
 from grpo_ustat.estimators.baselines import Baseline, advantages
 from grpo_ustat.estimators.intervals import clustered_wilson, wilson
-from grpo_ustat.estimators.scaling import scaling_from_arrays
+from grpo_ustat.estimators.groups import scaling_from_arrays
 
 assert gu.scaling_from_arrays is scaling_from_arrays and gu.Baseline is Baseline
 assert constants["gstar"].low < constants["gstar"].estimate < constants["gstar"].high
