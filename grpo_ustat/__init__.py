@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
     from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
+    from grpo_ustat.estimators.groups import scaling_from_arrays
     from grpo_ustat.estimators.row_weights import Loss
-    from grpo_ustat.estimators.scaling import scaling_from_arrays
     from grpo_ustat.policy.audit import UpdateRows, audit
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
@@ -50,7 +50,7 @@ _HOMES = {  # the module of a name, and the extra that it needs
     "load_run": ("grpo_ustat.runs.library", "cli"),
     "noise_scale_from_norms": ("grpo_ustat.estimators.gradient_norms", ""),
     "read_curves": ("grpo_ustat.runs.library", "cli"),
-    "scaling_from_arrays": ("grpo_ustat.estimators.scaling", ""),
+    "scaling_from_arrays": ("grpo_ustat.estimators.groups", ""),
 }
 
 

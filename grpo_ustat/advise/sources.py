@@ -16,8 +16,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.model import checkpoints_of
 from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
-from grpo_ustat.estimators.group_size import CONSTANTS, scaling_estimate
-from grpo_ustat.estimators.scaling import divisible_rollouts
+from grpo_ustat.estimators.scaling import CONSTANTS, ScalingLaw, divisible_rollouts
 from grpo_ustat.logs.formats import PACKED_SUFFIXES, format_of
 from grpo_ustat.logs.pairing import (
     checkpoint_step,
@@ -46,12 +45,13 @@ from grpo_ustat.pages.findings import (
     best_size_sentence,
     group_size_costs,
     interval_note,
+    monitored_constants,
     noise_sentence,
     training_noise_sentence,
 )
 from grpo_ustat.pages.losses import losses_sentences
 from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_overrides
-from grpo_ustat.records import Array
+from grpo_ustat.pages.tables import row_interval
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around, study_rollouts
@@ -174,12 +174,13 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     if result["assumption2"].get("corr") is None:  # every group has zero variance
         following = next_step(result, run.config, run.folder, rollouts)
         return Advice(UNKNOWN, best_size_sentence(result), [], following)
-    verdict, sentence, numbers = group_size_advice(result["scaling"], group_size, rollouts)
+    law, gstar = ScalingLaw.of_result(result["scaling"]), row_interval(result["scaling"], "gstar")
+    verdict, sentence, numbers = group_size_advice(law, gstar, group_size, rollouts)
     details = [best_size_sentence(result)]
     if rollouts != asked:
         details.append(f"Only num_generations = {asked} divides n = {asked}.")
     if verdict != UNKNOWN:
-        details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
+        details.append(other_sizes(group_size_costs(law, rollouts)))
     details += filter(None, [noise_sentence(result, rollouts, group_size)])
     details += losses_sentences(result)
     if request.objective and "losses" not in result:
@@ -209,11 +210,11 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     recent = [row for row in measured if 2 * row["step"] >= measured[-1]["step"]]
     if len(recent) < LEAST_STEPS:
         return _without_monitor(run, group_size, len(measured), len(recent))
-    values_3S = np.array([[row[f"monitor/{name}"] for row in recent] for name in CONSTANTS])
-    size = run.config["group_size"]
-    scaling = scaling_of_steps(values_3S, run.config["budget"]["rollouts"] // size)
-    best, low, high = (scaling[name] for name in ("gstar", "gstar_low", "gstar_high"))
-    verdict, sentence, numbers = group_size_advice(scaling, group_size, rollouts)
+    prompts = run.config["budget"]["rollouts"] // run.config["group_size"]
+    law = ScalingLaw.of_steps(monitored_constants(recent), prompts)
+    gstar = law.gstar()
+    verdict, sentence, numbers = group_size_advice(law, gstar, group_size, rollouts)
+    best, low, high = (numbers[name] for name in ("gstar", "gstar_low", "gstar_high"))
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
     about = "not enough data" if best is None else f"{best:.1f}"
     details = [
@@ -225,7 +226,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     if request.objective or _measurable_loss(run):
         details.append(f"{OF_THE_UNBIASED} {_measure_checkpoint(run, request.objective)}")
     if verdict != UNKNOWN:
-        details.insert(1, other_sizes(group_size_costs(scaling, rollouts)))
+        details.insert(1, other_sizes(group_size_costs(law, rollouts)))
         used = numbers["best_num_generations"]
         changed = command_line(
             "train", *policy_overrides(run.config), f"budget.rollouts={rollouts}",
@@ -235,32 +236,6 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     else:
         following = _measure_checkpoint(run)
     return Advice(verdict, sentence, details, following, numbers)
-
-
-def scaling_of_steps(values_3S: Array, prompts: int) -> dict[str, Any]:
-    """C1, C2, C3 and G* of a training run, as the means of what its monitor measured, jackknifed
-    over steps: each step has prompts and completions of its own, and its estimates are unbiased.
-
-    Args:
-        values_3S: C1, C2 and C3 of each of S >= 2 steps.
-        prompts: of a step.
-
-    Returns:
-        What `group_size_advice` takes.
-    """
-    delete_one_3S = (values_3S.sum(axis=1, keepdims=True) - values_3S) / (values_3S.shape[1] - 1)
-    whole: dict[str, float] = dict(zip(CONSTANTS, values_3S.mean(axis=1), strict=True))
-    delete_one: dict[str, Array] = {
-        name: one[None] for name, one in zip(CONSTANTS, delete_one_3S, strict=True)
-    }
-    estimate = scaling_estimate(whole, delete_one, values_3S.shape[1] * prompts)
-    best, low, high = (
-        float(value) if np.isfinite(value) else None for value in estimate.group_size_interval()
-    )
-    return {
-        **whole, "covariance": estimate.covariance_33, "dof": estimate.dof,
-        "prompts": estimate.prompts, "gstar": best, "gstar_low": low, "gstar_high": high,
-    }  # fmt: skip
 
 
 def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: int) -> Advice:

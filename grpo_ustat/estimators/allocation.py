@@ -46,8 +46,13 @@ from grpo_ustat.estimators.halves import (
     group_error,
     halves_of,
 )
-from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, is_binary, jackknife_interval
-from grpo_ustat.estimators.noise import UNDETERMINED
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    UNDETERMINED,
+    Interval,
+    is_binary,
+    jackknife_interval,
+)
 from grpo_ustat.records import Array, ScorePool
 
 LEAST_GROUP_SIZE = 2  # a group of leave_one_out

@@ -9,9 +9,9 @@ With b groups of g completions, drawn independently, the leave-one-out gradient 
 
     n_c(g) = g V / ||grad J||^2
 
-as `noise.noise_scale` has it from scores. No completion's score is needed, but it is of the g in
-use: G*, and the noise at another g, need them. Of another loss that is a mean over groups the two
-terms are those of its own mean gradient and its own noise.
+as `ScalingLaw.noise_scale` has it from scores. No completion's score is needed, but it is of the g
+in use: G*, and the noise at another g, need them. Of another loss that is a mean over groups the
+two terms are those of its own mean gradient and its own noise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 
 from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
+    LEAST_UNITS,
     Interval,
     jackknife_interval,
     ratio_interval,
 )
-from grpo_ustat.estimators.noise import LEAST_UNITS
 from grpo_ustat.records import Array
 
 

@@ -13,6 +13,7 @@ from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, MEAN_REWARD, Array
 
 CONFIDENCE = 0.95
 LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
+LEAST_UNITS = 4  # of which a jackknife leaves one out
 LEAST_P_VALUE, P_VALUE_STEPS = 1e-9, 24  # to which one is known, and how well
 
 
@@ -22,6 +23,9 @@ class Interval(NamedTuple):
     estimate: float
     low: float
     high: float
+
+
+UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 
 def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
@@ -215,6 +219,29 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
         if fourth > 0:
             carriers.append(float(squares_Kn.sum()) ** 2 / fourth)
     return Tails(size, min(carriers, default=math.inf))
+
+
+def heavy_text(sample_tails: Tails, units: str) -> str:
+    """What is wrong with a sample of heavy tails, in a sentence that names no remedy.
+
+    Args:
+        sample_tails: see `intervals.tails`.
+        units: what the sample is made of, in the plural.
+
+    >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
+    'their mean squared score norm is known to +- 25 % (11 % is needed)'
+    """
+    size, carriers = sample_tails
+    reasons: list[str] = []
+    if size < LEAST_EFFECTIVE:
+        known, needed = 1 / math.sqrt(size), 1 / math.sqrt(LEAST_EFFECTIVE)
+        reasons.append(
+            f"their mean squared score norm is known to +- {known:.0%} ({needed:.0%} is needed)"
+        )
+    if carriers < LEAST_CARRIERS:
+        reasons.append(f"{carriers:.1f} of them decide a standard error ({LEAST_CARRIERS} needed)")
+    reason = ", and ".join(reasons).replace("%", " %")
+    return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
 
 
 def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.records import Array
 
 CORRELATION_MARGIN = 1.68  # half-widths of a 95 % interval in one of 99.9 %
@@ -315,6 +315,26 @@ def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
     mixed = (2 * qqzz - c * c) / triples  # M_1 V M_0
     apart = (2 * c * c - 6 * qqzz + qq * zz) / (triples * (n - 3))  # V^2 M_0^2
     return same - 2 * mixed + apart
+
+
+def correlation(moments: Moments) -> Interval:
+    """corr(q, Z) = E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)), interval over prompts.
+
+    Negative where wrong answers carry the larger scores; 0 is the paper's Assumption 2. The ratio
+    of unbiased means is itself biased of order 1/P. NaN where q or Z do not vary within prompts.
+
+    Args:
+        moments: of at least 2 prompts.
+    """
+    parts_KP = np.stack([moments.cov_qz, moments.var_q, moments.var_z])
+    total_K = parts_KP.sum(axis=1)
+
+    def ratio(covariance: Array, var_q: Array, var_z: Array) -> Array:
+        spread = var_q * var_z
+        return covariance / np.sqrt(np.where(spread > 0, spread, np.nan))
+
+    delete_one_P = ratio(*(total_K[:, None] - parts_KP))
+    return jackknife_interval(float(ratio(*total_K)), delete_one_P[None])
 
 
 def refutes_assumption2(share: Interval, corr: Interval) -> bool:

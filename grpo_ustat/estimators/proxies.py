@@ -35,8 +35,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
-from grpo_ustat.estimators.noise import UNDETERMINED
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    UNDETERMINED,
+    Interval,
+    jackknife_interval,
+)
 from grpo_ustat.records import Array
 
 # Prompts whose matrices of signs are there at once.

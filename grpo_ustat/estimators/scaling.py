@@ -1,6 +1,7 @@
-r"""The minibatch error and the group size that minimises it (paper, Proposition 3, section 6).
+r"""The scaling law: C1, C2, C3 and ||grad J||^2, and all that they say of G and n.
 
-For B prompts drawn independently, G completions each, leave-one-out baseline:
+For B prompts drawn independently, G completions each, leave-one-out baseline (paper, Proposition 3,
+section 6):
 
     MSE(B, G) = 1/B { C1 + C2/G + C3/(G (G-1)) }
     C1 = tr Cov g(X)    C2 = E[ A_V - ||g||^2 ]    C3 = E[ D + ||g||^2 ]
@@ -9,73 +10,544 @@ At a fixed number of rollouts n = B G this is `1/n { G C1 + C2 + C3/(G-1) }`, sm
 `G* = 1 + sqrt(C3/C1)` whatever n; the paper, with C3/G as the last term, has `sqrt(C3/C1)`. At a
 fixed cost K = B (k + G c), k spent once per prompt and c per completion, the error is
 `(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`: its minimum does not depend on K either.
+
+    n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
+
+is the number of rollouts of a step at which the gradient's squared error equals its squared length:
+the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. It is least
+at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
+
+    E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
+
+and where the curvature is alike in all directions, a step of the best length gains a share
+`n / ( n + n_c )` of what the true gradient gains. So one percent more rollouts makes a step gain
+(noise share) percent more: at n_c half a percent, far below it a whole one, far above it nothing.
+In tokens a group costs k + G c (its prompt once), so `n_c (k + G c) / G` tokens take the place of
+n_c rollouts.
+
+Each of these is linear in the four numbers, or follows from a ratio of two such. So their
+covariance, from a jackknife, is all that intervals need: Student's t, Fieller's (1954) set of a
+ratio, which has no upper end where the denominator may be 0, and of G* the posterior of
+`group_size`.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
+from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
-from grpo_ustat.estimators.group_size import scaling_estimate
-from grpo_ustat.estimators.intervals import (
-    LEAST_CARRIERS,
-    LEAST_EFFECTIVE,
-    Interval,
-    Tails,
-    jackknife_interval,
-    tails,
+from grpo_ustat.estimators.group_size import (
+    MIN_EFFECTIVE_PROMPTS,
+    UNDRAWN_VARIANCE,
+    USUAL_SIZES,
+    Decision,
+    Estimates,
 )
-from grpo_ustat.estimators.moments import Moments, norm_moments
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    UNDETERMINED,
+    Interval,
+    fieller_set,
+    pooled_dof,
+    t_interval,
+)
+from grpo_ustat.estimators.moments import Moments
 from grpo_ustat.records import Array
 
+CONSTANTS = ("c1", "c2", "c3")
+CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
+C1, C2, C3, GRAD_SQ = np.eye(4)  # weights of one of the four numbers
+LEAST_GSTAR = 1 + math.sqrt(2)  # of any policy, since C3 >= 2 C1
+MAX_GROUP_SIZE = 1e6  # up to which sizes are looked for
+LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)  # of G - 1, between which one is sought
+# The critical value of a lower end without an upper one is so many times Student's t: it is given
+# mostly where the denominator came out too small.
+ONE_SIDED_FACTOR = 2.0
 # A number of rollouts that nothing divides is replaced by the next multiple of this.
 WHOLE_GROUPS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScalingLaw:
-    """The three constants.
+    """C1, C2, C3 and ||grad J||^2, exact or estimated, with the covariance of their errors.
 
-    >>> law = ScalingLaw(c1=1.0, c2=2.0, c3=9.0)
-    >>> law.mse(num_prompts=8, group_size=4), law.best_group_size, law.best_divisor(48)
+    Attributes:
+        constants_4: C1, C2, C3 and ||grad J||^2; NaN of what is not known.
+        covariance_K44: of their errors, from each of K independent parts of the sample; NaN where
+            nothing is known of them.
+        part_dof: degrees of freedom of a part, its units less 1.
+        prompts: how many the numbers are from.
+
+    >>> law = ScalingLaw.exact(c1=1.0, c2=2.0, c3=9.0, grad_sq=0.5)
+    >>> law.mse(num_prompts=8, group_size=4), law.best_size(), law.least(divisors(48))
     (0.28125, 4.0, 4)
+    >>> law.noise_scale(4).estimate, round(law.prompt_share(4).estimate, 3)
+    (18.0, 0.444)
     """
 
-    c1: float
-    c2: float
-    c3: float
+    constants_4: Array
+    covariance_K44: Array
+    part_dof: float
+    prompts: float
 
-    def mse(self, num_prompts: int, group_size: int) -> float:
-        """Predicted MSE(B, G), prompts drawn independently."""
+    @classmethod
+    def exact(cls, c1: float, c2: float, c3: float, grad_sq: float = math.nan) -> ScalingLaw:
+        """The law of numbers without errors."""
+        return cls(np.array([c1, c2, c3, grad_sq]), np.zeros((1, 4, 4)), math.inf, math.inf)
+
+    @classmethod
+    def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
+        """The law of the prompts at hand (C1 with divisor P), without errors.
+
+        Args:
+            moments: per-prompt moments, exact or unbiased.
+            grad_sq: ||grad J||^2 of the same prompts.
+        """
+        return cls.exact(
+            c1=float(moments.g_sq.mean() - grad_sq),
+            c2=float((moments.a_v - moments.g_sq).mean()),
+            c3=float((moments.d + moments.g_sq).mean()),
+            grad_sq=grad_sq,
+        )
+
+    @classmethod
+    def jackknifed(cls, whole_4: Array, delete_one_4Kn: Array, prompts: float) -> ScalingLaw:
+        """The law of estimates, with the jackknife covariance of their errors.
+
+        Args:
+            whole_4: C1, C2, C3 and ||grad J||^2 from all units.
+            delete_one_4Kn: the same with one of a part's n units left out, of K independent parts
+                (K = 1 where prompts are left out).
+            prompts: how many they are from.
+        """
+        change = delete_one_4Kn - delete_one_4Kn.mean(axis=2, keepdims=True)
+        count = change.shape[2]
+        covariance_K44 = (count - 1) / count * np.einsum("akn,bkn->kab", change, change)
+        return cls(np.asarray(whole_4, float), covariance_K44, count - 1, prompts)
+
+    @classmethod
+    def of_steps(cls, values_4S: Array, prompts: float = math.inf) -> ScalingLaw:
+        """The law of the policies of some steps together, jackknifed over steps.
+
+        Args:
+            values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 of each of S >= 2 steps,
+                which share no completions.
+            prompts: of a step; what is said of C3/C1 depends on it.
+        """
+        count = values_4S.shape[1]
+        delete_one_4S = (values_4S.sum(axis=1, keepdims=True) - values_4S) / (count - 1)
+        return cls.jackknifed(values_4S.mean(axis=1), delete_one_4S[:, None], count * prompts)
+
+    @classmethod
+    def of_result(cls, scaling: Mapping[str, Any]) -> ScalingLaw:
+        """The law that a study stored, without ||grad J||^2; no error is known without covariance.
+
+        Args:
+            scaling: of `result.json`, see `stored_errors`.
+        """
+        constants_4 = np.array([*(scaling[name] for name in CONSTANTS), math.nan], float)
+        covariance_K44 = np.full((1, 4, 4), math.nan)
+        covariance_K44[0, :3, :3] = scaling.get("covariance", math.nan)
+        dof = float(scaling.get("dof", 1.0))
+        return cls(constants_4, covariance_K44, dof, dof + 1)
+
+    def stored_errors(self) -> dict[str, Any]:
+        """The errors of C1, C2 and C3 as `result.json` holds them; None where nothing is known."""
+        known = np.isfinite(self.covariance_33).all()
+        return {
+            "covariance": self.covariance_33.tolist() if known else None,
+            "dof": self.dof if known else None,
+        }
+
+    def with_c3(self, weights_4: Array) -> ScalingLaw:
+        """The law in which a linear combination of the four numbers takes the place of C3."""
+        matrix_44 = np.stack([C1, C2, weights_4, GRAD_SQ])
+        covariance_K44 = matrix_44 @ self.covariance_K44 @ matrix_44.T
+        constants_4 = matrix_44 @ self.constants_4
+        return replace(self, constants_4=constants_4, covariance_K44=covariance_K44)
+
+    @property
+    def c1(self) -> float:
+        """The variance of the prompts' gradients."""
+        return float(self.constants_4[0])
+
+    @property
+    def c2(self) -> float:
+        """The noise of a prompt's completions, to first order in 1/G."""
+        return float(self.constants_4[1])
+
+    @property
+    def c3(self) -> float:
+        """What the other completions' baseline adds, of order 1/G^2."""
+        return float(self.constants_4[2])
+
+    @property
+    def covariance_33(self) -> Array:
+        """The covariance of the errors of C1, C2 and C3."""
+        return self.covariance_K44[:, :3, :3].sum(axis=0)
+
+    @property
+    def dof(self) -> float:
+        """Degrees of freedom of `covariance_33`: Welch & Satterthwaite's for the sum of K parts,
+        the least of the three constants'.
+        """
+        variance_K3 = np.diagonal(self.covariance_K44[:, :3, :3], axis1=1, axis2=2)
+        return min(pooled_dof(variance_K, self.part_dof) for variance_K in variance_K3.T)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether C1, C2 and C3 are estimates with known errors: a stored result may lack some."""
+        known = np.isfinite(self.constants_4[:3]).all() and np.isfinite(self.covariance_33).all()
+        return bool(known) and math.isfinite(self.part_dof)
+
+    @property
+    def _estimates(self) -> Estimates:
+        constants_S3, covariance_S33 = self.constants_4[None, :3], self.covariance_33[None]
+        return Estimates(constants_S3, covariance_S33, self.dof, self.prompts)
+
+    @property
+    def undrawn(self) -> float:
+        """Relative variance of C1 that undrawn prompts may add, `kappa / m_eff`."""
+        if not self.c3 > 0:
+            return math.inf
+        relative = float(self.covariance_33[2, 2]) / self.c3**2
+        return UNDRAWN_VARIANCE * (1 / self.prompts + relative)
+
+    def linear(self, weights_4: Array, level: float = CONFIDENCE) -> Interval:
+        """A linear combination of the four numbers, with Student's interval."""
+        variance_K = np.maximum(self._covariance(weights_4, weights_4), 0.0)
+        dof = pooled_dof(variance_K, self.part_dof)
+        estimate = float(_weighted(weights_4, self.constants_4).sum())
+        return t_interval(estimate, float(variance_K.sum()), dof, level)
+
+    def ratio(
+        self, above_4: Array, below_4: Array, level: float = CONFIDENCE, factor: float = 1.0
+    ) -> Interval:
+        """The ratio of two linear combinations that are truly at least 0, with `fieller_set`.
+
+        Args:
+            above_4, below_4: weights of the four numbers.
+            level: of the interval.
+            factor: on the critical value.
+
+        Returns:
+            The estimate is NaN where the denominator's is not positive or where every ratio is
+            possible; the ends are NaN where no error is known.
+        """
+        above, below = (float(_weighted(x, self.constants_4).sum()) for x in (above_4, below_4))
+        above_K, mixed_K, below_K = (
+            self._covariance(left, right)
+            for left, right in ((above_4, above_4), (above_4, below_4), (below_4, below_4))
+        )
+        variances = float(above_K.sum()), float(mixed_K.sum()), float(below_K.sum())
+        if math.isnan(sum(variances)) and not math.isnan(above):
+            return UNDETERMINED._replace(estimate=above / below if below > 0 else math.nan)
+        dof = min(pooled_dof(above_K, self.part_dof), pooled_dof(below_K, self.part_dof))
+        low, high = fieller_set(above, below, variances, factor * _student(dof, level))
+        known = below > 0 and not (low == 0 and math.isinf(high))
+        return Interval(max(0.0, above / below) if known else math.nan, low, high)
+
+    def _covariance(self, left_4: Array, right_4: Array) -> Array:
+        """The covariance of two linear combinations, from each part, [K]."""
+        return _weighted(np.outer(left_4, right_4), self.covariance_K44).sum(axis=(1, 2))
+
+    def mse(self, num_prompts: int, group_size: float) -> float:
+        """MSE(B, G), prompts drawn independently."""
         second = self.c3 / (group_size * (group_size - 1))
         return (self.c1 + self.c2 / group_size + second) / num_prompts
 
-    @property
-    def best_group_size(self) -> float:
-        """G* = 1 + sqrt(C3 / C1); NaN where an estimate of C1 or C3 is not positive."""
-        return 1 + self.paper_group_size
+    def n_mse(self, group_size: float) -> float:
+        """n MSE(n/G, G) = G C1 + C2 + C3/(G-1), the same for every number of rollouts n."""
+        return group_size * self.c1 + self.c2 + self.c3 / (group_size - 1)
 
-    @property
-    def paper_group_size(self) -> float:
-        """sqrt(C3 / C1), the paper's form."""
-        if self.c1 <= 0 or self.c3 <= 0:
-            return math.nan
-        return math.sqrt(self.c3 / self.c1)
+    def least(self, sizes: Sequence[int]) -> int:
+        """The group size of least error, by the estimates, at a fixed number of rollouts."""
+        return min(sizes, key=self.n_mse)
 
-    def best_divisor(self, rollouts: int) -> int:
-        """The G >= 2 that divides n and has the smallest predicted error at that n.
+    def best_of(self, sizes: Sequence[int]) -> int:
+        """The group size to take, decided or not: see `decide`."""
+        if not (self.has_errors and self.c3 > 0):
+            return self.least(sizes)
+        return self.decide(sizes).group_size
 
-        Raises:
-            ValueError: n < 2.
+    def decide(self, sizes: Sequence[int]) -> Decision:
+        """Choose a group size, with what can be said of its error; see `Decision`.
+
+        Args:
+            sizes: admissible group sizes, each at least 2.
         """
-        if rollouts < 2:
-            raise ValueError(f"rollouts={rollouts}: leave-one-out needs at least 2")
-        sizes = [g for g in range(2, rollouts + 1) if rollouts % g == 0]
-        return min(sizes, key=lambda g: self.mse(rollouts // g, g))
+        place, tolerance = self._estimates.decide(sizes)
+        known = float(tolerance[0])
+        return Decision(sizes[int(place[0])], known if math.isfinite(known) else None)
+
+    def best_size(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> float:
+        """The G > 1 that minimises the error at a fixed cost; NaN where there is none.
+
+        Args:
+            prompt_cost: k, shared by a prompt's group (reading it).
+            completion_cost: c, of each completion.
+
+        >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
+        >>> law.best_size(), round(law.best_size(10.0), 2)
+        (4.0, 7.77)
+        """
+        if not (self.c1 > 0 and self.c3 > 0 and (prompt_cost == 0 or self.c2 >= 0)):
+            return math.nan
+        if prompt_cost == 0:
+            return 1 + math.sqrt(self.c3 / self.c1)
+        low, high = 1 + 1e-6, MAX_GROUP_SIZE
+        for _ in range(80):
+            middle = 1 + math.sqrt((low - 1) * (high - 1))
+            if self._slope(middle, prompt_cost, completion_cost) < 0:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _slope(self, g: float, k: float, c: float) -> float:
+        """The derivative by G of K times the error at a fixed cost K.
+
+        `(k + G c) { C1 + C2/G + C3/(G (G-1)) }` has the derivative
+        `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, increasing in G where
+        C2, C3 >= 0.
+        """
+        third = -c / (g - 1) ** 2 - k * (2 * g - 1) / (g * (g - 1)) ** 2
+        return c * self.c1 - k / g**2 * self.c2 + third * self.c3
+
+    def gstar(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> Interval:
+        """The best G at a fixed cost.
+
+        Where a usual size is decided, the interval is the smallest that contains the central 95 %
+        of the posterior under each prior. Else it has no upper end, and its lower one is where
+        Fieller's statistic has twice the critical value, by the data alone.
+
+        The estimate is the plug-in where it lies in the interval; NaN where there is none. It is
+        too large on average, since `1 + sqrt(C3/C1)` is convex in C1.
+
+        Args:
+            prompt_cost, completion_cost: see `best_size`.
+        """
+
+        def best(ratio: float) -> float:
+            """The best G at C3/C1 = `ratio`, with C3 and C2 as estimated."""
+            if math.isinf(ratio):
+                return math.inf
+            law = ScalingLaw.exact(self.c3 / ratio, max(self.c2, 0.0), self.c3)
+            return law.best_size(prompt_cost, completion_cost)
+
+        plain = self.best_size(prompt_cost, completion_cost)
+        if not self.has_errors or not self.covariance_33.any():
+            return Interval(plain, math.nan, math.nan)
+        if not self.c3 > 0:
+            return Interval(plain, 1.0, math.inf)
+        if self.decide(USUAL_SIZES).tolerance is None:
+            low = self._least_ratio()
+            return Interval(plain, best(low) if low > 0 else 1.0, math.inf)
+        low, middle, high = map(best, self._estimates.ratio_quantiles(CONFIDENCE))
+        return Interval(plain if low <= plain <= high else middle, low, high)
+
+    def _least_ratio(self) -> float:
+        """The low end of k = C3/C1 without an upper one, by Fieller's set."""
+        covariance_33 = self.covariance_33
+        variances = (
+            float(covariance_33[2, 2]) + self.undrawn * self.c3**2,
+            float(covariance_33[0, 2]),
+            float(covariance_33[0, 0]),
+        )
+        critical = ONE_SIDED_FACTOR * _student(self.dof, CONFIDENCE)
+        return fieller_set(self.c3, self.c1, variances, critical)[0]
+
+    def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
+        """MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
+
+        The estimate is the plug-in. It rises or falls with k = C3/C1, so its ends are its values
+        at the ends of the central part of the posterior of k: one interval of k serves all G and R,
+        and the intervals hold together, also for a reference that the same data chose.
+
+        Returns:
+            NaN where the estimate of either error is not positive; a width of 0 where G = R; ends
+            that are NaN where fewer than 16 effective prompts are behind the constants.
+        """
+        error, other = self.n_mse(group_size), self.n_mse(reference)
+        if not (error > 0 and other > 0):
+            return UNDETERMINED
+        extra = error / other - 1
+        if group_size == reference:
+            return Interval(0.0, 0.0, 0.0)
+        if not (self.has_errors and self.undrawn <= UNDRAWN_VARIANCE / MIN_EFFECTIVE_PROMPTS):
+            return Interval(extra, math.nan, math.nan)
+        low, _, high = self._estimates.ratio_quantiles(level)
+        rest = max(self.c2, 0.0) / self.c3
+
+        def relative(size: float, ratio: float) -> float:
+            return size / ratio + rest + 1 / (size - 1)
+
+        ends = [relative(group_size, k) / relative(reference, k) - 1 for k in (low, high)]
+        return Interval(extra, min(extra, *ends), max(extra, *ends))
+
+    def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
+        """The numbers of prompts with which half and nine in ten of such studies would decide;
+        infinite where no number up to 10^6 does, or where nothing is known yet.
+        """
+        if not (self.has_errors and self.c3 > 0):
+            return math.inf, math.inf
+        return self._estimates.prompts_to_decide(sizes)
+
+    def constants_ratio(self, level: float = CONFIDENCE) -> Interval:
+        """k = C3/C1 with Fieller's interval, by the data alone."""
+        return self.ratio(C3, C1, level)
+
+    def noise_scale(
+        self,
+        group_size: float,
+        prompt_cost: float = 0.0,
+        completion_cost: float = 1.0,
+        level: float = CONFIDENCE,
+    ) -> Interval:
+        """n_c(G) with Fieller's interval: no upper end where ||grad J||^2 may be 0.
+
+        An upper end is given where ||grad J||^2 is above 0 at the level .995, two-sided, since it
+        is given mostly where ||grad J||^2 came out too large. A lower end without an upper one is
+        given mostly where it came out too small, so its critical value is twice as large.
+
+        Args:
+            group_size: G > 1; at the estimate of G* the interval is to first order that of the
+                least n_c, whose slope in G is 0. NaN gives NaN.
+            prompt_cost, completion_cost: k and c; by default the unit is a rollout.
+            level: of the interval.
+
+        >>> law = ScalingLaw.exact(1.0, 2.0, 9.0, 0.5)
+        >>> law.noise_scale(4), law.noise_scale(4, 8.0, 3.0).estimate
+        (Interval(estimate=18.0, low=18.0, high=18.0), 90.0)
+        """
+        if not math.isfinite(group_size):
+            return UNDETERMINED
+        unit = completion_cost + prompt_cost / group_size
+        error_4 = unit * (group_size * C1 + C2 + C3 / (group_size - 1))
+        high = self.ratio(error_4, GRAD_SQ, 1 - (1 - level) / 10).high
+        factor = 1.0 if math.isfinite(high) else ONE_SIDED_FACTOR
+        low = self.ratio(error_4, GRAD_SQ, level, factor).low
+        return Interval(self.ratio(error_4, GRAD_SQ, level).estimate, low, high)
+
+    def prompt_share(self, group_size: float, level: float = CONFIDENCE) -> Interval:
+        """G C1 / ( G C1 + C2 + C3/(G-1) ): the share of the noise that comes from which prompts are
+        drawn, which no rollouts of the same prompts would average out; within [0, 1].
+
+        Fieller's interval of the odds `G C1 / (C2 + C3/(G-1))`. Prompts that were not drawn add
+        `undrawn` to the relative variance of C1 at hypothetical odds.
+
+        Args:
+            group_size: G > 1; NaN gives NaN.
+            level: of the interval.
+        """
+        if not math.isfinite(group_size):
+            return UNDETERMINED
+        prompts, completions = group_size * self.c1, self.c2 + self.c3 / (group_size - 1)
+        if not prompts + completions > 0:
+            return Interval(math.nan, 0.0, 1.0)
+        share = min(max(prompts / (prompts + completions), 0.0), 1.0)
+        if not np.isfinite(self.covariance_33).all():
+            return UNDETERMINED._replace(estimate=share)
+        weights_23 = np.array([[group_size, 0.0, 0.0], [0.0, 1.0, 1 / (group_size - 1)]])
+        (above, mixed), (_, below) = weights_23 @ self.covariance_33 @ weights_23.T
+        below += self.undrawn * completions**2
+        critical = _student(self.dof, level)
+        odds = fieller_set(prompts, completions, (above, mixed, below), critical)
+        low, high = (1.0 if math.isinf(x) else x / (1 + x) for x in odds)
+        return Interval(share, low, high)
+
+    def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
+        """G at which as much of the noise comes from which prompts are drawn as from their
+        completions: `G C1 = C2 + C3/(G-1)`, with Fieller's set.
+
+        The prompts' share rises with G, so there is one such G > 1, the larger root of
+        `C1 G^2 - (C1 + C2) G + C2 - C3`; a G belongs to the set where that does not differ from 0.
+
+        Args:
+            level: of the interval; no upper end where C1 may be 0.
+
+        >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
+        >>> [round(x, 3) for x in law.equal_noise_size()]  # 4.541 = 2 + 9/3.541
+        [4.541, 4.541, 4.541]
+        """
+        c1, c2, c3 = self.c1, self.c2, self.c3
+        if not (np.isfinite(self.covariance_33).all() and c1 > 0 and c2 + c3 > 0):
+            return UNDETERMINED
+        half = (c1 + c2) / 2
+        size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
+        if not size > 1:  # C3 came out below 0
+            return UNDETERMINED
+        critical = _student(self.dof, level)
+
+        def outside(log_gap: float, side: int) -> float:
+            """Above 0 where the shares differ significantly at G = 1 + exp(log_gap)."""
+            gap = math.exp(log_gap)
+            weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
+            variance = float(weights_3 @ self.covariance_33 @ weights_3)
+            variance += self.undrawn * (gap * c2 + c3) ** 2
+            error = math.sqrt(max(variance, 0.0))
+            return side * float(weights_3 @ self.constants_4[:3]) - critical * error
+
+        ends: list[float] = []
+        for side, far in ((-1, LEAST_LOG_GAP), (1, MOST_LOG_GAP)):
+            near = math.log(size - 1)
+            if outside(near, side) >= 0:  # no error
+                ends.append(size)
+            elif outside(far, side) <= 0:
+                ends.append(1.0 if side < 0 else math.inf)
+            else:
+                root = brentq(outside, min(near, far), max(near, far), (side,))
+                ends.append(1 + math.exp(root))
+        return Interval(size, *ends)
+
+    def intervals(self, group_size: int) -> dict[str, Interval]:
+        """`c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` and `prompt_share` at a group size in
+        use, and `noise_scale_best`, at the estimate of G*.
+        """
+        numbers = zip(CONSTANTS_AND_GRADIENT, (C1, C2, C3, GRAD_SQ), strict=True)
+        return {
+            **{name: self.linear(weights_4) for name, weights_4 in numbers},
+            "gstar": self.gstar(),
+            "noise_scale": self.noise_scale(group_size),
+            "noise_scale_best": self.noise_scale(self.best_size()),
+            "prompt_share": self.prompt_share(group_size),
+        }
+
+
+def _weighted(weights: Array, values: Array) -> Array:
+    """Their product; 0 where the weight is, also of a number that is not known."""
+    return np.where(weights != 0, weights * values, 0.0)
+
+
+def _student(dof: float, level: float) -> float:
+    """The critical value of Student's t, two-sided."""
+    return float(stdtrit(dof, (1 + level) / 2))
+
+
+def noise_share(scale: Interval, rollouts: float) -> Interval:
+    """n_c / (n + n_c): the share of E||ghat||^2 that is noise, from n_c or its interval.
+
+    >>> noise_share(Interval(300.0, 100.0, math.inf), 100.0)
+    Interval(estimate=0.75, low=0.5, high=1.0)
+    """
+    return Interval(*(1.0 if math.isinf(x) else x / (rollouts + x) for x in scale))
+
+
+def divisors(rollouts: int) -> list[int]:
+    """The group sizes G >= 2 that divide n.
+
+    Raises:
+        ValueError: n < 2.
+    """
+    if rollouts < 2:
+        raise ValueError(f"rollouts={rollouts}: a group needs at least 2")
+    return [size for size in range(2, rollouts + 1) if rollouts % size == 0]
 
 
 def divisible_rollouts(rollouts: int) -> int:
@@ -87,145 +559,3 @@ def divisible_rollouts(rollouts: int) -> int:
     if any(rollouts % size == 0 for size in range(2, rollouts)):
         return rollouts
     return math.ceil(rollouts / WHOLE_GROUPS) * WHOLE_GROUPS
-
-
-def scaling_law(moments: Moments, grad_sq: float) -> ScalingLaw:
-    """C1, C2, C3 of the prompts at hand (C1 with divisor P), from unbiased estimates.
-
-    Args:
-        moments: per-prompt moments.
-        grad_sq: ||grad J||^2 of the same prompts.
-    """
-    return ScalingLaw(
-        c1=float(moments.g_sq.mean() - grad_sq),
-        c2=float((moments.a_v - moments.g_sq).mean()),
-        c3=float((moments.d + moments.g_sq).mean()),
-    )
-
-
-class HeavyTails(UserWarning):
-    """Intervals are likely to cover less than they say, see `intervals.Tails.heavy`."""
-
-
-class PromptScaling(NamedTuple):
-    """C1, C2, C3, gstar and gstar_paper by name, and the tails of the prompts they come from."""
-
-    constants: dict[str, Interval]
-    tails: Tails
-
-
-def scaling_from_arrays(
-    rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
-) -> dict[str, Interval]:
-    """C1, C2, C3, G* and the paper's sqrt(C3/C1) from plain arrays, intervals over prompts.
-
-    C1 is that of the population that the P prompts are a sample of (divisor P - 1). Intervals leave
-    out one prompt at a time; that of G*, `ScalingEstimate.group_size_interval`, has no upper end
-    where it is not decided.
-
-    Args:
-        rewards_PN: rewards of N >= 3 completions of each of P >= 4 prompts.
-        sq_norm_PN: their squared score norms.
-        gradient_gram_PP: <ghat_x, ghat_y> of the prompts' leave-one-out gradients
-            `ghat_x = 1/N sum_i s_i (z_i - mean of the others)`.
-
-    Raises:
-        ValueError: the shapes do not match, there are fewer than 4 prompts, or a number is not
-            finite.
-
-    Warns:
-        HeavyTails: a few prompts decide, the intervals are too short.
-    """
-    scaling = prompt_scaling(rewards_PN, sq_norm_PN, gradient_gram_PP)
-    if scaling.tails.heavy:
-        warnings.warn(heavy_text(scaling.tails, "prompts"), HeavyTails, stacklevel=2)
-    return scaling.constants
-
-
-def heavy_text(sample_tails: Tails, units: str) -> str:
-    """What is wrong with a sample of heavy tails, in a sentence that names no remedy.
-
-    Args:
-        sample_tails: see `intervals.tails`.
-        units: what the sample is made of, in the plural.
-
-    >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
-    'their mean squared score norm is known to +- 25 % (11 % is needed)'
-    """
-    size, carriers = sample_tails
-    reasons: list[str] = []
-    if size < LEAST_EFFECTIVE:
-        known, needed = 1 / math.sqrt(size), 1 / math.sqrt(LEAST_EFFECTIVE)
-        reasons.append(
-            f"their mean squared score norm is known to +- {known:.0%} ({needed:.0%} is needed)"
-        )
-    if carriers < LEAST_CARRIERS:
-        reasons.append(f"{carriers:.1f} of them decide a standard error ({LEAST_CARRIERS} needed)")
-    reason = ", and ".join(reasons).replace("%", " %")
-    return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
-
-
-def prompt_scaling(rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array) -> PromptScaling:
-    """Constants as of `scaling_from_arrays`, with the tails returned and not warned of."""
-    count = len(rewards_PN)
-    if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
-        raise ValueError(
-            f"shapes {rewards_PN.shape}, {sq_norm_PN.shape}, {gradient_gram_PP.shape}: use [P, N], "
-            "[P, N], [P, P]"
-        )
-    if count < 4:
-        raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
-    for name, values in (
-        ("rewards_PN", rewards_PN),
-        ("sq_norm_PN", sq_norm_PN),
-        ("gradient_gram_PP", gradient_gram_PP),
-    ):
-        if not np.isfinite(values).all():
-            raise ValueError(f"{name} is not finite everywhere: leave such prompts out")
-    own_P = np.diagonal(gradient_gram_PP)
-    moments = norm_moments(sq_norm_PN.astype(float), rewards_PN.astype(float), own_P)
-    with_others_P = gradient_gram_PP.sum(axis=1) - own_P
-    values = np.stack([moments.g_sq, moments.a_v - moments.g_sq, moments.d + moments.g_sq])
-    whole = _constants(values.sum(axis=1), with_others_P.sum(), count)
-    without = _constants(
-        values.sum(axis=1)[:, None] - values, with_others_P.sum() - 2 * with_others_P, count - 1
-    )
-    delete_one = {name: x[None] for name, x in without.items()}
-    constants = {name: jackknife_interval(float(whole[name]), delete_one[name]) for name in whole}
-    best = scaling_estimate(whole, delete_one, count).group_size_interval()
-    constants |= {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
-    leading = [delete_one["c2"], delete_one["c3"]]
-    return PromptScaling(constants, tails(moments.m0[None], leading))
-
-
-def _constants(sums_3: Array, between: Array, count: int) -> dict[str, Array]:
-    """C1, C2 and C3, elementwise in the sums that they are made of.
-
-    Args:
-        sums_3: sums over prompts of ||g||^2 and of the terms of C2 and C3, [3, ...].
-        between: S, the sum of <ghat_x, ghat_y> over ordered pairs of different prompts, [...].
-        count: how many prompts are behind them.
-    """
-    g_sq, c2, c3 = sums_3 / count
-    grad_sq = g_sq / count + between / count**2
-    return {"c1": (g_sq - grad_sq) * count / (count - 1), "c2": c2, "c3": c3}
-
-
-def correlation(moments: Moments) -> Interval:
-    """corr(q, Z) = E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)), interval over prompts.
-
-    Negative where wrong answers carry the larger scores; 0 is the paper's Assumption 2. The ratio
-    of unbiased means is itself biased of order 1/P. NaN where q or Z do not vary within prompts.
-
-    Args:
-        moments: of at least 2 prompts.
-    """
-    parts_KP = np.stack([moments.cov_qz, moments.var_q, moments.var_z])
-    total_K = parts_KP.sum(axis=1)
-
-    def ratio(covariance: Array, var_q: Array, var_z: Array) -> Array:
-        spread = var_q * var_z
-        return covariance / np.sqrt(np.where(spread > 0, spread, np.nan))
-
-    delete_one_P = ratio(*(total_K[:, None] - parts_KP))
-    return jackknife_interval(float(ratio(*total_K)), delete_one_P[None])

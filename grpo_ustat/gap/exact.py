@@ -32,7 +32,7 @@ def scaling_at(bed: Testbed, u_K: np.ndarray, weight_KK: np.ndarray | None = Non
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
     parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
     traces = [np.trace(weight_KK @ part[..., 0]) for part in parts_KK1]
-    return ScalingLaw(*map(float, traces))
+    return ScalingLaw.exact(*map(float, traces))
 
 
 def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
@@ -75,6 +75,6 @@ def bed_facts(bed: Testbed) -> dict[str, float | str]:
         "mu there": mu,
         "L there": smoothness,
         "C1, C2, C3 at the maximum": f"{law.c1:.4g}, {law.c2:.4g}, {law.c3:.4g}",
-        "G* of them": law.best_group_size,
+        "G* of them": law.best_size(),
         "Assumption 2 fails by (0: holds)": assumption2(bed, bed.best_K),
     }

@@ -46,7 +46,7 @@ from grpo_ustat.estimators.intervals import (
     t_interval,
 )
 from grpo_ustat.estimators.moments import exact_moments
-from grpo_ustat.estimators.scaling import ScalingLaw, scaling_law
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.claims import at_infinity
 from grpo_ustat.gap.estimate_moments import (
     NORMALISATIONS,
@@ -582,7 +582,7 @@ def on_policy_law(setting: Setting) -> ScalingLaw:
     g_PD, q_PY = old.gradient_PD(reward_PY), np.square(old.scores_PYD).sum(axis=2)
     g_sq_P = np.square(g_PD).sum(axis=1)
     moments = exact_moments(q_PY, reward_PY, old.probabilities_PY, g_sq_P)
-    return scaling_law(moments, float(np.square(g_PD.mean(axis=0)).sum()))
+    return ScalingLaw.of_moments(moments, float(np.square(g_PD.mean(axis=0)).sum()))
 
 
 # By completion length

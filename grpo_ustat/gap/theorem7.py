@@ -106,7 +106,7 @@ def predicted_sizes(bed: Testbed, point: GridPoint, sizes: Sequence[int]) -> dic
     model = {g: model_gap(bed, Estimator("leave_one_out", n // g, g), rate, step) for g in sizes}
     return {
         "paper": min(sizes, key=lambda g: paper_error(law, g)),
-        "bounds": min(sizes, key=lambda g: exact_error(law, g)),
+        "bounds": law.least(sizes),
         "recursion": min(sizes, key=lambda g: model[g]),
     }
 
@@ -114,11 +114,6 @@ def predicted_sizes(bed: Testbed, point: GridPoint, sizes: Sequence[int]) -> dic
 def paper_error(law: ScalingLaw, size: float) -> float:
     """n times the paper's bound on the gradient's mean squared error."""
     return size * law.c1 + law.c2 + law.c3 / size
-
-
-def exact_error(law: ScalingLaw, size: float) -> float:
-    """n times the gradient's mean squared error, at any real G above 1."""
-    return size * law.c1 + law.c2 + law.c3 / (size - 1)
 
 
 def model_gap(bed: Testbed, estimator: Estimator, rate: Rate, step: int) -> float:
@@ -155,7 +150,7 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
         "the paper's last term C3/G": (paper_error, root),
-        "the exact last term C3/(G-1) (ours)": (exact_error, 1 + root),
+        "the exact last term C3/(G-1) (ours)": (ScalingLaw.n_mse, 1 + root),
     }
     claims = []
     for words, (error, gstar) in forms.items():
@@ -314,7 +309,7 @@ def _answer(claims: list[Claim]) -> str:
 
 
 def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
-    start, end = (scaling_at(bed, u).best_group_size for u in (bed.start_K, bed.best_K))
+    start, end = (scaling_at(bed, u).best_size() for u in (bed.start_K, bed.best_K))
     notes = [
         "the theorem says where the bounds are smallest; they suggest that the gap itself is "
         "smallest there too, which is also tested",
@@ -326,7 +321,7 @@ def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]])
         if rate.kind == "decaying":
             law = scaling_at(bed, bed.best_K, limit_weighting(bed.curvature_KK, rate.value))
             notes.append(
-                f"exact G* weighted as the limit of {rate.name} does: {law.best_group_size:.3g}"
+                f"exact G* weighted as the limit of {rate.name} does: {law.best_size():.3g}"
             )
     counts = Counter(comma_list(sorted(sizes)) for sizes in best.values())
     parts = [f"G = {sizes} in {count} of {len(best)}" for sizes, count in counts.most_common()]

@@ -29,7 +29,6 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from grpo_ustat.estimators.group_size import ScalingEstimate, scaling_estimate
 from grpo_ustat.estimators.intervals import Interval, Tails, jackknife_interval, tails
 from grpo_ustat.estimators.minibatch import decompose
 from grpo_ustat.estimators.moments import (
@@ -38,7 +37,7 @@ from grpo_ustat.estimators.moments import (
     delete_one_moments,
     pool_moments,
 )
-from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT, noise_scale, prompt_share
+from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
@@ -106,18 +105,16 @@ class ClosedForm:
             delete-one pools, so that its interval, on the log scale, is a paired one. Over
             questions alone: `gstar`, at a fixed cost `gstar_NAME`; `noise/G` and `noise_tokens/G`
             are n_c in rollouts and in tokens, `prompt_share/G` the share of the noise from prompts
-            (see `estimators.noise`); G is one of `CURVE_SIZES`, or `best`: G*, of `noise_tokens`
+            (see `estimators.scaling`); G is one of `CURVE_SIZES`, or `best`: G*, of `noise_tokens`
             the best G at a fixed number of tokens.
         parts: (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of every point.
-        scaling: C1, C2, C3 with the covariance of their errors, over questions; NaN given them.
-        constants: C1, C2, C3 and ||grad J||^2 by name, and the same without one unit.
+        law: C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
         tails: of the squared score norms, and of A_0, A_V and C3 whose parts decide the curves.
     """
 
     statistics: dict[str, Interval]
     parts: dict[CurvePoint, tuple[float, ...]]
-    scaling: ScalingEstimate
-    constants: tuple[Arrays, Arrays]
+    law: ScalingLaw
     tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
@@ -156,10 +153,13 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         )
         for name, value in estimates.items()
     }
-    scaling = ScalingEstimate(np.full(3, np.nan), np.full((3, 3), np.nan), 1.0, count)
+    whole_4, delete_one_4Kn = (
+        np.stack([values[name] for name in CONSTANTS_AND_GRADIENT])
+        for values in (estimates, delete_one)
+    )
+    law = ScalingLaw.jackknifed(whole_4, delete_one_4Kn, count)
     if interval == "questions":
-        scaling = scaling_estimate(estimates, delete_one, count)
-        intervals |= _of_training(estimates, delete_one, scaling, request.costs)
+        intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
         """1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
@@ -179,33 +179,23 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         point: tuple(map(float, _point_moments(point, means, *levels)[1:]))
         for point in request.points
     }
-    whole, without = (
-        {name: values[name] for name in CONSTANTS_AND_GRADIENT}
-        for values in (estimates, delete_one)
-    )
-    return ClosedForm(intervals, parts, scaling, (whole, without), pool_tails)
+    return ClosedForm(intervals, parts, law, pool_tails)
 
 
-def _of_training(
-    estimates: Arrays,
-    delete_one: Arrays,
-    scaling: ScalingEstimate,
-    costs: Mapping[str, tuple[float, float]],
-) -> dict[str, Interval]:
+def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> dict[str, Interval]:
     """G* and the noise scale, for new questions."""
-    best = scaling.group_size_interval()
+    best = law.gstar()
     intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     for name, of_unit in costs.items():
-        intervals[f"gstar_{name}"] = scaling.group_size_interval(*of_unit)
+        intervals[f"gstar_{name}"] = law.gstar(*of_unit)
     sizes = {str(size): float(size) for size in CURVE_SIZES}
     for name, size in (sizes | {"best": _decided(best)}).items():
-        intervals[f"noise/{name}"] = noise_scale(estimates, delete_one, size)
-        intervals[f"prompt_share/{name}"] = prompt_share(scaling, size)
+        intervals[f"noise/{name}"] = law.noise_scale(size)
+        intervals[f"prompt_share/{name}"] = law.prompt_share(size)
     if "tokens" in costs:
         best_tokens = _decided(intervals["gstar_tokens"])
         for name, size in (sizes | {"best": best_tokens}).items():
-            scale = noise_scale(estimates, delete_one, size, *costs["tokens"])
-            intervals[f"noise_tokens/{name}"] = scale
+            intervals[f"noise_tokens/{name}"] = law.noise_scale(size, *costs["tokens"])
     return intervals
 
 

@@ -17,7 +17,7 @@ from grpo_ustat.estimators.intervals import Interval, pool_mean_reward, quantity
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.row_weights import RowFilter
-from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
+from grpo_ustat.estimators.scaling import divisible_rollouts, divisors
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import (
     CURVE_SIZES,
@@ -250,12 +250,10 @@ def _gradient(statistics: ClosedForm) -> parts.GradientNorm:
 
 
 def _scaling(population: ClosedForm, rollouts: int) -> parts.Scaling:
-    law = ScalingLaw(*(population[name].estimate for name in ("c1", "c2", "c3")))
-    known = np.isfinite(population.scaling.covariance_33).all()
-    gstar, divisors = population["gstar"], None
+    law, gstar, best_divisor = population.law, population["gstar"], None
     if math.isfinite(gstar.estimate):
         counts = sorted({256, 1024, 2048, 4096, rollouts})
-        divisors = {str(n): law.best_divisor(divisible_rollouts(n)) for n in counts}
+        best_divisor = {str(n): law.least(divisors(divisible_rollouts(n))) for n in counts}
     curve = []
     for size in CURVE_SIZES:
         n_mse, low, high = population[f"n_mse/{size}"]
@@ -263,16 +261,15 @@ def _scaling(population: ClosedForm, rollouts: int) -> parts.Scaling:
     names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens")
     return parts.Scaling(
         **{name: population[name] for name in names},
-        covariance=population.scaling.covariance_33.tolist() if known else None,
-        dof=population.scaling.dof if known else None,
-        best_divisor=divisors,
+        **law.stored_errors(),
+        best_divisor=best_divisor,
         curve=curve,
         reason=None if math.isfinite(gstar.high) else _unbounded_reason(gstar.low),
     )
 
 
 def _noise(population: ClosedForm) -> parts.Noise:
-    """The noise scale of leave_one_out at every G, and at its least, see `estimators.noise`."""
+    """The noise scale of leave_one_out at every G, and at its least, see `estimators.scaling`."""
 
     def numbers(name: str) -> dict[str, Interval]:
         keys = {"rollouts": "noise", "tokens": "noise_tokens", "prompt_share": "prompt_share"}

@@ -20,7 +20,6 @@ from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
 from grpo_ustat.estimators.intervals import Interval, decide, is_binary
 from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_errors, refusal
-from grpo_ustat.estimators.noise import equal_noise_size, noise_scale, prompt_share
 from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
@@ -112,14 +111,14 @@ def claim_verdicts(
 
 def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
     """Which part of the noise comes from the choice of prompts."""
-    at = equal_noise_size(population.scaling)
+    at = population.law.equal_noise_size()
     beside = f"a half at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
     return [
         Judged(
             f"the noise is that of a prompt's completions, G = {one}",
             "Critical Batch Size, HiLD at ICML 2026",
             f"share of the noise from which prompts are drawn, G = {one}",
-            partial(prompt_share, population.scaling, one),
+            partial(population.law.prompt_share, one),
             most=0.5,
             beside=beside,
         )
@@ -203,17 +202,17 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
 
 def _of_the_step(population: ClosedForm) -> list[Judged]:
     """A step of 8192 rollouts, and how it is split."""
-    scaling, source = population.scaling, "arXiv 2510.01135"
-    best, worst = scaling.best_of(SPLITS), max(SPLITS, key=scaling.n_mse)
+    law, source = population.law, "arXiv 2510.01135"
+    best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
     splits = ", ".join(
-        f"{STEP // one} x {one}: {_percent(scaling.extra_error(one, best))}" for one in SPLITS
+        f"{STEP // one} x {one}: {_percent(law.extra_error(one, best))}" for one in SPLITS
     )
     return [
         Judged(
             f"a step of {STEP} rollouts is about right",
             source,
             f"rollouts at which half of a step is noise, n_c({SPLITS[0]})",
-            lambda level: noise_scale(*population.constants, SPLITS[0], level=level),
+            lambda level: law.noise_scale(SPLITS[0], level=level),
             least=STEP / 2,
             most=2 * STEP,
         ),
@@ -221,7 +220,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
             f"{', '.join(f'{STEP // one} x {one}' for one in SPLITS)} are alike",
             source,
             f"extra error of {STEP // worst} x {worst} over {STEP // best} x {best}",
-            lambda level: scaling.extra_error(worst, best, level),
+            lambda level: law.extra_error(worst, best, level),
             most=TOLERANCE,
             beside=f"against the best of them {splits}",
         ),
@@ -338,7 +337,7 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
     most = pool.rewards_PN.shape[1] // size
 
     def saved(level: float) -> Interval:
-        scale = noise_scale(*population.constants, size, level=_of_two(level))
+        scale = population.law.noise_scale(size, level=_of_two(level))
         return kept_groups(silent_P, size, scale, most, _of_two(level)).break_even
 
     kept = kept_groups(silent_P, size, Interval(math.nan, math.nan, math.nan), most).kept

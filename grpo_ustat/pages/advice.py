@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ustat.estimators.group_size import ScalingEstimate
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.pages.findings import (
-    GroupSizeCosts,
-    group_size_costs,
-    scaling_estimate_of,
-)
+from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.pages.findings import GroupSizeCosts, group_size_costs
 from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
@@ -55,17 +50,18 @@ def rollouts_in_groups(group_size: int | None, rollouts: int) -> int:
 
 
 def group_size_advice(
-    scaling: Mapping[str, Any], group_size: int | None, rollouts: int
+    law: ScalingLaw, gstar: Interval, group_size: int | None, rollouts: int
 ) -> tuple[str, str, dict[str, Any]]:
     """Whether another group size has a smaller error at the same number of rollouts.
 
     "Raise" and "lower" are said only where the interval of the extra error at `group_size` is above
     0; that interval holds for all sizes and their best one together, see
-    `ScalingEstimate.extra_error`. "Keep" is said of the size that is decided, and of another where
+    `ScalingLaw.extra_error`. "Keep" is said of the size that is decided, and of another where
     that interval reaches 0 and ends below 30 %.
 
     Args:
-        scaling: C1, C2, C3, G* and their covariance, as in `result.json`.
+        law: with the errors of C1, C2 and C3.
+        gstar: G* as it is published.
         group_size: in use; None: none is.
         rollouts: n of a training step.
 
@@ -75,13 +71,13 @@ def group_size_advice(
     Raises:
         ValueError: n < 2.
     """
-    costs = group_size_costs(scaling, rollouts)
-    best, estimate = costs.best, scaling_estimate_of(scaling)
+    costs = group_size_costs(law, rollouts)
+    best = costs.best
     numbers = {
         "num_generations": group_size,
         "rollouts": rollouts,
         "best_num_generations": best,
-        **{name: scaling.get(name) for name in ("gstar", "gstar_low", "gstar_high")},
+        **_three_numbers("gstar", gstar),
     }
     if group_size is None:
         if costs.tolerance is None:
@@ -91,13 +87,12 @@ def group_size_advice(
         return CHOOSE, sentence, numbers
     if costs.tolerance is None:
         # What is not decided may still be known to be better than the size in use.
-        best = max(costs.extra, key=lambda size: _surely_worse(estimate, group_size, size))
-        if not _surely_worse(estimate, group_size, best) > 0:
+        best = max(costs.extra, key=lambda size: _surely_worse(law, group_size, size))
+        if not _surely_worse(law, group_size, best) > 0:
             best = costs.best
-    extra, low, high = estimate.extra_error(group_size, best)
-    names = ("extra_error", "extra_error_low", "extra_error_high")
-    ends = (value if math.isfinite(value) else None for value in (extra, low, high))
-    numbers |= {"best_num_generations": best, **dict(zip(names, ends, strict=True))}
+    extra, low, high = law.extra_error(group_size, best)
+    extra_error = _three_numbers("extra_error", Interval(extra, low, high))
+    numbers |= {"best_num_generations": best, **extra_error}
     if group_size != best and low > 0:
         verdict, word = (RAISE, "Raise") if group_size < best else (LOWER, "Lower")
         saved = extra / (1 + extra)
@@ -132,15 +127,21 @@ def group_size_advice(
     )
 
 
-def _surely_worse(estimate: ScalingEstimate, group_size: int, reference: int) -> float:
+def _three_numbers(name: str, interval: Interval) -> dict[str, float | None]:
+    """An interval by the names of its numbers, None where one is not finite."""
+    values = (value if math.isfinite(value) else None for value in interval)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
+
+
+def _surely_worse(law: ScalingLaw, group_size: int, reference: int) -> float:
     """Lower end of the extra error at `group_size`; below any where there is none."""
-    low = estimate.extra_error(group_size, reference).low
+    low = law.extra_error(group_size, reference).low
     return low if math.isfinite(low) else -math.inf
 
 
 def pair_advice(gstar: Interval) -> str:
     """A sentence for num_generations = 2, where C2 and C3 have only a sum. That groups of 3 have at
-    most the error of pairs needs no data: C3 >= 2 C1 for any policy, see `estimators.noise`.
+    most the error of pairs needs no data: C3 >= 2 C1 for any policy, see `estimators.groups`.
 
     Args:
         gstar: from the low end of its lower bound to the high end of its upper bound.

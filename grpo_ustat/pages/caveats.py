@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from grpo_ustat.estimators.intervals import Tails
-from grpo_ustat.estimators.scaling import heavy_text
+from grpo_ustat.estimators.intervals import Tails, heavy_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.terminal.streams import percentage
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from grpo_ustat.estimators.scaling import divisible_rollouts
+from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
 from grpo_ustat.pages.figures import (
     FONTS,
     STYLE,
@@ -23,7 +23,6 @@ from grpo_ustat.pages.figures import (
 )
 from grpo_ustat.pages.findings import (
     group_size_costs,
-    scaling_estimate_of,
 )
 from grpo_ustat.pages.gradient_error import INTERVAL_WORDS, missing_numbers
 from grpo_ustat.pages.tables import count_text, percent
@@ -359,8 +358,8 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any], rollouts: int) -> None:
     that divide. Where G* has an interval with two ends the dots say their costs, a dashed line and
     a grey band stand at G*; else a dotted line stands at what it is at least.
     """
-    costs = group_size_costs(scaling, divisible_rollouts(rollouts))
-    estimate = scaling_estimate_of(scaling)
+    law = ScalingLaw.of_result(scaling)
+    costs = group_size_costs(law, divisible_rollouts(rollouts))
     colour = STYLE["leave_one_out"][0]
     best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
     size_text = best_size(best, low, high)
@@ -387,7 +386,7 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any], rollouts: int) -> None:
             axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
         axes.set_xlabel(f"{dots}\ndashed: G* = {size_text}")
     grid = np.geomspace(2, max(costs.extra), 200)
-    curve = [estimate.extra_error(size, costs.best) for size in grid]
+    curve = [law.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
     axes.plot(grid, heights, color=colour, linewidth=1.5)
     highs = np.minimum(highs, 10 * TOP_PERCENT)  # some have no upper end

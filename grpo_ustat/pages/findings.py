@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZES, ScalingEstimate
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZES
+from grpo_ustat.estimators.intervals import LEAST_UNITS, Interval
 from grpo_ustat.estimators.moments import is_correlated, refutes_assumption2
-from grpo_ustat.estimators.noise import (
+from grpo_ustat.estimators.scaling import (
     CONSTANTS_AND_GRADIENT,
     LEAST_GSTAR,
-    LEAST_UNITS,
-    noise_of_steps,
+    ScalingLaw,
+    divisible_rollouts,
+    divisors,
     noise_share,
 )
-from grpo_ustat.estimators.scaling import divisible_rollouts
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.tables import percent, row_interval, three_digits
@@ -51,7 +51,7 @@ class GroupSizeCosts:
         rollouts: n of a step.
         best: the admissible G, one that divides n, to take.
         extra: MSE at G over MSE at `best`, less 1, by G; intervals of 95 % that hold together, see
-            `ScalingEstimate.extra_error`, NaN where C1 to C3 have none.
+            `ScalingLaw.extra_error`, NaN where C1 to C3 have none.
         tolerance: the error at `best` is within so much of the least one, as a share; None: not
             decided.
     """
@@ -62,34 +62,19 @@ class GroupSizeCosts:
     tolerance: float | None = None
 
 
-def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
-    """C1, C2, C3 with their covariance, NaN in a result that has none.
-
-    Args:
-        scaling: of `result.json`.
-    """
-    constants = np.array([scaling[name] for name in ("c1", "c2", "c3")], float)
-    covariance = np.array(scaling.get("covariance", np.full((3, 3), np.nan)), float)
-    dof = float(scaling.get("dof", 1.0))
-    return ScalingEstimate(constants, covariance, dof, scaling.get("prompts", dof + 1))
-
-
-def group_size_costs(scaling: Mapping[str, Any], rollouts: int) -> GroupSizeCosts:
+def group_size_costs(law: ScalingLaw, rollouts: int) -> GroupSizeCosts:
     """What each admissible group size costs.
 
     Args:
-        scaling: of `result.json`.
+        law: with the errors of C1, C2 and C3.
         rollouts: n of a training step.
 
     Raises:
         ValueError: n < 2.
     """
-    sizes = [size for size in range(2, rollouts + 1) if rollouts % size == 0]
-    if not sizes:
-        raise ValueError(f"rollouts={rollouts}: a group needs at least 2")
-    estimate = scaling_estimate_of(scaling)
-    best, tolerance = estimate.decide(sizes)
-    extra = {size: estimate.extra_error(size, best) for size in sizes}
+    sizes = divisors(rollouts)
+    best, tolerance = law.decide(sizes)
+    extra = {size: law.extra_error(size, best) for size in sizes}
     return GroupSizeCosts(rollouts, best, extra, tolerance)
 
 
@@ -109,7 +94,7 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int) -> str:
     if result["assumption2"].get("corr") is None or not is_decided(result["scaling"]):
         return sentence
     divisible = divisible_rollouts(rollouts)
-    costs = costs_sentence(group_size_costs(result["scaling"], divisible))
+    costs = costs_sentence(group_size_costs(ScalingLaw.of_result(result["scaling"]), divisible))
     if divisible != rollouts:
         costs = f"only G = {rollouts} divides {rollouts}; {costs}"
     return f"{sentence.removesuffix('.')}: {costs}"
@@ -207,7 +192,8 @@ def noise_sentence(result: Mapping[str, Any], rollouts: int, group_size: int | N
     if result["assumption2"].get("corr") is None:
         return ""
     if group_size is None:
-        costs = group_size_costs(result["scaling"], divisible_rollouts(rollouts))
+        law = ScalingLaw.of_result(result["scaling"])
+        costs = group_size_costs(law, divisible_rollouts(rollouts))
         group_size = costs.best if is_decided(result["scaling"]) else USUAL_SIZE
     row = min(
         result["noise"]["curve"], key=lambda row: abs(math.log(row["group_size"] / group_size))
@@ -299,6 +285,12 @@ def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE)
     return f"Unequal group sizes {verb} help {ends}."
 
 
+def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
+    """C1, C2, C3 and ||grad J||^2 of monitored steps, rows of `metrics.jsonl`, [4, S]."""
+    values_4S = [[row.get(f"monitor/{name}") for row in rows] for name in CONSTANTS_AND_GRADIENT]
+    return np.array(values_4S, float)
+
+
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:
@@ -315,8 +307,8 @@ def training_noise_sentence(
     recent = [row for row in rows if 2 * row["step"] >= rows[-1]["step"]]
     if len(recent) < LEAST_UNITS:
         return ""
-    values_4S = np.array([[row[key] for row in recent] for key in keys])
-    text = noise_text(noise_of_steps(values_4S, group_size), rollouts)
+    law = ScalingLaw.of_steps(monitored_constants(recent))
+    text = noise_text(law.noise_scale(group_size), rollouts)
     return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
 
 
@@ -368,11 +360,11 @@ def interval_note(result: Mapping[str, Any]) -> str:
 
 def prompts_to_decide(result: Mapping[str, Any]) -> tuple[float, float]:
     """The numbers of prompts with which half and nine in ten of such studies decide, to two digits;
-    see `ScalingEstimate.prompts_to_decide`.
+    see `ScalingLaw.prompts_to_decide`.
     """
     if "covariance" not in result["scaling"]:
         return math.inf, math.inf
-    half, most = scaling_estimate_of(result["scaling"]).prompts_to_decide(USUAL_SIZES)
+    half, most = ScalingLaw.of_result(result["scaling"]).prompts_to_decide(USUAL_SIZES)
     return float(f"{half:.2g}"), float(f"{most:.2g}")
 
 

@@ -15,8 +15,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ustat.estimators.intervals import clustered_mean, ratio_interval
+from grpo_ustat.estimators.intervals import clustered_mean
+from grpo_ustat.estimators.scaling import CONSTANTS, ScalingLaw
 from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
+from grpo_ustat.pages.findings import monitored_constants
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
@@ -28,7 +30,6 @@ CURVES = {  # of metrics.jsonl, under TRL's names
     "completions/clipped_ratio": "completions cut, share",
 }
 GSTAR, ERROR = "monitor/gstar", "monitor/mse"
-CONSTANTS = ("monitor/c1", "monitor/c2", "monitor/c3")
 MONITORED = {  # where `monitor.gradient_mse_every` is set
     GSTAR: "best group size G* of the gradient",
     ERROR: "MSE of leave_one_out's gradient",
@@ -241,7 +242,7 @@ def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
     """The rows of each block of steps that have C1, C2 and C3, by the block's last step."""
     blocks: dict[int, list[dict[str, Any]]] = {}
     for row in run.metrics:
-        if all(row.get(name) is not None for name in CONSTANTS):
+        if all(row.get(f"monitor/{name}") is not None for name in CONSTANTS):
             blocks.setdefault((row["step"] - 1) // block, []).append(row)
     return {rows[-1]["step"]: rows for rows in blocks.values()}
 
@@ -250,13 +251,8 @@ def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
     """G* of the mean constants of several parts, seeds or steps, with its interval over them: a
     mean of their own G* would be biased, for `1 + sqrt(C3/C1)` is no linear function.
     """
-    means_KN = np.array([
-        [np.mean([row[name] for row in rows]) for rows in parts] for name in CONSTANTS
-    ])  # fmt: skip
-    count = means_KN.shape[1]
-    delete_one_KN = (means_KN.sum(axis=1, keepdims=True) - means_KN) / (count - 1)
-    (c1, _, c3), (without_c1_N, _, without_c3_N) = means_KN.mean(axis=1), delete_one_KN
-    ratio = ratio_interval(float(c3), float(c1), without_c3_N[None], without_c1_N[None])
+    means_4N = np.stack([monitored_constants(rows).mean(axis=1) for rows in parts], axis=1)
+    ratio = ScalingLaw.of_steps(means_4N).constants_ratio()
     low, high = (1 + math.sqrt(end) if math.isfinite(end) else None for end in ratio[1:])
     return 1 + math.sqrt(max(ratio.estimate, 0.0)), low, high
 

@@ -17,7 +17,7 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import OURS
-from grpo_ustat.estimators.scaling import divisible_rollouts
+from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
 from grpo_ustat.pages.findings import (
     group_size_costs,
     prompts_to_decide,
@@ -46,7 +46,7 @@ def next_step(
     if equal := result.get("equal_rewards"):
         return _equal_rewards_step(equal, config)
     rollouts = divisible_rollouts(rollouts or study_rollouts(config))
-    costs = group_size_costs(result["scaling"], rollouts)
+    costs = group_size_costs(ScalingLaw.of_result(result["scaling"]), rollouts)
     best = costs.best if costs.tolerance is not None else None
     if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
         if best is None:

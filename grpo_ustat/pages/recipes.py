@@ -11,8 +11,9 @@ import numpy as np
 
 from grpo_ustat.config.recipes import CHANCE, RECIPES
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
-from grpo_ustat.pages.findings import is_decided, scaling_estimate_of
+from grpo_ustat.pages.findings import is_decided
 from grpo_ustat.pages.losses import AT_BEST, loss_words, not_measured, worth_text
 from grpo_ustat.pages.tables import Table, row_interval
 from grpo_ustat.terminal.streams import percentage
@@ -84,13 +85,13 @@ def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) 
     Args:
         scaling: of `result.json`.
         group_size: G.
-        level: of the intervals of all G together, see `ScalingEstimate.extra_error`.
+        level: of the intervals of all G together, see `ScalingLaw.extra_error`.
     """
-    estimate = scaling_estimate_of(scaling)
-    if not is_decided(scaling) or not np.isfinite(estimate.covariance_33).all():
+    law = ScalingLaw.of_result(scaling)
+    if not is_decided(scaling) or not law.has_errors:
         return NOTHING
-    best = estimate.best_of(range(2, LARGEST_SIZE))
-    extra, low, high = estimate.extra_error(group_size, best, level)
+    best = law.best_of(range(2, LARGEST_SIZE))
+    extra, low, high = law.extra_error(group_size, best, level)
     return Interval(1 / (1 + extra), 1 / (1 + high), 1 / (1 + low) if low > -1 else math.inf)
 
 

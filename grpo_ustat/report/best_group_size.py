@@ -76,7 +76,7 @@ class Start:
 
     def error_at(self, size: int) -> float:
         """Return the predicted n MSE(G)."""
-        return self.law.mse(num_prompts=1, group_size=size) * size
+        return self.law.n_mse(size)
 
     def nearest(self, sizes: Sequence[int]) -> int:
         """Return the G of least predicted error among some."""
@@ -310,8 +310,7 @@ def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
             f"{same[0].label} has no G* with an interval (C1 = {scaling['c1']}, C3 = "
             f"{scaling['c3']}): raise its budget.pool_completions"
         )
-    law = ScalingLaw(*(scaling[name] for name in ("c1", "c2", "c3")))
-    return Start(same[0], law, Interval(*gstar))
+    return Start(same[0], ScalingLaw.of_result(scaling), Interval(*gstar))
 
 
 def nearest(gstar: float, sizes: Sequence[int]) -> int:

@@ -200,7 +200,7 @@ class ClaimVerdict:
 @dataclass(frozen=True, kw_only=True)
 class NoiseRow:
     """The noise scale of `leave_one_out` at one G in rollouts and tokens, and the share of the
-    noise that comes from prompts, see `estimators.noise`.
+    noise that comes from prompts, see `estimators.scaling`.
     """
 
     group_size: float | None

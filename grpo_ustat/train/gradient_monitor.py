@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ustat.estimators.groups import law_of_prompts
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
-from grpo_ustat.estimators.noise import group_terms, noise_estimate, noise_share
-from grpo_ustat.estimators.scaling import correlation, prompt_scaling
+from grpo_ustat.estimators.moments import correlation, norm_moments, pool_gradient_weights
+from grpo_ustat.estimators.scaling import noise_share
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupGradient, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -30,8 +30,10 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.fsdp2 import exact_full_copy
 from grpo_ustat.train.micro_batches import OutOfMemory, TokenBudget
 
-NOISE = ("grad_sq", "noise_scale", "noise_scale_best", "prompt_share")
-REPORTED = ("c1", "c2", "c3", "gstar", "corr", *NOISE, "noise_scale_tokens", "noise_share")
+REPORTED = (
+    "c1", "c2", "c3", "gstar", "corr", "grad_sq", "noise_scale", "noise_scale_best",
+    "prompt_share", "noise_scale_tokens", "noise_share",
+)  # fmt: skip
 
 
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
@@ -45,16 +47,17 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased. `monitor/noise_scale` is the number of
     rollouts at which it equals ||grad J||^2 (`..._tokens`: tokens, each prompt counted once a
     group; `..._best`: at G*), `monitor/prompt_share` the part of it that comes from the draw of
-    prompts, `monitor/noise_share` its part of E||ghat||^2, see `estimators.noise`. If the estimate
-    of ||grad J||^2 is not above 0 a noise scale has at most a lower end; averages over steps are
-    ratios of averages, `noise_of_steps`. `monitor/heavy_tails` is 1 if the intervals are likely to
-    cover less than 90 % (see `intervals.Tails`), else 0.
+    prompts, `monitor/noise_share` its part of E||ghat||^2, see `estimators.scaling`. If the
+    estimate of ||grad J||^2 is not above 0 a noise scale has at most a lower end; averages over
+    steps are ratios of averages, `ScalingLaw.of_steps`. `monitor/heavy_tails` is 1 if the intervals
+    are likely to cover less than 90 % (see `intervals.Tails`), else 0.
 
     The row is the same on any number of ranks; parameters and gradients stay as they are. If even
     one completion at a time finds no memory on some rank, every interval is None and a warning is
     printed: training goes on, and updates keep their micro-batches.
     """
-    start, heavy = time.perf_counter(), None
+    start, error, heavy = time.perf_counter(), math.nan, None
+    size = batch.rewards_PG.shape[1]
     intervals: dict[str, Interval] = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
     silent = bool((batch.rewards_PG == batch.rewards_PG[:, :1]).all())
     groups_P = []
@@ -66,18 +69,16 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     if groups_P and not no_memory:
         q_PG = np.stack([group.sq_norm_G for group in groups_P])
         gram_PP = gradient_gram(groups_P)
-        intervals, tails = prompt_scaling(batch.rewards_PG, q_PG, gram_PP)
-        terms = group_terms(batch.rewards_PG, q_PG, gram_PP)
-        noise = noise_estimate([terms], batch.rewards_PG.shape[1]).intervals
-        intervals |= {name: noise[name] for name in NOISE}
-        per_group = batch.prompt_lengths_P.mean() / batch.rewards_PG.shape[1]
+        law, tails = law_of_prompts(batch.rewards_PG, q_PG, gram_PP)
+        intervals |= law.intervals(size)
+        per_group = batch.prompt_lengths_P.mean() / size
         tokens = float(batch.lengths_PG.mean() + per_group)
-        scale = noise["noise_scale"]
+        scale = intervals["noise_scale"]
         intervals["noise_scale_tokens"] = Interval(*(tokens * x for x in scale))
         intervals["noise_share"] = noise_share(scale, batch.rewards_PG.size)
         ghat_sq_P = np.array([group.ghat_sq for group in groups_P])
         intervals["corr"] = correlation(norm_moments(q_PG, batch.rewards_PG, ghat_sq_P))
-        heavy = int(tails.heavy)
+        error, heavy = law.n_mse(size) / batch.rewards_PG.size, int(tails.heavy)
     row: dict[str, Any] = {}
     for name in REPORTED:
         keys = (f"monitor/{name}", f"monitor/{name}_low", f"monitor/{name}_high")
@@ -87,9 +88,6 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
             row[f"monitor/{name}_reason"] = (
                 "out of memory" if no_memory else _reason(name, intervals)
             )
-    c1, c2, c3 = (intervals[name].estimate for name in ("c1", "c2", "c3"))
-    size = batch.rewards_PG.shape[1]
-    error = (size * c1 + c2 + c3 / (size - 1)) / batch.rewards_PG.size
     row["monitor/mse"] = error if math.isfinite(error) else None
     row["monitor/heavy_tails"] = heavy
     return row | {"monitor/seconds": time.perf_counter() - start}

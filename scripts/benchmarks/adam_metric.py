@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from grpo_ustat.estimators.moments import centred
-from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.mse.second_moments import GroupGradients, is_uncertain, shift
 from grpo_ustat.policy.scores.metric import adam_metric
@@ -174,22 +174,23 @@ def coverage(name: str, questions: int, completions: int, count: int) -> Coverag
     weight = np.divide(1, v, out=np.zeros_like(v), where=v > 0)
 
     def law(weight) -> ScalingLaw:
-        return ScalingLaw(*(float((entries[x] * weight).sum()) for x in ("c1", "c2", "c3")))
+        return ScalingLaw.exact(
+            *(float((entries[x] * weight).sum()) for x in CONSTANTS_AND_GRADIENT)
+        )
 
     truth, rng = law(weight), np.random.default_rng(1)
-    noise = ROLLOUTS * truth.mse(ROLLOUTS // GROUP_SIZE, GROUP_SIZE)
-    scale = noise / float((entries["grad_sq"] * weight).sum())
+    scale = truth.noise_scale(GROUP_SIZE).estimate
     rows = []
     for _ in range(count):
         found, moved = study(*population.draw(questions, completions, rng))
         best, held = found["gstar"], found[f"noise/{GROUP_SIZE}"]
-        covers = [best.low <= truth.best_group_size <= best.high, held.low <= scale <= held.high]
+        covers = [best.low <= truth.best_size() <= best.high, held.low <= scale <= held.high]
         warned = [is_uncertain(moved, best), found.tails.heavy]
         rows.append([*covers, math.isfinite(best.high), *warned, any(warned), best.estimate])
     covered, noise_covered, bounded, uncertain, heavy, either, _ = np.mean(rows, axis=0)
     print(
-        f"| {name} | {questions} x {completions} | {law(np.ones_like(v)).best_group_size:.2f} "
-        f"| {truth.best_group_size:.2f} | {np.nanmedian(rows, axis=0)[-1]:.2f} | {covered:.3f} "
+        f"| {name} | {questions} x {completions} | {law(np.ones_like(v)).best_size():.2f} "
+        f"| {truth.best_size():.2f} | {np.nanmedian(rows, axis=0)[-1]:.2f} | {covered:.3f} "
         f"| {bounded:.2f} | {noise_covered:.3f} | {uncertain:.2f} | {heavy:.2f} |",
         flush=True,
     )

@@ -25,8 +25,8 @@ import numpy as np
 from decisions import IN_USE, POPULATIONS, judged_advice
 from populations import Population, clopper_pearson
 
-from grpo_ustat.advise.sources import LEAST_STEPS, scaling_of_steps
-from grpo_ustat.estimators.group_size import CONSTANTS
+from grpo_ustat.advise.sources import LEAST_STEPS
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.advice import KEEP, LOWER, RAISE
 from grpo_ustat.records import Array
 
@@ -37,11 +37,11 @@ ASKED = ("opposed", "few loud", "light, G* 3.1", "light, G* 8.8", "Pareto, high"
 def monitored_runs(
     population: Population, prompts: int, size: int, steps: int, runs: int, rng: np.random.Generator
 ) -> Iterator[Array]:
-    """C1, C2 and C3 of every step of a run, [3, S]; NaN where no group has variance."""
+    """C1, C2, C3, ||grad J||^2 of every step of a run, [4, S]; NaN where no group has variance."""
     every = population.studies(prompts, size, runs * steps, rng)
-    while values := [[whole[name] for name in CONSTANTS] for whole, _ in islice(every, steps)]:
-        values_3S = np.array(values).T
-        yield np.where(values_3S[2] == 0, np.nan, values_3S)
+    while values := [law.constants_4 for law in islice(every, steps)]:
+        values_4S = np.array(values).T
+        yield np.where(values_4S[2] == 0, np.nan, values_4S)
 
 
 def rows_of(
@@ -53,22 +53,22 @@ def rows_of(
     for n, size in cells:
         rng = np.random.default_rng([seed, n, size])
         said, wrong = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-        for values_3S in monitored_runs(population, n // size, size, max(STEPS), runs, rng):
+        for values_4S in monitored_runs(population, n // size, size, max(STEPS), runs, rng):
             for steps in STEPS:
-                measured_3S = values_3S[:, :steps]
-                measured_3S = measured_3S[:, np.isfinite(measured_3S[0])]
-                if measured_3S.shape[1] < LEAST_STEPS:
+                measured_4S = values_4S[:, :steps]
+                measured_4S = measured_4S[:, np.isfinite(measured_4S[0])]
+                if measured_4S.shape[1] < LEAST_STEPS:
                     continue
-                scaling = scaling_of_steps(measured_3S, n // size)
-                verdict, is_wrong = judged_advice(population, scaling, size, n)
+                law = ScalingLaw.of_steps(measured_4S, n // size)
+                verdict, is_wrong = judged_advice(population.law, law, size, n)
                 said[steps, verdict] += 1
                 wrong[steps, verdict] += is_wrong
         sizes = [other for other in range(2, n + 1) if n % other == 0]
-        extra = population.n_mse(size) / min(map(population.n_mse, sizes)) - 1
+        extra = population.law.n_mse(size) / min(map(population.law.n_mse, sizes)) - 1
         for steps in STEPS:
             for verdict in (RAISE, LOWER, KEEP):
                 yield {
-                    "population": name, "gstar": population.best_group_size, "rollouts": n,
+                    "population": name, "gstar": population.law.best_size(), "rollouts": n,
                     "size": size, "extra": extra, "steps": steps, "verdict": verdict, "runs": runs,
                     "said": said[steps, verdict], "wrong": wrong[steps, verdict],
                 }  # fmt: skip

@@ -31,13 +31,12 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from populations import FITTED, UNSEEN, Population, clopper_pearson
+from populations import FITTED, UNSEEN, clopper_pearson
 
-from grpo_ustat.estimators.group_size import USUAL_SIZES, ScalingEstimate, scaling_estimate
-from grpo_ustat.estimators.noise import LEAST_GSTAR, noise_scale, prompt_share
+from grpo_ustat.estimators.group_size import USUAL_SIZES
+from grpo_ustat.estimators.scaling import LEAST_GSTAR, ScalingLaw
 from grpo_ustat.pages.advice import (
     KEEP,
     LOWER,
@@ -59,15 +58,13 @@ LEAST_SHARE, STEP = 0.05, 256
 IN_USE = (4, 8, 16, 32, 64)
 
 
-def judged(population: Population, study: tuple, prompts: int) -> Iterator[tuple[str, bool]]:
+def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
     """Each sentence that the study prints, and whether it is wrong."""
-    whole, delete_one = study
-    estimate = scaling_estimate(whole, delete_one, prompts)
-    errors = {size: population.n_mse(size) for size in USUAL_SIZES}
-    gstar = population.best_group_size
-    size, tolerance = estimate.decide(USUAL_SIZES)
-    interval = estimate.group_size_interval()
-    extra = {other: estimate.extra_error(other, size) for other in USUAL_SIZES if other <= 64}
+    errors = {size: truth.n_mse(size) for size in USUAL_SIZES}
+    gstar = truth.best_size()
+    size, tolerance = study.decide(USUAL_SIZES)
+    interval = study.gstar()
+    extra = {other: study.extra_error(other, size) for other in USUAL_SIZES if other <= 64}
     true = {other: errors[other] / errors[size] - 1 for other in USUAL_SIZES}
     if tolerance is not None:
         yield "G", errors[size] / min(errors.values()) - 1 > tolerance
@@ -84,26 +81,20 @@ def judged(population: Population, study: tuple, prompts: int) -> Iterator[tuple
     worse = [other for other, (_, low, _) in extra.items() if low > 0]
     if worse:
         yield "worse", any(true[other] <= 0 for other in worse)
-    scale = noise_scale(whole, delete_one, SIZE)
+    scale, true_scale = study.noise_scale(SIZE), truth.noise_scale(SIZE).estimate
     if math.isfinite(scale.high):
-        yield "noise", not scale.low <= population.noise_scale(SIZE) <= scale.high
+        yield "noise", not scale.low <= true_scale <= scale.high
     elif scale.low / (scale.low + STEP) > LEAST_SHARE:
-        yield "noise at least", population.noise_scale(SIZE) < scale.low
-    share = prompt_share(estimate, SIZE)
+        yield "noise at least", true_scale < scale.low
+    share = study.prompt_share(SIZE)
     if math.isfinite(share.low):
-        yield "share", not share.low <= population.prompt_share(SIZE) <= share.high
-    yield from advised(population, estimate)
+        yield "share", not share.low <= truth.prompt_share(SIZE).estimate <= share.high
+    yield from advised(truth, study)
 
 
-def advised(population: Population, estimate: ScalingEstimate) -> Iterator[tuple[str, bool]]:
+def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
     """Whether any advice on a size in use is wrong, for steps of 256 rollouts."""
-    scaling = {
-        **dict(zip(("c1", "c2", "c3"), map(float, estimate.constants_3), strict=True)),
-        "covariance": estimate.covariance_33.tolist(),
-        "dof": estimate.dof,
-        "prompts": estimate.prompts,
-    }
-    verdicts = [judged_advice(population, scaling, size, STEP) for size in IN_USE]
+    verdicts = [judged_advice(truth, study, size, STEP) for size in IN_USE]
     for sentence, words in (("change", (RAISE, LOWER)), ("keep", (KEEP,))):
         wrong = [is_wrong for verdict, is_wrong in verdicts if verdict in words]
         if wrong:
@@ -111,17 +102,17 @@ def advised(population: Population, estimate: ScalingEstimate) -> Iterator[tuple
 
 
 def judged_advice(
-    population: Population, scaling: Mapping[str, Any], size: int, rollouts: int
+    truth: ScalingLaw, measured: ScalingLaw, size: int, rollouts: int
 ) -> tuple[str, bool]:
     """The verdict of `advise` on a size in use, and whether it is wrong: "raise" or "lower" to a
     size that is no better, "keep" of one whose error is 30 % above the least one, or more.
     """
-    verdict, _, numbers = group_size_advice(scaling, size, rollouts)
-    error = population.n_mse(size)
+    verdict, _, numbers = group_size_advice(measured, measured.gstar(), size, rollouts)
+    error = truth.n_mse(size)
     if verdict in (RAISE, LOWER):
-        return verdict, population.n_mse(numbers["best_num_generations"]) >= error
+        return verdict, truth.n_mse(numbers["best_num_generations"]) >= error
     sizes = (other for other in range(2, rollouts + 1) if rollouts % other == 0)
-    least = min(map(population.n_mse, sizes))
+    least = min(map(truth.n_mse, sizes))
     return verdict, verdict == KEEP and error / least - 1 > TOLERABLE_EXTRA_ERROR
 
 
@@ -133,14 +124,14 @@ def rows_of(name: str, studies: int) -> list[dict[str, object]]:
         rng = np.random.default_rng([prompts, completions])
         counts = {sentence: [0, 0] for sentence in SENTENCES}
         for study in population.studies(prompts, completions, studies, rng):
-            for sentence, wrong in judged(population, study, prompts):
+            for sentence, wrong in judged(population.law, study):
                 counts[sentence][0] += 1
                 counts[sentence][1] += wrong
         for sentence, (printed, wrong) in counts.items():
             low, high = clopper_pearson(wrong, printed)
             rows.append({
                 "population": name, "fitted": name in FITTED,
-                "gstar": round(population.best_group_size, 2), "prompts": prompts,
+                "gstar": round(population.law.best_size(), 2), "prompts": prompts,
                 "completions": completions, "sentence": sentence, "studies": studies,
                 "printed": printed, "wrong": wrong,
                 "wrong_given_printed": round(wrong / printed, 4) if printed else None,
@@ -158,8 +149,7 @@ def needs_of(name: str, pilots: int) -> str:
     def decided(count: int, studies: int) -> float:
         every = population.studies(count, 16, studies, rng)
         return float(np.mean([
-            scaling_estimate(*study, count).decide(USUAL_SIZES).tolerance is not None
-            for study in every
+            study.decide(USUAL_SIZES).tolerance is not None for study in every
         ]))  # fmt: skip
 
     counts = np.unique(np.geomspace(12, 2000, 22).round()).astype(int)
@@ -174,9 +164,8 @@ def needs_of(name: str, pilots: int) -> str:
     for prompts in (16, 40):
         numbers = []
         for study in population.studies(prompts, 16, pilots, rng):
-            estimate = scaling_estimate(*study, prompts)
-            if estimate.decide(USUAL_SIZES).tolerance is None:
-                numbers.append(estimate.prompts_to_decide(USUAL_SIZES))
+            if study.decide(USUAL_SIZES).tolerance is None:
+                numbers.append(study.prompts_to_decide(USUAL_SIZES))
         if len(numbers) < pilots / 20:
             continue
         half, most = np.median(np.array(numbers), axis=0)

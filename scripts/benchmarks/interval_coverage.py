@@ -24,15 +24,10 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
+from grpo_ustat.estimators.groups import group_terms, noise_estimate, policy_drift
 from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
 from grpo_ustat.estimators.moments import centred, pool_gradient_weights, refutes_assumption2
-from grpo_ustat.estimators.noise import (
-    CONSTANTS_AND_GRADIENT,
-    group_terms,
-    noise_estimate,
-    noise_of_steps,
-    policy_drift,
-)
+from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.records import ScorePool
 
@@ -384,17 +379,10 @@ def windows(count: int) -> None:
                 for run in range(count):
                     if unit == "group":
                         found = noise_estimate(parts[run], size).intervals
-                        several = [found[x] for x in (*CONSTANTS_AND_GRADIENT, "noise_scale")]
                     else:
-                        each = values[run]
-                        without = (each.sum(axis=1, keepdims=True) - each) / (number - 1)
-                        means = each.mean(axis=1)
-                        several = [
-                            jackknife_interval(x, y[None])
-                            for x, y in zip(means, without, strict=True)
-                        ]
-                        several.append(noise_of_steps(each, size))
-                    ends.append([x[1:] for x in several])
+                        found = ScalingLaw.of_steps(values[run]).intervals(size)
+                    quantities = (*CONSTANTS_AND_GRADIENT, "noise_scale")
+                    ends.append([found[x][1:] for x in quantities])
                 low, high = np.array(ends).transpose(2, 1, 0)
                 held = ((low <= truth) & (truth <= high)).mean(axis=1)
                 width = np.median((high - low) / 2 / truth, axis=1)

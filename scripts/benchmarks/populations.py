@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 from scipy.stats import beta
 
+from grpo_ustat.estimators.groups import GroupTerms
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
-from grpo_ustat.estimators.noise import CONSTANTS_AND_GRADIENT
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.records import Array
 
 # Of a light population.
@@ -23,11 +24,10 @@ PROMPTS, OUTCOMES = 8000, 6
 # Numbers that are drawn at once.
 CHUNK = 3_000_000
 Table = tuple[Array, Array, Array]
-Study = tuple[dict[str, float], dict[str, Array]]
 
 
 class Population:
-    """Prompts with their outcomes' chances, rewards and scores, and the constants of all of them.
+    """Prompts with their outcomes' chances, rewards and scores, and the law of all of them.
 
     Args:
         p_PY: chances, made to sum to 1 for each prompt.
@@ -49,31 +49,12 @@ class Population:
         variance_P = (self.p_PY * centred_PY**2).sum(axis=1)
         second = float(((self.p_PY * self.norms_PY).sum(axis=1) * variance_P).mean())
         grad_sq = float(np.square(g_PD.mean(axis=0)).sum())
-        values = g_sq - grad_sq, first - g_sq, second + g_sq, grad_sq
-        self.constants = dict(zip(CONSTANTS_AND_GRADIENT, values, strict=True))
-
-    @property
-    def best_group_size(self) -> float:
-        """G*."""
-        return 1 + math.sqrt(self.constants["c3"] / self.constants["c1"])
-
-    def n_mse(self, size: float) -> float:
-        """n times the error of groups of `size`."""
-        c1, c2, c3, _ = self.constants.values()
-        return size * c1 + c2 + c3 / (size - 1)
-
-    def noise_scale(self, size: float) -> float:
-        """n_c at groups of `size`."""
-        return self.n_mse(size) / self.constants["grad_sq"]
-
-    def prompt_share(self, size: float) -> float:
-        """Share of the noise at groups of `size` that comes from which prompts are drawn."""
-        return size * self.constants["c1"] / self.n_mse(size)
+        self.law = ScalingLaw.exact(g_sq - grad_sq, first - g_sq, second + g_sq, grad_sq)
 
     def studies(
         self, prompts: int, completions: int, count: int, rng: np.random.Generator
-    ) -> Iterator[Study]:
-        """C1, C2, C3 and ||grad J||^2 of studies, and their values without each prompt, [1, m]."""
+    ) -> Iterator[ScalingLaw]:
+        """The laws that studies estimate, prompts left out one at a time."""
         chunk = max(1, CHUNK // (prompts * completions * self.scores_PYD.shape[2]))
         for first in range(0, count, chunk):
             several = min(chunk, count - first)
@@ -90,21 +71,11 @@ class Population:
             ghat = ghat.reshape(several, prompts, -1)
             others_SP = np.einsum("spd,sd->sp", ghat, ghat.sum(axis=1))
             others_SP -= np.square(ghat).sum(axis=2)
-
-            def constants(sums_3: Array, between: Array, m: int) -> Array:
-                g_sq, c2, c3 = sums_3 / m
-                grad_sq = between / (m * (m - 1))
-                return np.stack([g_sq - grad_sq, c2, c3, grad_sq])
-
-            sums_3S1 = terms_3SP.sum(axis=2, keepdims=True)
-            between_S1 = others_SP.sum(axis=1, keepdims=True)
-            whole_4S = constants(sums_3S1, between_S1, prompts)[..., 0]
-            without_4SP = constants(sums_3S1 - terms_3SP, between_S1 - 2 * others_SP, prompts - 1)
+            norms_SP = norms.mean(axis=1).reshape(several, prompts)
             for study in range(several):
-                yield (
-                    dict(zip(CONSTANTS_AND_GRADIENT, map(float, whole_4S[:, study]), strict=True)),
-                    dict(zip(CONSTANTS_AND_GRADIENT, without_4SP[:, study, None], strict=True)),
-                )
+                of_study = GroupTerms(*terms_3SP[:, study], others_SP[study], norms_SP[study])
+                delete_one_41P = of_study.without_each_4P[:, None]
+                yield ScalingLaw.jackknifed(of_study.constants_4, delete_one_41P, prompts)
 
 
 def clopper_pearson(wrong: int, said: int) -> tuple[float, float]:

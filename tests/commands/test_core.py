@@ -31,7 +31,7 @@ import numpy as np
 import grpo_ustat as gu
 from grpo_ustat.estimators.baselines import Baseline, advantages
 from grpo_ustat.estimators.intervals import clustered_wilson, wilson
-from grpo_ustat.estimators.scaling import scaling_from_arrays
+from grpo_ustat.estimators.groups import scaling_from_arrays
 
 assert gu.scaling_from_arrays is scaling_from_arrays and gu.Baseline is Baseline
 assert constants["gstar"].low < constants["gstar"].estimate < constants["gstar"].high

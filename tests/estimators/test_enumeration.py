@@ -6,12 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reference import bias_and_mse, minibatch_mse, softmax_policy, true_gradient
+from reference import bias_and_mse, softmax_policy, true_gradient
 from tabular import TabularPolicy
 from ustatistics import estimate, hoeffding, pairwise
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages, group_mean
-from grpo_ustat.estimators.scaling import scaling_law
 from grpo_ustat.records import BaselineContext
 
 LOGITS = [[0.3, -0.8, 0.5], [-0.2, 1.1, 0.4]]
@@ -67,28 +66,6 @@ def test_advantages_are_those_written_out(name, rng):
         value = float(rng.random())
         fast = advantages(name, group, BaselineContext(value_P=np.array([value])))[0]
         np.testing.assert_allclose(fast, plain_advantages(name, list(outcome), value), atol=1e-14)
-
-
-def test_minibatch_mse_follows_the_scaling_law():
-    policy = tabular()
-    moments = policy.moments()
-    grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
-    law = scaling_law(moments, grad_sq)
-    for num_prompts, group_size in ((1, 2), (1, 4), (2, 2)):
-        exact = minibatch_mse(shared_prompts(), "leave_one_out", group_size, num_prompts)
-        assert law.mse(num_prompts, group_size) == pytest.approx(exact, rel=1e-10)
-
-
-def test_best_group_size_minimises_the_law_at_fixed_rollouts():
-    policy = tabular()
-    law = scaling_law(policy.moments(), float(np.square(policy.gradient_PD.mean(axis=0)).sum()))
-
-    def at_fixed(size):
-        return size * law.c1 + law.c2 + law.c3 / (size - 1)
-
-    best = law.best_group_size
-    assert at_fixed(best) < min(at_fixed(best * 0.99), at_fixed(best * 1.01))
-    assert law.best_group_size == pytest.approx(1 + law.paper_group_size)
 
 
 def test_leave_one_out_is_the_pairwise_u_statistic(rng):

@@ -10,10 +10,10 @@ from reference import enumerate_prompt
 from tabular import TabularPolicy
 
 from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
+from grpo_ustat.estimators.groups import group_terms, noise_estimate
 from grpo_ustat.estimators.intervals import ratio_interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.noise import group_terms, noise_estimate
-from grpo_ustat.estimators.scaling import scaling_law
+from grpo_ustat.estimators.scaling import ScalingLaw
 
 LOGITS, REWARDS = [0.3, -0.8, 0.5], [[1.0, 0.0, 0.25], [0.0, 1.0, 0.7]]
 
@@ -41,7 +41,7 @@ def test_norms_tell_the_two_terms_apart(rule, factor, size, most):
     )
     factor = factor or (size - 1) / size
     grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
-    mse = scaling_law(policy.moments(), grad_sq).mse(1, size)
+    mse = ScalingLaw.of_moments(policy.moments(), grad_sq).mse(1, size)
     norms = {b: np.full(4, mean_sq_norm(rule, size, b)) for b in range(1, most + 1)}
     found = noise_scale_from_norms(norms, size)
     assert found["grad_sq"].estimate == pytest.approx(factor**2 * grad_sq, rel=1e-9)

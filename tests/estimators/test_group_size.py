@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,37 +14,32 @@ from grpo_ustat.estimators.group_size import (
     PRIOR_EXPONENTS,
     UNDRAWN_VARIANCE,
     USUAL_SIZES,
-    ScalingEstimate,
-    best_group_size,
-    scaling_estimate,
 )
 from grpo_ustat.estimators.intervals import Tails, tails
+from grpo_ustat.estimators.scaling import ScalingLaw
 
 MIDDLE = np.array([1.2, 3.0, 9.0])
 
 
 def sample(rng, noise, count=20):
-    """C1, C2, C3 of a mean of `count` units, whole and with each left out, and the units."""
+    """The law of a mean of `count` units, and the units."""
     units = MIDDLE + noise * rng.normal(size=(count, 3)) @ np.array(
         [[1, 0.3, 0.5], [0, 1, 0.2], [0, 0, 1]]
     )
-    deleted = (units.sum(axis=0) - units) / (count - 1)
-    names = ("c1", "c2", "c3")
-    whole = dict(zip(names, units.mean(axis=0), strict=True))
-    return whole, {name: deleted[:, i][None] for i, name in enumerate(names)}, units
+    values_4S = np.vstack([units.T, np.full(count, np.nan)])
+    return ScalingLaw.of_steps(values_4S, prompts=1), units
 
 
 def law(c1, c2, c3, covariance=None, dof=1e9, prompts=1e12):
     """An estimate without errors, or with the covariance."""
-    zeros = np.zeros((3, 3))
-    return ScalingEstimate(
-        np.array([c1, c2, c3]), zeros if covariance is None else covariance, dof, prompts
-    )
+    covariance = np.zeros((3, 3)) if covariance is None else covariance
+    stored = {"c1": c1, "c2": c2, "c3": c3, "covariance": covariance, "dof": dof}
+    return replace(ScalingLaw.of_result(stored), prompts=prompts)
 
 
 def densities(estimate, exponent):
     """Posterior density of log k by its definition, and its integral."""
-    c1, _, c3 = estimate.constants_3
+    c1, c3 = estimate.c1, estimate.c3
     covariance = estimate.covariance_33
     effective = 1 / (1 / estimate.prompts + covariance[2, 2] / c3**2)
 
@@ -77,10 +73,9 @@ def test_what_is_decided_holds_with_95_percent_under_every_prior(rng):
     """By quadrature: the size is within the tolerance, and not within the smaller one."""
     seen = set()
     for noise in (0.3, 4.0, 6.0, 9.0):
-        whole, delete_one, _ = sample(rng, noise, count=60)
-        estimate = scaling_estimate(whole, delete_one, 60)
+        estimate, _ = sample(rng, noise, count=60)
         size, tolerance = estimate.decide(USUAL_SIZES)
-        rest = max(estimate.constants_3[1], 0) / estimate.constants_3[2]
+        rest = max(estimate.c2, 0) / estimate.c3
         seen.add(tolerance)
         sure = {}
         for limit in (0.05, 0.10):
@@ -99,9 +94,8 @@ def test_what_is_decided_holds_with_95_percent_under_every_prior(rng):
 
 
 def test_the_interval_holds_the_central_95_percent_under_every_prior(rng):
-    whole, delete_one, _ = sample(rng, 0.3, count=60)
-    estimate = scaling_estimate(whole, delete_one, 60)
-    interval = estimate.group_size_interval()
+    estimate, _ = sample(rng, 0.3, count=60)
+    interval = estimate.gstar()
     below, above = (
         [probability(estimate, a, lambda k, end=end: 1 + math.sqrt(k) < end)
          for a in PRIOR_EXPONENTS]
@@ -109,7 +103,7 @@ def test_the_interval_holds_the_central_95_percent_under_every_prior(rng):
     )  # fmt: skip
     assert min(abs(x - 0.025) for x in below) < 1e-3 and max(below) < 0.026
     assert min(abs(x - 0.975) for x in above) < 1e-3 and min(above) > 0.974
-    assert interval.estimate == pytest.approx(1 + math.sqrt(whole["c3"] / whole["c1"]))
+    assert interval.estimate == pytest.approx(1 + math.sqrt(estimate.c3 / estimate.c1))
 
 
 def test_with_all_known_it_is_the_best_size():
@@ -121,32 +115,33 @@ def test_with_all_known_it_is_the_best_size():
     assert estimate.extra_error(8, 4).estimate == pytest.approx((10 + 9 / 7) / 9 - 1)
     assert estimate.extra_error(4, 4) == (0.0, 0.0, 0.0)
     covariance = 1e-9 * np.eye(3)
-    interval = law(1.0, 2.0, 9.0, covariance).group_size_interval()
+    interval = law(1.0, 2.0, 9.0, covariance).gstar()
     assert interval == pytest.approx((4.0, 4.0, 4.0), rel=0.02)
-    costly = law(1.0, 2.0, 9.0, covariance).group_size_interval(10.0)
-    assert costly == pytest.approx((float(best_group_size(1, 2, 9, 10.0)),) * 3, rel=0.03)
+    costly = law(1.0, 2.0, 9.0, covariance).gstar(10.0)
+    assert costly == pytest.approx((law(1, 2, 9).best_size(10.0),) * 3, rel=0.03)
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e20])
 def test_the_scale_of_scores_changes_nothing(rng, factor):
-    whole, delete_one, _ = sample(rng, 0.3, count=60)
-    estimate = scaling_estimate(whole, delete_one, 60)
-    scaled = estimate._replace(
-        constants_3=factor * estimate.constants_3, covariance_33=factor**2 * estimate.covariance_33
+    estimate, _ = sample(rng, 0.3, count=60)
+    scaled = replace(
+        estimate,
+        constants_4=factor * estimate.constants_4,
+        covariance_K44=factor**2 * estimate.covariance_K44,
     )
     assert scaled.decide(USUAL_SIZES) == estimate.decide(USUAL_SIZES)
-    assert scaled.group_size_interval() == pytest.approx(estimate.group_size_interval())
+    assert scaled.gstar() == pytest.approx(estimate.gstar())
     assert scaled.extra_error(4, 16) == pytest.approx(estimate.extra_error(4, 16))
 
 
 def test_few_prompts_decide_nothing_however_alike_they_are():
     few = law(1.0, 2.0, 9.0, 1e-9 * np.eye(3), dof=14, prompts=MIN_EFFECTIVE_PROMPTS - 1)
-    enough = few._replace(prompts=200.0, dof=199.0)
-    assert few.decide(USUAL_SIZES).tolerance is None and few.group_size_interval().high == math.inf
+    enough = replace(few, prompts=200.0, part_dof=199.0)
+    assert few.decide(USUAL_SIZES).tolerance is None and few.gstar().high == math.inf
     assert np.isnan(few.extra_error(2, 4)[1:]).all()
     assert enough.decide(USUAL_SIZES).tolerance == 0.05
     # 200 prompts of which few have unequal rewards: C3 is known to 30 %
-    rare = enough._replace(covariance_33=np.diag([1e-9, 1e-9, 0.09 * 81]))
+    rare = law(1.0, 2.0, 9.0, np.diag([1e-9, 1e-9, 0.09 * 81]), dof=199, prompts=200)
     assert rare.decide(USUAL_SIZES).tolerance is None
 
 
@@ -158,7 +153,7 @@ def test_what_is_not_known_is_not_decided(broken):
     if broken != "c1":
         assert estimate.decide(USUAL_SIZES).tolerance is None
         assert estimate.prompts_to_decide(USUAL_SIZES) == (math.inf, math.inf)
-    interval = estimate.group_size_interval()
+    interval = estimate.gstar()
     assert not math.isfinite(interval.high) or interval.low < interval.estimate < interval.high
 
 
@@ -166,7 +161,7 @@ def test_a_lower_end_alone_is_at_twice_the_critical_value():
     """C1 - C3/k is so many standard errors below 0 at the lower end."""
     covariance = np.diag([4.0, 1.0, 0.25])
     estimate = law(0.1, 3.0, 90.0, covariance, dof=59, prompts=60)
-    interval = estimate.group_size_interval()
+    interval = estimate.gstar()
     assert math.isinf(interval.high)
     k = (interval.low - 1) ** 2
     effective = 1 / (1 / 60 + 0.25 / 90**2)
@@ -177,10 +172,9 @@ def test_a_lower_end_alone_is_at_twice_the_critical_value():
 
 def test_extra_errors_rise_and_fall_with_the_ratio(rng):
     """Both ends are errors at one k, the same for every size."""
-    whole, delete_one, _ = sample(rng, 0.5, count=60)
-    estimate = scaling_estimate(whole, delete_one, 60)
-    rest = whole["c2"] / whole["c3"]
-    low, high = ((x - 1) ** 2 for x in estimate.group_size_interval()[1:])
+    estimate, _ = sample(rng, 0.5, count=60)
+    rest = estimate.c2 / estimate.c3
+    low, high = ((x - 1) ** 2 for x in estimate.gstar()[1:])
     for size in (2, 8, 16):
         ends = [relative(size, k, rest) / relative(4, k, rest) - 1 for k in (low, high)]
         assert estimate.extra_error(size, 4)[1:] == pytest.approx((min(ends), max(ends)))
@@ -190,12 +184,11 @@ def test_extra_errors_rise_and_fall_with_the_ratio(rng):
 
 
 def test_the_covariance_is_that_of_the_means(rng):
-    whole, delete_one, units = sample(rng, 1.0)
-    estimate = scaling_estimate(whole, delete_one, 20)
+    estimate, units = sample(rng, 1.0)
     assert (estimate.dof, estimate.prompts) == (pytest.approx(len(units) - 1), 20)
     np.testing.assert_allclose(estimate.covariance_33, np.cov(units.T) / len(units), rtol=1e-10)
     variance = np.cov(units.T)[2, 2] / len(units)
-    expected = UNDRAWN_VARIANCE * (1 / 20 + variance / whole["c3"] ** 2)
+    expected = UNDRAWN_VARIANCE * (1 / 20 + variance / estimate.c3**2)
     assert estimate.undrawn == pytest.approx(expected)
 
 
@@ -205,7 +198,8 @@ def test_more_prompts_decide_more_studies():
     estimate = law(0.0586, 3.45, 3.54, covariance, dof=39, prompts=40)
     half, most = estimate.prompts_to_decide(USUAL_SIZES)
     assert 40 <= half < most < 1000
-    assert estimate._replace(covariance_33=4 * covariance).prompts_to_decide(USUAL_SIZES)[0] > half
+    wider = replace(estimate, covariance_K44=4 * estimate.covariance_K44)
+    assert wider.prompts_to_decide(USUAL_SIZES)[0] > half
 
 
 def test_tails_by_hand():

@@ -117,11 +117,10 @@ def test_theorem7_finds_a_wrong_prediction(monkeypatch):
 
 def test_the_bounds_are_smallest_at_the_papers_and_at_our_group_size():
     """C1 = 2, C2 = 5, C3 = 18, by hand: 2 + 18 / (G-1)^2 * -1 = 0 at G = 4, with C3/G at G = 3."""
-    law = ScalingLaw(2.0, 5.0, 18.0)
-    for error, size in ((seven.paper_error, 3.0), (seven.exact_error, 4.0)):
+    law = ScalingLaw.exact(2.0, 5.0, 18.0)
+    for error, size in ((seven.paper_error, 3.0), (ScalingLaw.n_mse, 4.0)):
         found = seven.smallest_bound(coins(), law, error, (FALLING, 16, 30))
         assert found == pytest.approx(size, rel=1e-5)
-    assert seven.exact_error(law, 4) == pytest.approx(16 * law.mse(4, 4))
 
 
 def test_a_total_is_shared_out_over_steps_and_named():

@@ -19,9 +19,9 @@ import torch
 from trl_room import GRPOTrainer
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.groups import group_terms, noise_estimate
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.noise import group_terms, noise_estimate
 from grpo_ustat.integrations.trl import callback as callback_module
 from grpo_ustat.integrations.trl import scoring, windows
 from grpo_ustat.integrations.trl.callback import GradientNoiseCallback

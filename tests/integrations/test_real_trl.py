@@ -28,8 +28,8 @@ from transformers import (  # noqa: E402
 )
 
 from grpo_ustat.estimators.baselines import advantages  # noqa: E402
+from grpo_ustat.estimators.groups import group_terms, noise_estimate  # noqa: E402
 from grpo_ustat.estimators.moments import pool_gradient_weights  # noqa: E402
-from grpo_ustat.estimators.noise import group_terms, noise_estimate  # noqa: E402
 from grpo_ustat.estimators.row_weights import Loss  # noqa: E402
 from grpo_ustat.integrations.trl import GradientNoiseCallback, objective  # noqa: E402
 from grpo_ustat.logs.convert import convert  # noqa: E402

@@ -19,11 +19,8 @@ pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"
 
 from forks import free_port  # noqa: E402
 
-from grpo_ustat.estimators.noise import (  # noqa: E402
-    CONSTANTS_AND_GRADIENT,
-    GroupTerms,
-    noise_estimate,
-)
+from grpo_ustat.estimators.groups import GroupTerms, noise_estimate  # noqa: E402
+from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT  # noqa: E402
 from grpo_ustat.integrations.trl.sharding import INSTEAD, NO_MEMORY  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 from trl_room import GRPOTrainer, output_of
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.groups import group_terms
 from grpo_ustat.estimators.moments import pool_gradient_weights, shifted_moments
-from grpo_ustat.estimators.noise import group_terms
 from grpo_ustat.integrations.trl.generation import Completion, Group
 from grpo_ustat.integrations.trl.objective import ratio_factors
 from grpo_ustat.integrations.trl.scoring import GroupScorer, unchanged

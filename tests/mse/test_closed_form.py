@@ -12,7 +12,7 @@ import pytest
 from prompt_pools import whole_pool
 from tabular import TabularPolicy
 
-from grpo_ustat.estimators.group_size import best_group_size
+from grpo_ustat.estimators.groups import HeavyTails, scaling_from_arrays
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
 from grpo_ustat.estimators.moments import (
     centred,
@@ -20,7 +20,7 @@ from grpo_ustat.estimators.moments import (
     pool_moments,
     refutes_assumption2,
 )
-from grpo_ustat.estimators.scaling import HeavyTails, scaling_from_arrays
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.mse.closed_form import CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.pages.caveats import heavy_warning
 from grpo_ustat.records import ScorePool
@@ -81,7 +81,7 @@ def truth(policy, group_sizes):
     }
     c2 = (moments.a_v - moments.g_sq).mean()
     result["gstar"] = 1 + np.sqrt(result["c3"] / result["c1"])
-    result["gstar_tokens"] = float(best_group_size(result["c1"], c2, result["c3"], 5.0, 2.0))
+    result["gstar_tokens"] = ScalingLaw.exact(result["c1"], c2, result["c3"]).best_size(5.0, 2.0)
     result["n_mse/8"] = 8 * result["c1"] + c2 + result["c3"] / 7
     result["noise/8"] = result["n_mse/8"] / grad_sq
     result["prompt_share/8"] = 8 * result["c1"] / result["n_mse/8"]
@@ -174,7 +174,7 @@ def test_what_training_is_asked_of_does_not_grow_with_the_questions():
 def test_of_fewer_than_4_questions_nothing_is_known_of_new_ones(rng):
     for count in (1, 3):
         found = statistics(pool_of(tabular(count), 12, rng), ["oracle"], [4], "questions")
-        assert np.isnan(found["gstar"]).all() and np.isnan(found.scaling.constants_3).all()
+        assert np.isnan(found["gstar"]).all() and np.isnan(found.law.constants_4).all()
         assert np.isnan(found["noise/8"].estimate) and found["noise/8"][1:] == (0, math.inf)
 
 
@@ -360,14 +360,6 @@ def independent_pool(rng, questions, count):
     unit = direction / np.linalg.norm(direction, axis=2, keepdims=True)
     z = (rng.random((questions, count)) < 0.5 + 0.3 * unit[..., 0]).astype(float)
     return whole_pool(length * unit, z, np.ones_like(z, dtype=int))
-
-
-def test_the_best_group_size_at_a_cost_is_where_the_error_is_smallest():
-    sizes = np.linspace(1.01, 60, 400_000)
-    for k, c in ((0.0, 1.0), (10.0, 1.0), (3.0, 7.0)):
-        error = (k + c * sizes) * (1.3 + 2.0 / sizes + 9.0 / (sizes * (sizes - 1)))
-        best = float(best_group_size(1.3, 2.0, 9.0, k, c))
-        assert best == pytest.approx(sizes[error.argmin()], abs=1e-3)
 
 
 def test_a_hidden_change_of_sign_in_deleting_would_be_noticed(monkeypatch):

@@ -18,7 +18,7 @@ from scipy import stats
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.scaling import ScalingLaw, divisors
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.pages.findings import (
     further_findings,
@@ -99,8 +99,8 @@ def test_the_best_size_at_a_prime_number_of_rollouts_is_that_of_the_answer(tmp_p
     wanted = ("model=tiny_direct", "study.rollouts=97", "study.questions=40", "group_sizes=[2]")
     result = study(tmp_path / "run", *wanted)
     scaling = result["scaling"]
-    law = ScalingLaw(*(scaling[name] for name in ("c1", "c2", "c3")))
-    assert scaling["best_divisor"]["97"] == law.best_divisor(104) < 97
+    law = ScalingLaw.of_result(scaling)
+    assert scaling["best_divisor"]["97"] == law.least(divisors(104)) < 97
 
 
 @pytest.mark.slow(minutes=0.02)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.advice import CHOOSE, KEEP, LOWER, RAISE, UNKNOWN, group_size_advice
+from grpo_ustat.pages.tables import row_interval
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 SCALING = {
@@ -23,6 +26,12 @@ NAMED_SIZE = re.compile(
 )
 
 
+def advised(scaling, size, rollouts):
+    """The advice of a stored result."""
+    law, gstar = ScalingLaw.of_result(scaling), row_interval(scaling, "gstar")
+    return group_size_advice(law, gstar, size, rollouts)
+
+
 @pytest.mark.parametrize(
     "size, verdict, start",
     [
@@ -33,7 +42,7 @@ NAMED_SIZE = re.compile(
     ],
 )
 def test_the_verdict_follows_the_extra_error(size, verdict, start):
-    answer, sentence, numbers = group_size_advice(SCALING, size, 256)
+    answer, sentence, numbers = advised(SCALING, size, 256)
     assert answer == verdict and sentence.startswith(start)
     assert numbers["best_num_generations"] == 4 and numbers["gstar"] == 4.0
 
@@ -46,7 +55,7 @@ def test_the_advised_size_is_that_of_the_sentence(c1, variance):
     scaling = SCALING | {"c1": c1, "gstar": None, "gstar_high": None, "covariance": covariance}
     named = 0
     for size, rollouts in itertools.product([2, 3, 5, 8, 16, 64, None], (64, 240, 256)):
-        verdict, sentence, numbers = group_size_advice(scaling, size, rollouts)
+        verdict, sentence, numbers = advised(scaling, size, rollouts)
         found = NAMED_SIZE.search(sentence)
         assert found or verdict == UNKNOWN
         if found:
@@ -57,7 +66,7 @@ def test_the_advised_size_is_that_of_the_sentence(c1, variance):
 
 def test_fewer_rollouts_have_the_same_error_with_the_best_size():
     """18.6 / n = 9 / n' at n' = 0.484 n, so 52 % fewer."""
-    _, sentence, numbers = group_size_advice(SCALING, 16, 256)
+    _, sentence, numbers = advised(SCALING, 16, 256)
     assert "4 is as good with 52 % fewer rollouts" in sentence
     assert math.isclose(numbers["fewer_rollouts"], 1 - 9 / 18.6)
 
@@ -65,24 +74,24 @@ def test_fewer_rollouts_have_the_same_error_with_the_best_size():
 def test_a_size_that_is_not_significantly_different_is_kept():
     """G = 5 divides 20 and costs +3 %; of 8, at +25 %, much more is possible: no reason to keep."""
     wide = SCALING | {"covariance": np.diag([0.05, 0.01, 0.01]).tolist()}
-    verdict, sentence, _ = group_size_advice(wide, 5, 20)
+    verdict, sentence, _ = advised(wide, 5, 20)
     assert verdict == KEEP
     assert "not significantly different from that of the best size, 4 (+3 % [" in sentence
     wider = SCALING | {"covariance": np.diag([0.02, 0.01, 0.01]).tolist()}
-    verdict, sentence, _ = group_size_advice(wider, 8, 256)
+    verdict, sentence, _ = advised(wider, 8, 256)
     assert verdict == LOWER and "8 costs +25 % error [" in sentence
 
 
 def test_without_an_upper_end_only_a_clear_difference_is_a_verdict():
     open_end = SCALING | {"gstar_high": None, "covariance": np.diag([0.3, 0.01, 0.01]).tolist()}
-    assert group_size_advice(open_end, 8, 256)[0] == UNKNOWN
-    assert group_size_advice(open_end, None, 256)[0] == UNKNOWN
-    assert group_size_advice(open_end | {"covariance": SCALING["covariance"]}, 2, 256)[0] == RAISE
+    assert advised(open_end, 8, 256)[0] == UNKNOWN
+    assert advised(open_end, None, 256)[0] == UNKNOWN
+    assert advised(open_end | {"covariance": SCALING["covariance"]}, 2, 256)[0] == RAISE
 
 
 def test_a_result_without_covariance_gives_no_verdict_on_another_size():
     scaling = {key: value for key, value in SCALING.items() if key not in ("covariance", "dof")}
-    assert group_size_advice(scaling, 8, 256)[0] == UNKNOWN
+    assert advised(scaling, 8, 256)[0] == UNKNOWN
 
 
 def test_how_often_the_verdict_is_wrong(rng):
@@ -94,14 +103,8 @@ def test_how_often_the_verdict_is_wrong(rng):
     for _ in range(500):
         c1, c2, c3 = np.array([1.0, 2.0, 9.0]) + deviation_3 * rng.standard_normal(3)
         spread = np.diag(deviation_3**2) * rng.chisquare(20) / 20
-        study = SCALING | {
-            "c1": c1,
-            "c2": c2,
-            "c3": c3,
-            "covariance": spread,
-            "dof": 20.0,
-            "prompts": 200,
-        }
-        wrong += group_size_advice(study, 4, 256)[0] in (RAISE, LOWER)
-        right += group_size_advice(study, 16, 256)[0] == LOWER
+        estimates = {"c1": c1, "c2": c2, "c3": c3, "covariance": spread, "dof": 20.0}
+        law = replace(ScalingLaw.of_result(estimates), prompts=200)
+        wrong += group_size_advice(law, law.gstar(), 4, 256)[0] in (RAISE, LOWER)
+        right += group_size_advice(law, law.gstar(), 16, 256)[0] == LOWER
     assert wrong / 500 < 0.05 < 0.95 < right / 500

@@ -15,8 +15,7 @@ import pytest
 from commands import compose
 from slow_cases import slow_after
 
-from grpo_ustat.estimators.group_size import scaling_estimate
-from grpo_ustat.estimators.noise import noise_scale, prompt_share
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.mse.pool_store import draws_of
 from grpo_ustat.pages.findings import (
     allocation_sentence,
@@ -72,14 +71,14 @@ def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
 )
 def test_only_sizes_that_divide_the_rollouts_are_admissible(rollouts, best, sizes):
     """At n = 10 the errors of G = 2 and 5 are 13 and 9.25."""
-    costs = group_size_costs(RESULT["scaling"], rollouts)
+    costs = group_size_costs(ScalingLaw.of_result(RESULT["scaling"]), rollouts)
     assert (costs.best, list(costs.extra)) == (best, sizes)
     assert all(extra.estimate >= 0 for extra in costs.extra.values())
 
 
 def test_one_rollout_has_no_group():
     with pytest.raises(ValueError, match="rollouts=1: a group needs at least 2"):
-        group_size_costs(RESULT["scaling"], 1)
+        group_size_costs(ScalingLaw.of_result(RESULT["scaling"]), 1)
 
 
 @pytest.mark.parametrize(
@@ -322,20 +321,14 @@ def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
         count = int(4 * 50 ** rng.random())
         centre = rng.normal(size=4) * 10.0 ** rng.uniform(-3, 3, size=4)
         units = centre + rng.normal(size=(count, 4)) * 10.0 ** rng.uniform(-3, 3)
-        without = (units.sum(axis=0) - units) / (count - 1)
-        names = ("c1", "c2", "c3", "grad_sq")
-        whole = dict(zip(names, units.mean(axis=0), strict=True))
-        delete_one = {name: x[None] for name, x in zip(names, without.T, strict=True)}
-        scaling = scaling_estimate(whole, delete_one, count)
-        best = scaling.group_size_interval()
+        law = ScalingLaw.of_steps(units.T, prompts=1)
+        best = law.gstar()
         result = changed(
-            **{k: whole[k] for k in names[:3]}, covariance=scaling.covariance_33.tolist(),
-            dof=scaling.dof,
+            c1=law.c1, c2=law.c2, c3=law.c3, **law.stored_errors(),
             **{f"gstar{end}": x if math.isfinite(x) else None
                for end, x in zip(("", "_low", "_high"), best, strict=True)},
         )  # fmt: skip
-        scale = noise_scale(whole, delete_one, 8)
-        share = prompt_share(scaling, 8)
+        scale, share = law.noise_scale(8), law.prompt_share(8)
         for ends in (scale, share):
             assert 0 <= ends.low <= ends.high
             assert math.isnan(ends.estimate) or ends.low <= ends.estimate <= ends.high

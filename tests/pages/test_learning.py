@@ -113,8 +113,7 @@ def test_the_best_group_size_of_several_seeds_is_that_of_their_mean_constants():
     (row,) = of(learning_rows(runs), GSTAR)
     (error,) = of(learning_rows(runs), ERROR)
     c1, c3 = np.array(constants).T
-    delete_one = {"c1": (6 - c1)[None] / 2, "c2": np.zeros((1, 3)), "c3": (54 - c3)[None] / 2}
-    ratio = ratio_interval(18.0, 2.0, delete_one["c3"], delete_one["c1"])
+    ratio = ratio_interval(18.0, 2.0, (54 - c3)[None] / 2, (6 - c1)[None] / 2)
     assert row["mean"] == pytest.approx(4)
     assert row["low"] == pytest.approx(1 + ratio.low**0.5) and row["seeds"] == 3
     assert error["mean"] == pytest.approx(2.0)

@@ -7,7 +7,7 @@ import pytest
 from folders import loss_row, refused_loss
 
 from grpo_ustat.config.recipes import CHANCE, RECIPES
-from grpo_ustat.pages.findings import scaling_estimate_of
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.recipes import recipe_table, recipes, recipes_figure
 
 # n MSE = G + 2 + 9/(G-1): 9 at G* = 4, and 13, 11.286, 66.143, 514.018 at 2, 8, 64, 512
@@ -45,11 +45,11 @@ MEASURED = {
 def test_a_study_without_recipes_is_judged_by_the_law_of_its_group_sizes():
     rows = recipes({"scaling": SCALING})
     assert [one.row["loss"] for one in rows] == list(RECIPES)
-    estimate = scaling_estimate_of(SCALING)
+    law = ScalingLaw.of_result(SCALING)
     for one in rows:
         size = one.row["group_size"]
         assert one.alone and size == RECIPES[one.row["loss"]].group_size
-        extra = estimate.extra_error(size, 4)
+        extra = law.extra_error(size, 4)
         assert 1 / one.worth.estimate - 1 == pytest.approx(extra.estimate)
         assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
         assert 1 / one.worth.high - 1 == pytest.approx(extra.low)
@@ -95,7 +95,7 @@ def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
 def test_half_of_the_chance_to_miss_is_left_to_the_group_sizes():
     """A law's interval beside measured worths, which take the other half."""
     (one,) = [one for one in recipes(MEASURED) if one.row["group_size"] == 64]
-    extra = scaling_estimate_of(SCALING).extra_error(64, 4, 1 - CHANCE)
+    extra = ScalingLaw.of_result(SCALING).extra_error(64, 4, 1 - CHANCE)
     assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
     wider = recipes({"scaling": SCALING})[5].worth
     assert one.worth.low < wider.low < wider.high < one.worth.high

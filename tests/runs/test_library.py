@@ -11,7 +11,7 @@ from folders import studied, trained
 import grpo_ustat as gu
 from grpo_ustat.estimators.baselines import Baseline
 from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
-from grpo_ustat.estimators.scaling import scaling_from_arrays
+from grpo_ustat.estimators.groups import scaling_from_arrays
 from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.runs.library import load_run, read_curves
 

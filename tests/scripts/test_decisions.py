@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ustat.advise.sources import scaling_of_steps
+from grpo_ustat.estimators.groups import law_of_prompts
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.scaling import prompt_scaling
+from grpo_ustat.estimators.scaling import ScalingLaw
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
 from advice import monitored_runs  # noqa: E402
@@ -43,7 +43,7 @@ def counts(name, prompts, completions, studies):
     population = {**FITTED, **UNSEEN}[name]()
     found = {sentence: [0, 0] for sentence in SENTENCES}
     for one in population.studies(prompts, completions, studies, np.random.default_rng(3)):
-        for sentence, wrong in judged(population, one, prompts):
+        for sentence, wrong in judged(population.law, one):
             found[sentence][0] += 1
             found[sentence][1] += wrong
     return found
@@ -69,10 +69,8 @@ def test_a_population_is_enumerated():
     """Constants of `few loud` against those of a large study."""
     population = UNSEEN["few loud"]()
     (study,) = population.studies(6000, 8, 1, np.random.default_rng(0))
-    for name, value in population.constants.items():
-        replicates = study[1][name]
-        error = ((replicates.size - 1) * replicates.var()) ** 0.5
-        assert abs(study[0][name] - value) < 4 * error
+    error_4 = np.sqrt(np.diagonal(study.covariance_K44.sum(axis=0)))
+    assert (abs(study.constants_4 - population.law.constants_4) < 4 * error_4).all()
 
 
 @pytest.mark.nightly
@@ -123,12 +121,12 @@ def test_verdicts_on_claims_are_rarely_wrong_where_they_are_said():
 def test_a_monitored_step_has_the_constants_of_the_monitor():
     """Steps of 4 groups of 4, some without variance, drawn again from the same numbers."""
     population, steps = FITTED["sparse, high"](), 40
-    (run_3S,) = monitored_runs(population, 4, 4, steps, 1, np.random.default_rng(5))
+    (run_4S,) = monitored_runs(population, 4, 4, steps, 1, np.random.default_rng(5))
     rng = np.random.default_rng(5)
     chosen_SP = rng.integers(len(population.p_PY), size=(steps, 4))
     draws_SPG = rng.random((steps, 4, 4))
     silent = 0
-    for found_3, chosen_P, draws_PG in zip(run_3S.T, chosen_SP, draws_SPG, strict=True):
+    for found_4, chosen_P, draws_PG in zip(run_4S.T, chosen_SP, draws_SPG, strict=True):
         ends_PY = population.ends_PY[chosen_P][:, None, :-1]
         outcomes_PG = (draws_PG[..., None] > ends_PY).sum(axis=2)
         rewards_PG, norms_PG = (
@@ -137,13 +135,12 @@ def test_a_monitored_step_has_the_constants_of_the_monitor():
         )
         if (rewards_PG == rewards_PG[:, :1]).all():
             silent += 1
-            assert np.isnan(found_3).all()
+            assert np.isnan(found_4).all()
             continue
         scores = np.take_along_axis(population.scores_PYD[chosen_P], outcomes_PG[..., None], axis=1)
         ghat_PD = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards_PG), scores)
-        constants = prompt_scaling(rewards_PG, norms_PG, ghat_PD @ ghat_PD.T).constants
-        expected = [constants[name].estimate for name in ("c1", "c2", "c3")]
-        assert found_3 == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        law, *_ = law_of_prompts(rewards_PG, norms_PG, ghat_PD @ ghat_PD.T)
+        assert found_4 == pytest.approx(law.constants_4, rel=1e-9, abs=1e-12)
     assert 0 < silent < steps
 
 
@@ -153,10 +150,9 @@ def test_advice_is_judged_by_the_true_errors():
 
     def judged_from(said, truth, size):
         """The verdict of steps that measure one population, judged by another's."""
-        constants_3 = np.array([said.constants[name] for name in ("c1", "c2", "c3")])
         noise_S = 1 + 1e-3 * np.random.default_rng(0).normal(size=(1, 8))
-        scaling = scaling_of_steps(constants_3[:, None] * noise_S, 64)
-        return judged_advice(truth, scaling, size, 256)
+        measured = ScalingLaw.of_steps(said.law.constants_4[:, None] * noise_S, 64)
+        return judged_advice(truth.law, measured, size, 256)
 
     assert judged_from(low, low, 64) == ("lower", False)
     assert judged_from(high, high, 2) == ("raise", False)

@@ -17,7 +17,8 @@ from simulated import on_ranks
 from training_runs import config_of, first_batch, fit
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.scaling import prompt_scaling
+from grpo_ustat.estimators.groups import law_of_prompts
+from grpo_ustat.estimators.scaling import C3
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.tasks.base import summed_rewards
@@ -68,7 +69,8 @@ def test_it_is_the_scaling_law_of_the_steps_own_scores(watched):
     row, scores = gradient_mse(run, batch), flat_scores(run, batch)
     others = (batch.rewards_PG.sum(axis=1, keepdims=True) - batch.rewards_PG) / 3
     ghat = np.einsum("pg,pgd->pd", batch.rewards_PG - others, scores) / 4
-    found, tails = prompt_scaling(batch.rewards_PG, np.square(scores).sum(axis=2), ghat @ ghat.T)
+    law, tails = law_of_prompts(batch.rewards_PG, np.square(scores).sum(axis=2), ghat @ ghat.T)
+    found = law.intervals(4)
     assert row["monitor/heavy_tails"] == tails.heavy
     for name in NAMES[:3]:
         np.testing.assert_allclose(intervals(row, name), found[name], rtol=1e-8)
@@ -189,8 +191,8 @@ def test_it_scores_what_is_trained(tmp_path, overrides):
         scores = flat_scores(run, batch)
         others = (batch.rewards_PG.sum(axis=1, keepdims=True) - batch.rewards_PG) / 3
         ghat = np.einsum("pg,pgd->pd", batch.rewards_PG - others, scores) / 4
-        found, _ = prompt_scaling(batch.rewards_PG, np.square(scores).sum(2), ghat @ ghat.T)
-        np.testing.assert_allclose(intervals(row, "c3"), found["c3"], rtol=1e-7)
+        law, _ = law_of_prompts(batch.rewards_PG, np.square(scores).sum(2), ghat @ ghat.T)
+        np.testing.assert_allclose(intervals(row, "c3"), law.linear(C3), rtol=1e-7)
     else:
         plain, same = first_batch(tmp_path, *ASKED)
         assert batch.rollouts.texts_PG == same.rollouts.texts_PG

@@ -13,14 +13,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.noise import (
-    CONSTANTS_AND_GRADIENT,
-    UNDETERMINED,
-    NoiseEstimate,
-    noise_estimate,
-    policy_drift,
-    withheld,
-)
+from grpo_ustat.estimators.groups import NoiseEstimate, noise_estimate, policy_drift, withheld
+from grpo_ustat.estimators.intervals import UNDETERMINED
+from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT
 from grpo_ustat.integrations.trl.audit import MicroBatch, UpdateAudit
 from grpo_ustat.integrations.trl.generation import (
     Completion,

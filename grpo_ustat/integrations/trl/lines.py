@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from grpo_ustat.estimators.groups import NoiseEstimate
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.noise import LEAST_GSTAR, NoiseEstimate
+from grpo_ustat.estimators.scaling import LEAST_GSTAR
 from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
@@ -41,11 +42,12 @@ def end_lines(
         scores: description of the scores and their precision.
         cost: cost of measuring.
     """
-    _, advice, _ = group_size_advice(estimate.as_result(), group_size, rollouts)
-    if math.isnan(estimate.intervals["gstar"].low) and not math.isnan(estimate.intervals["c2"].low):
+    gstar = estimate.intervals["gstar"]
+    _, advice, _ = group_size_advice(estimate.law, gstar, group_size, rollouts)
+    if math.isnan(gstar.low) and not math.isnan(estimate.intervals["c2"].low):
         advice = f"Whether num_generations = {group_size} is best is not known."
     if estimate.assumption2:
-        advice = pair_advice(estimate.intervals["gstar"])
+        advice = pair_advice(gstar)
     answer = advice
     if own is not None:
         answer = f"{own.line()} For the unbiased gradient: {advice[0].lower()}{advice[1:]}"

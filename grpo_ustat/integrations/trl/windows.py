@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ustat.estimators.groups import GroupTerms, group_terms
+from grpo_ustat.estimators.intervals import LEAST_UNITS
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.noise import LEAST_UNITS, GroupTerms, group_terms
 from grpo_ustat.integrations.trl.generation import Group
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram
 from grpo_ustat.records import Array, Integers, Mask, ScorePool

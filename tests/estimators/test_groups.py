@@ -1,4 +1,4 @@
-"""Averages over training steps against pooled arrays, slow deletions and the truth."""
+"""The law from groups of several steps, against slow deletions and the truth."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import itertools
 
 import numpy as np
 import pytest
-from reference import minibatch_mse
 from tabular import TabularPolicy
 
-from grpo_ustat.estimators.group_size import scaling_estimate
-from grpo_ustat.estimators.intervals import Interval, ratio_interval
-from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
-from grpo_ustat.estimators.noise import (
-    equal_noise_size,
+from grpo_ustat.estimators.groups import (
     group_terms,
+    law_of_prompts,
     noise_estimate,
-    noise_of_steps,
-    noise_scale,
-    noise_share,
     policy_drift,
-    prompt_share,
     withheld,
 )
-from grpo_ustat.estimators.scaling import prompt_scaling, scaling_law
+from grpo_ustat.estimators.intervals import ratio_interval
+from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
+from grpo_ustat.estimators.scaling import ScalingLaw
 
 DIMENSIONS = 3
 
@@ -51,10 +45,10 @@ def without(arrays, p):
 
 def test_one_step_is_the_scaling_law_of_its_groups(rng):
     arrays = groups(rng, 12, 5)
-    expected, _ = prompt_scaling(*arrays)
-    estimate = noise_estimate([group_terms(*arrays)], 5)
-    for name in ("c1", "c2", "c3", "gstar"):
-        np.testing.assert_allclose(estimate.intervals[name], expected[name], rtol=1e-9)
+    law, _ = law_of_prompts(*arrays)
+    found = noise_estimate([group_terms(*arrays)], 5).intervals
+    for name, interval in law.intervals(5).items():
+        np.testing.assert_allclose(found[name], interval, rtol=1e-9)
 
 
 def test_ratios_are_of_means_over_the_steps(rng):
@@ -80,19 +74,17 @@ def test_intervals_leave_out_one_group_of_a_step(rng):
         found = noise_estimate(of, 4).intervals
         return [found[name].estimate for name in names]
 
-    replicates = {name: np.empty((2, 5)) for name in names}
+    replicates_4KP = np.empty((4, 2, 5))
     for k in range(2):
         for p in range(5):
             changed = [*steps]
             changed[k] = group_terms(*without(arrays[k], p))
-            for name, value in zip(names, averages(changed), strict=True):
-                replicates[name][k, p] = value
-    estimate = noise_estimate(steps, 4)
-    whole = dict(zip(names, averages(steps), strict=True))
-    expected = scaling_estimate(whole, replicates, 10)
-    np.testing.assert_allclose(estimate.scaling.covariance_33, expected.covariance_33, rtol=1e-8)
-    error = [4 * x["c1"] + x["c2"] + x["c3"] / 3 for x in (whole, replicates)]
-    arrays = error[0], whole["grad_sq"], error[1], replicates["grad_sq"]
+            replicates_4KP[:, k, p] = averages(changed)
+    estimate, whole_4 = noise_estimate(steps, 4), np.array(averages(steps))
+    expected = ScalingLaw.jackknifed(whole_4, replicates_4KP, 10)
+    np.testing.assert_allclose(estimate.law.covariance_K44, expected.covariance_K44, rtol=1e-7)
+    error = [4 * c1 + c2 + c3 / 3 for c1, c2, c3, _ in (whole_4, replicates_4KP)]
+    arrays = error[0], whole_4[3], error[1], replicates_4KP[3]
     low, high = ratio_interval(*arrays).low, ratio_interval(*arrays, 0.995).high
     if np.isinf(high):
         low = ratio_interval(*arrays, factor=2.0).low
@@ -117,7 +109,7 @@ def test_steps_of_few_groups_are_the_units(rng):
     """Two groups a step: no interval from three steps, the steps' own from four."""
     steps = [group_terms(*groups(rng, 2, 4)) for _ in range(4)]
     assert np.isnan(noise_estimate(steps[:3], 4).intervals["c2"].low)
-    assert np.isnan(noise_estimate(steps[:3], 4).scaling.covariance_33).all()
+    assert np.isnan(noise_estimate(steps[:3], 4).law.covariance_33).all()
     interval = noise_estimate(steps, 4).intervals["c2"]
     values = [noise_estimate([step], 4).intervals["c2"].estimate for step in steps]
     half = 3.18244631 * np.std(values, ddof=1) / 2
@@ -134,7 +126,6 @@ def test_nothing_but_equal_rewards_is_no_estimate(prompts, size, steps):
     estimate = noise_estimate([group_terms(np.ones((prompts, size)), *zeros)] * steps, size)
     for name in ("gstar", "noise_scale", "prompt_share"):
         assert np.isnan(estimate.intervals[name].estimate)
-    assert estimate.as_result()["gstar"] is None
     assert estimate.intervals["zero_variance"].estimate == 1
 
 
@@ -163,63 +154,6 @@ def test_the_truth_is_in_the_intervals(rng):
 def test_a_step_of_one_group_is_refused(rng):
     with pytest.raises(ValueError, match="at least 2 groups, got 1"):
         group_terms(*groups(rng, 1, 4))
-
-
-def test_the_least_noise_scale_is_at_the_best_group_size():
-    """By search over G: `(C1 + C2 + 2 sqrt(C1 C3)) / ||grad J||^2` at 1 + sqrt(C3/C1)."""
-    whole = {"c1": 0.7, "c2": 2.0, "c3": 5.0, "grad_sq": 0.1}
-    exact = {name: np.full((1, 4), value) for name, value in whole.items()}
-    sizes = np.linspace(1.5, 10, 2000)
-    scales = [noise_scale(whole, exact, size).estimate for size in sizes]
-    best = 1 + np.sqrt(5.0 / 0.7)
-    assert sizes[np.argmin(scales)] == pytest.approx(best, abs=0.01)
-    assert min(scales) == pytest.approx((0.7 + 2.0 + 2 * np.sqrt(0.7 * 5.0)) / 0.1, rel=1e-5)
-
-
-def test_the_noise_scale_is_that_of_enumerated_minibatches():
-    """E||ghat||^2 / ||grad J||^2 - 1 = n_c / n over every minibatch of two prompts, G = 2 and 3."""
-    shared = [([0.3, -0.8, 0.5], [1.0, 0.0, 0.25]), ([0.3, -0.8, 0.5], [0.0, 1.0, 0.7])]
-    policy = TabularPolicy(
-        np.tile(np.eye(3), (2, 1, 1)), np.array(shared[0][0]), np.array([r for _, r in shared])
-    )
-    grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
-    law = scaling_law(policy.moments(), grad_sq)
-    whole = {"c1": law.c1, "c2": law.c2, "c3": law.c3, "grad_sq": grad_sq}
-    exact = {name: np.full((1, 4), value) for name, value in whole.items()}
-    for prompts, size in ((1, 2), (2, 2), (1, 3)):
-        error = minibatch_mse(shared, "leave_one_out", size, prompts)
-        scale = noise_scale(whole, exact, size)
-        rollouts = prompts * size
-        assert error / grad_sq == pytest.approx(scale.estimate / rollouts, rel=1e-10)
-        share = noise_share(scale, rollouts).estimate
-        assert share == pytest.approx(error / (error + grad_sq), rel=1e-10)
-        between = law.c1 / prompts / error
-        share = prompt_share(scaling_estimate(whole, exact, 4), size)
-        assert share.estimate == pytest.approx(between, rel=1e-10)
-
-
-def test_doubling_the_rollouts_gains_the_noise_share_of_the_doubled_step():
-    scale = Interval(300.0, 200.0, 500.0)
-    for n in (50, 300, 2000):
-        gains = [n / (n + x) for x in scale]
-        doubled = [2 * n / (2 * n + x) for x in scale]
-        np.testing.assert_allclose(np.divide(doubled, gains) - 1, noise_share(scale, 2 * n))
-
-
-def test_steps_of_a_run_are_averaged_before_they_are_divided(rng):
-    values_4S = np.array([1.0, 2.0, 9.0, 0.5])[:, None] + 0.1 * rng.standard_normal((4, 12))
-    scale = noise_of_steps(values_4S, 4)
-    c1, c2, c3, grad_sq = values_4S.mean(axis=1)
-    error = 4 * c1 + c2 + c3 / 3
-    assert scale.estimate == pytest.approx(error / grad_sq)
-    assert scale.low < scale.estimate < scale.high
-
-
-def test_without_a_gradient_the_noise_scale_has_a_lower_end_alone():
-    steps = np.array([[1.0], [2.0], [9.0], [0.0]]) + 0.1 * np.array([-1.0, 1.0, -1.0, 1.0])
-    scale = noise_of_steps(steps, 4)
-    assert np.isnan(scale.estimate) and scale.low > 0 and scale.high == np.inf
-    assert noise_share(scale, 100).high == 1.0
 
 
 def test_a_pair_by_hand():
@@ -266,7 +200,7 @@ def two_prompts(logits):
     rewards_PY = np.array([[1.0, 0.0, 0.25], [0.0, 1.0, 0.7]])
     policy = TabularPolicy(np.tile(np.eye(3), (2, 1, 1)), np.array(logits), rewards_PY)
     grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
-    law, weights_P = scaling_law(policy.moments(), grad_sq), np.full(2, 0.5)
+    law, weights_P = ScalingLaw.of_moments(policy.moments(), grad_sq), np.full(2, 0.5)
     columns = weights_P, policy.probabilities_PY, policy.scores_PYD, rewards_PY
     return policy, law, list(zip(*columns, strict=True))
 
@@ -349,10 +283,10 @@ def test_pairs_bound_the_best_group_size(rng):
     assert found["gstar_most"].estimate == pytest.approx(1 + np.sqrt(both / c1))
     assert found["gstar"][1:] == (found["gstar_least"].low, found["gstar_most"].high)
     assert np.isnan([found[x].estimate for x in ("gstar", "c2", "c3", "noise_scale_best")]).all()
-    result = estimate.as_result()
-    assert estimate.assumption2 and result["c2"] + result["c3"] == pytest.approx(both)
-    assert result["c3"] == pytest.approx(both / 2 + c1 + grad_sq)
-    assert result["gstar"] == pytest.approx(1 + np.sqrt(result["c3"] / c1))
+    law = estimate.law
+    assert estimate.assumption2 and law.c2 + law.c3 == pytest.approx(both)
+    assert law.c3 == pytest.approx(both / 2 + c1 + grad_sq)
+    assert found["gstar_assumption2"].estimate == pytest.approx(1 + np.sqrt(law.c3 / c1))
 
 
 def test_drift_is_the_divergence_of_the_policies():
@@ -386,20 +320,3 @@ def test_what_drifting_policies_say_is_withheld(rng):
         "1.1 nats a completion within a window, so c1 may be too large by 0.0"
         in everything["gstar"]
     )
-
-
-def test_the_prompts_share_is_a_half_at_the_size_of_equal_noise_and_may_be_at_its_ends(rng):
-    constants = np.array([1.0, 20.0, 30.0])
-    deviates = rng.normal(size=(3, 40)) * constants[:, None] / 20 / np.sqrt(40)
-    deviates -= deviates.mean(axis=1, keepdims=True)
-    names = ("c1", "c2", "c3")
-    whole = dict(zip(names, constants, strict=True))
-    delete_one = {x: (whole[x] + own)[None] for x, own in zip(names, deviates, strict=True)}
-    scaling = scaling_estimate(whole, delete_one, 40)
-    size, low, high = equal_noise_size(scaling)
-    assert low < size < high
-    assert prompt_share(scaling, size).estimate == pytest.approx(0.5)
-    assert prompt_share(scaling, low).high == pytest.approx(0.5, abs=1e-6)
-    assert prompt_share(scaling, high).low == pytest.approx(0.5, abs=1e-6)
-    wider = {x: whole[x] + 40 * (own - whole[x]) for x, own in delete_one.items()}
-    assert equal_noise_size(scaling_estimate(whole, wider, 40)).high == np.inf

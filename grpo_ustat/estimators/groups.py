@@ -1,0 +1,334 @@
+r"""The scaling law from groups of completions: of sampled prompts, or of several training steps.
+
+A step's groups give unbiased estimates of C1, C2, C3 and ||grad J||^2 of the policy of that step,
+from few prompts: one step's ||grad J||^2 may be negative. So the estimates are averaged over steps,
+and everything that is a ratio is a ratio of such means.
+
+Pairs, G = 2, do not tell C2 and C3 apart, since A_V alone needs three completions; their sum does
+with two, and with it the error and the noise scale at G = 2:
+
+    S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
+    E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
+
+As ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, neither A_V nor D is below ||g||^2. So C3 lies in
+[2 E||g||^2, S], and under the paper's Assumption 2 (A_V = D) it is S/2 + E||g||^2: G* has bounds,
+and a value under that assumption. Since C1 <= E||g||^2 <= C3/2, G* is never below 1 + sqrt(2), and
+groups of 3 have at most the error of pairs, of any policy.
+
+Batches of one group are pooled: a step is then a window of groups that several policies wrote. C2,
+C3 and E||g||^2 are each group's own, and so means over these policies; products between groups are
+of different policies, of which the later were trained on the earlier groups. See `withheld`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import (
+    LEAST_UNITS,
+    UNDETERMINED,
+    Interval,
+    Tails,
+    heavy_text,
+    tails,
+    wilson,
+)
+from grpo_ustat.estimators.moments import norm_moments, shifted_moments
+from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, LEAST_GSTAR, ScalingLaw
+from grpo_ustat.records import Array
+
+LOST = 0.0175  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
+TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
+
+
+class GroupTerms(NamedTuple):
+    """What the P groups of one step add to the constants, arrays of shape [P].
+
+    Attributes:
+        g_sq_P: ||g||^2.
+        first_order_P: A_V - ||g||^2, whose mean is C2; of pairs (A_V + D)/2 - ||g||^2.
+        second_order_P: D + ||g||^2, whose mean is C3; of pairs (A_V + D)/2 + ||g||^2. Only the sum
+            of the two is that of pairs whatever they are from, each alone under Assumption 2.
+        others_P: sum of <ghat_x, ghat_y> over the other groups y.
+        norm_P: mean of the squared score norms, NaN where the group has zero variance.
+    """
+
+    g_sq_P: Array
+    first_order_P: Array
+    second_order_P: Array
+    others_P: Array
+    norm_P: Array
+
+    @property
+    def constants_4(self) -> Array:
+        """C1, C2, C3 and ||grad J||^2, estimated from all groups."""
+        return _constants(np.stack(self[:4]).sum(axis=1), len(self.g_sq_P))
+
+    @property
+    def without_each_4P(self) -> Array:
+        """The same without each of the groups in turn, [4, P]."""
+        terms_4P = np.stack(self[:4])
+        # a group's products with the others are in its own sum and in theirs
+        own_4P = np.stack([*self[:3], 2 * self.others_P])
+        return _constants(terms_4P.sum(axis=1, keepdims=True) - own_4P, len(self.g_sq_P) - 1)
+
+
+def _constants(sums_4: Array, count: int) -> Array:
+    """C1, C2, C3 and ||grad J||^2 from the sums of `count` groups' terms, elementwise."""
+    g_sq, c2, c3 = sums_4[:3] / count
+    grad_sq = sums_4[3] / (count * (count - 1))
+    return np.stack([g_sq - grad_sq, c2, c3, grad_sq])
+
+
+def group_terms(
+    rewards_PG: Array,
+    sq_norm_PG: Array,
+    gradient_gram_PP: Array,
+    score_gram_PGG: Array | None = None,
+) -> GroupTerms:
+    """The terms of P >= 2 groups of G >= 2 completions.
+
+    A group of equal rewards adds 0 to every term whatever its scores are, so it needs none.
+
+    Args:
+        rewards_PG: rewards.
+        sq_norm_PG: squared score norms; any number in groups of equal rewards.
+        gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
+        score_gram_PGG: <s_i, s_j>, where the scores may have a mean other than 0; of groups of at
+            least 4, fewer do not tell it apart. None: it is 0.
+
+    Raises:
+        ValueError: fewer than 2 groups, or groups of 1 completion.
+    """
+    if len(rewards_PG) < 2:
+        raise ValueError(f"||grad J||^2 needs at least 2 groups, got {len(rewards_PG)}")
+    own_P = np.diagonal(gradient_gram_PP)
+    if rewards_PG.shape[1] == 2:
+        # (A_V + D)/2; ||ghat||^2 less it is -(z - z')^2 <s, s'> / 2
+        half_P = sq_norm_PG.sum(axis=1) * (rewards_PG[:, 0] - rewards_PG[:, 1]) ** 2 / 4
+        g_sq_P, a_v_P, d_P, m0_P = own_P - half_P, half_P, half_P, sq_norm_PG.mean(axis=1)
+    elif score_gram_PGG is not None and rewards_PG.shape[1] >= 4:
+        a_v_P, d_P, g_sq_P = shifted_moments(rewards_PG, score_gram_PGG)
+        m0_P = sq_norm_PG.mean(axis=1)
+    else:
+        moments = norm_moments(sq_norm_PG, rewards_PG, own_P)
+        g_sq_P, a_v_P, d_P, m0_P = moments.g_sq, moments.a_v, moments.d, moments.m0
+    varied_P = (rewards_PG != rewards_PG[:, :1]).any(axis=1)
+    return GroupTerms(
+        np.where(varied_P, g_sq_P, 0.0),
+        np.where(varied_P, a_v_P - g_sq_P, 0.0),
+        np.where(varied_P, d_P + g_sq_P, 0.0),
+        np.where(varied_P, gradient_gram_PP.sum(axis=1) - own_P, 0.0),
+        np.where(varied_P, m0_P, np.nan),
+    )
+
+
+class HeavyTails(UserWarning):
+    """Intervals are likely to cover less than they say, see `intervals.Tails.heavy`."""
+
+
+def scaling_from_arrays(
+    rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
+) -> dict[str, Interval]:
+    """C1, C2, C3, G* and the paper's sqrt(C3/C1) from plain arrays, intervals over prompts.
+
+    C1 is that of the population that the P prompts are a sample of (divisor P - 1). Intervals leave
+    out one prompt at a time; that of G*, `ScalingLaw.gstar`, has no upper end where it is not
+    decided.
+
+    Args:
+        rewards_PN: rewards of N >= 3 completions of each of P >= 4 prompts.
+        sq_norm_PN: their squared score norms.
+        gradient_gram_PP: <ghat_x, ghat_y> of the prompts' leave-one-out gradients
+            `ghat_x = 1/N sum_i s_i (z_i - mean of the others)`.
+
+    Raises:
+        ValueError: the shapes do not match, there are fewer than 4 prompts or 3 completions, or a
+            number is not finite.
+
+    Warns:
+        HeavyTails: a few prompts decide, the intervals are too short.
+    """
+    law, sample_tails = law_of_prompts(rewards_PN, sq_norm_PN, gradient_gram_PP)
+    if sample_tails.heavy:
+        warnings.warn(heavy_text(sample_tails, "prompts"), HeavyTails, stacklevel=2)
+    best = law.gstar()
+    return {
+        "c1": law.linear(C1),
+        "c2": law.linear(C2),
+        "c3": law.linear(C3),
+        "gstar": best,
+        "gstar_paper": Interval(*(x - 1 for x in best)),
+    }
+
+
+def law_of_prompts(
+    rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
+) -> tuple[ScalingLaw, Tails]:
+    """The law of `scaling_from_arrays`, and the tails of the prompts it is from."""
+    count, completions = rewards_PN.shape
+    if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
+        raise ValueError(
+            f"shapes {rewards_PN.shape}, {sq_norm_PN.shape}, {gradient_gram_PP.shape}: use [P, N], "
+            "[P, N], [P, P]"
+        )
+    if count < LEAST_UNITS:
+        raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
+    if completions < 3:
+        raise ValueError(f"C2 and C3 need at least 3 completions a prompt, got {completions}")
+    for name, values in (
+        ("rewards_PN", rewards_PN),
+        ("sq_norm_PN", sq_norm_PN),
+        ("gradient_gram_PP", gradient_gram_PP),
+    ):
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} is not finite everywhere: leave such prompts out")
+    terms = group_terms(rewards_PN.astype(float), sq_norm_PN.astype(float), gradient_gram_PP)
+    delete_one_41P = terms.without_each_4P[:, None]
+    law = ScalingLaw.jackknifed(terms.constants_4, delete_one_41P, count)
+    return law, tails(sq_norm_PN.mean(axis=1)[None], delete_one_41P[1:3])
+
+
+@dataclass(frozen=True)
+class NoiseEstimate:
+    """Averages over K steps (batches, or windows of batches) of P groups each, with intervals.
+
+    Attributes:
+        intervals: those of `ScalingLaw.intervals` at the group size in use, and zero_variance; the
+            ends are NaN where there are fewer than 4 groups a step and fewer than 4 steps. Of
+            pairs, c2, c3, noise_scale_best and the estimate of gstar are NaN; instead there are
+            c2_plus_c3, gstar_least and gstar_most (the bounds of G*), gstar_assumption2 (its value
+            under Assumption 2), and gstar goes from the low end of the one bound to the high end of
+            the other.
+        law: C1, C2, C3 and ||grad J||^2; of pairs under Assumption 2.
+        heavy: whether intervals are likely to cover less than 90 %, see `intervals.Tails`.
+        assumption2: whether C2 and C3 of `law` rest on Assumption 2, as those of pairs do.
+    """
+
+    intervals: Mapping[str, Interval]
+    law: ScalingLaw
+    heavy: bool
+    assumption2: bool = False
+
+
+def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimate:
+    """C1, C2, C3, ||grad J||^2, G* and the noise scale of the policies of some steps together.
+
+    Steps count equally. Intervals leave out one group at a time, each step an independent part;
+    where steps have fewer than 4 groups, or not equally many, one step at a time. Of windows too:
+    in simulated training that covers .93 to .98, with fewer windows than leaving out one would need
+    and in shorter intervals (`scripts/benchmarks/interval_coverage.py --windows`).
+
+    Args:
+        steps: of each step, or window of batches, its groups' terms.
+        group_size: G >= 2, in use.
+    """
+    norms_P = np.concatenate([step.norm_P for step in steps])
+    whole_4, delete_one_4Kn = _averages(steps)
+    law = ScalingLaw.jackknifed(whole_4, delete_one_4Kn, len(norms_P))
+    heavy, varied_P = True, norms_P[~np.isnan(norms_P)]
+    if law.has_errors and len(varied_P) >= LEAST_UNITS:
+        heavy = tails(varied_P[None], delete_one_4Kn[1:3]).heavy
+    silent = float(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
+    intervals = law.intervals(group_size)
+    intervals["zero_variance"] = wilson(silent * len(norms_P), len(norms_P))
+    if group_size == 2:
+        intervals |= _identified_by_pairs(law, intervals["gstar"])
+    return NoiseEstimate(intervals, law, heavy, assumption2=group_size == 2)
+
+
+def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
+    """C1, C2, C3 and ||grad J||^2, means over the steps, [4], and the same with one unit left out,
+    [4, K, n]; NaN where there are too few units.
+    """
+    values_4K = np.stack([step.constants_4 for step in steps], axis=1)
+    whole_4 = values_4K.mean(axis=1)
+    counts, number = {len(step.g_sq_P) for step in steps}, len(steps)
+    if len(counts) == 1 and min(counts) >= LEAST_UNITS:
+        without_4KP = np.stack([step.without_each_4P for step in steps], axis=1)
+        change_4KP = (without_4KP - values_4K[:, :, None]) / number
+        return whole_4, whole_4[:, None, None] + change_4KP
+    if number >= LEAST_UNITS:
+        return whole_4, ((number * whole_4[:, None] - values_4K) / (number - 1))[:, None]
+    return whole_4, np.full((4, 1, 2), math.nan)
+
+
+def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval]:
+    """What pairs say of C2, C3 and G*: their sum, bounds, and G* under Assumption 2.
+
+    The interval of G* goes from the low end of its lower bound to the high end of its upper one. It
+    missed G* in 3.9 % or less of the samples that gave it two ends, the interval under Assumption 2
+    the value there in up to a third of those, where few did (20 to 2560 pairs, the populations of
+    `scripts/benchmarks/decisions.py`, in which the assumption nearly holds): no decision rests
+    on the latter.
+
+    Args:
+        law: of the pairs, under Assumption 2.
+        gstar: from it.
+    """
+    unknown = ("c2", "c3", "noise_scale_best")
+    found: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
+    bounds = {"gstar_least": 2 * (C1 + GRAD_SQ), "gstar_most": C2 + C3}
+    for name, c3_4 in bounds.items():
+        bound = law.with_c3(c3_4)
+        found[name] = UNDETERMINED._replace(estimate=bound.best_size())
+        if not math.isnan(gstar.low):
+            found[name] = bound.gstar()
+    low = max(found["gstar_least"].low, LEAST_GSTAR)
+    found["gstar"] = Interval(math.nan, low, found["gstar_most"].high)
+    return found | {"gstar_assumption2": gstar, "c2_plus_c3": law.linear(C2 + C3)}
+
+
+def policy_drift(before_GT: Array, after_GT: Array) -> float:
+    """KL divergence in nats a completion, from log-probabilities of completions that the policy
+    before wrote: the mean of sum_t ( exp(d) - 1 - d ), d = after - before, unbiased and never
+    negative.
+
+    Args:
+        before_GT, after_GT: of each token under the two policies; equal on padding.
+
+    >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
+    0.223144
+    """
+    change_GT = np.asarray(after_GT, float) - before_GT
+    return float((np.expm1(change_GT) - change_GT).sum(axis=1).mean())
+
+
+def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
+    """The names of intervals that windows of drifting policies do not say, each with the reason.
+
+    Products between a window's groups come out too small, since what a group asks for is in part
+    done by the update on it before the later ones are drawn; C1 comes out too large by as much.
+    Measured (docs/benchmarks.md) it was `.0175 sqrt(drift) E||ghat||^2` at most, of one group, up
+    to 1 nat: little beside C1, much beside a small ||grad J||^2. Either is withheld, with what is
+    made of it, where this is over a fifth of the estimate and of its half-width; of C1 a fifth
+    takes 9 % off G* - 1. Above 1 nat all are.
+
+    Args:
+        estimate: from windows.
+        group_size: G, in use.
+        drift: `policy_drift` from the first policy of a window to its last, of a group of the first
+            whose rewards differ: the completions of such a group move most.
+    """
+    length = estimate.intervals["grad_sq"].estimate + estimate.law.n_mse(group_size) / group_size
+    lost = LOST * math.sqrt(drift) * length
+    bound = [name for name in estimate.intervals if name.startswith("gstar")]
+    found: dict[str, str] = {}
+    for name, word, others in (
+        ("grad_sq", "small", ("noise_scale", "noise_scale_best")),
+        ("c1", "large", ("prompt_share", *bound)),
+    ):
+        value, _, high = estimate.intervals[name]
+        if drift > MOST_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
+            reason = (
+                f"the policy moved {drift:.2g} nats a completion within a window, so {name} may "
+                f"be too {word} by {lost:.2g}"
+            )
+            found |= dict.fromkeys((name, *others), reason)
+    return found
