@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from grpo_ustat import __version__
@@ -71,12 +70,6 @@ def _call(verb: str) -> None:
         if line is None:
             raise
         _refuse(line)
-
-
-def hyphenated() -> None:
-    """Console entry of `grpo-ustat-VERB`: what `grpo-ustat VERB` does."""
-    sys.argv.insert(1, Path(sys.argv[0]).stem.removeprefix("grpo-ustat-"))
-    main()
 
 
 def _refuse(message: str) -> NoReturn:

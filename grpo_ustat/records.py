@@ -144,7 +144,7 @@ class BaselineContext:
         lengths_PG: completion lengths in tokens, end token included, at least 1.
         greedy_P: reward of each prompt's greedy completion.
         optimal_P: b* = E[q Z | x] / E[q | x] of each prompt, from completions outside the group.
-        running: the mean reward of past batches, one number for all prompts; in replay [P, 1].
+        running: the mean reward of past batches, one number for all prompts.
         tracker_P: what the tracker expects of each prompt after its past visits.
         critic_P: what the critic, fitted on past batches, expects of each prompt.
         rewards_PGF: rewards of every reward function, of which `rewards_PG` is the weighted sum.
@@ -157,7 +157,7 @@ class BaselineContext:
     lengths_PG: Integers | None = None
     greedy_P: Array | None = None
     optimal_P: Array | None = None
-    running: float | Array | None = None
+    running: float | None = None
     tracker_P: Array | None = None
     critic_P: Array | None = None
     history: Array | None = None
@@ -167,7 +167,7 @@ class BaselineContext:
 
 @dataclass(frozen=True)
 class ScorePool:
-    """N scored completions of each of P prompts: all that closed forms and replay need.
+    """N scored completions of each of P prompts: all that closed forms and losses need.
 
     Attributes:
         rewards_PN: rewards, float64; of several reward functions their weighted sum.

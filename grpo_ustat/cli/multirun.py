@@ -24,7 +24,6 @@ from grpo_ustat.launch.command import load_command, load_sweep_report
 from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.runs import history
-from grpo_ustat.runs.backends import SWEEP_VARIABLE, sync_command, unsent_runs
 from grpo_ustat.runs.faults import fault_line
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import (
@@ -66,9 +65,6 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
     if config.report.name:
         folder = planned_runs[0].sweep / config.report.name
         load_sweep_report()(sweep.entries, folder, config.report.steps)
-    unsent = [place for one in sweep.entries for place in unsent_runs(one.folder)]
-    if unsent:
-        tell(f"logger=wandb: {sync_command(unsent, sweep.file.parent)}", file=sys.stderr)
     return _print_outcome(sweep)
 
 
@@ -92,7 +88,6 @@ class Job:
             SystemExit: a request to stop, which ends the sweep too.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        os.environ[SWEEP_VARIABLE] = "1"
         register(self.entry)
         config = build_config(node, SCHEMAS[self.entry])
         folder = RunFolder(output_folder(), config)

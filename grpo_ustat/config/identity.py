@@ -82,8 +82,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     set suggests for unset fields, since the fields count; options of a chat template if there are
     none; the places of local data, of which the content counts; the part of a pool that is filled;
     a number of minibatches beside their size, which counts then; settings of AdamW's metric, of a
-    sampler's corrections and of verdicts if these are not used; weights of reward functions that
-    are all 1; and `tf32` if no product is TF32.
+    sampler's corrections and of verdicts if these are not used; and weights of reward functions
+    that are all 1. An entry is added if products of a study are TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -127,10 +127,10 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "rollout" in keys:
         keys["rollout"] = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL_FIELDS}
-    if "tf32" in keys:
+    if "study" in keys:
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))  # of a file, which may lack them
-        keys["tf32"] = tf32_in_use(keys["tf32"], device, dtype)
+        keys["tf32"] = tf32_in_use(device, dtype)
     return keys
 
 

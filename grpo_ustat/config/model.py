@@ -158,14 +158,16 @@ TEMPLATE_ARGUMENTS = (  # of `apply_chat_template` and of templates, that are se
 )
 
 
-def tf32_in_use(setting: bool | None, device: str, dtype: str) -> bool:
-    """Return True if float32 products are TF32: as set, and by default only on cuda.
+def tf32_in_use(device: str, dtype: str) -> bool:
+    """Return True if a study's products are TF32: on a GPU with float32 weights.
 
-    >>> tf32_in_use(None, "cuda:1", "float32"), tf32_in_use(None, "cpu", "float32")
+    The GPU then rounds the factors of float32 products to 10 bits, which is several times as fast.
+
+
+    >>> tf32_in_use("cuda:1", "float32"), tf32_in_use("cpu", "float32")
     (True, False)
     """
-    on_cuda = device.startswith("cuda") and dtype == "float32"
-    return on_cuda if setting is None else setting
+    return device.startswith("cuda") and dtype == "float32"
 
 
 MOST_LAYERS, LARGEST_DIMENSION = 10_000, 10**9  # of a model; the largest have some hundred layers

@@ -31,8 +31,10 @@ from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, field, node
-from grpo_ustat.config.study import SETTINGS, StudyBudget, StudyConfig, StudyLaunch
-from grpo_ustat.estimators.baselines import BASELINES, own_rules
+from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
+from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, own_rules
+from grpo_ustat.estimators.coupled_losses import prompts_needed
+from grpo_ustat.records import LEAST_QUESTIONS
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
 POOL_FILE = re.compile(rf"\.?(pool\.json|prompt_date\.txt|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
@@ -76,10 +78,6 @@ class MseConfig(Common):
         plugins=own_rules,
     )
     group_sizes: list[int] = field("in a group, every G of the curves", "completions")
-    tf32: bool | None = field(
-        "whether a GPU rounds the factors of float32 products to 10 bits, several times as fast; "
-        "null: yes on cuda with model.dtype=float32"
-    )
     pool: str | None = field(
         "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
         "elsewhere; null: in the run folder"
@@ -120,7 +118,7 @@ class MseConfig(Common):
     @property
     def computes_tf32(self) -> bool:
         """True if float32 products are TF32, see `tf32_in_use`."""
-        return tf32_in_use(self.tf32, self.launch.device, self.model.dtype)
+        return tf32_in_use(self.launch.device, self.model.dtype)
 
     @property
     def policy_options(self) -> PolicyOptions:
@@ -171,6 +169,17 @@ class MseConfig(Common):
         return {name: self.rules[name].options for name in self.baselines}
 
     @property
+    def compares_by_groups(self) -> bool:
+        """Whether the pool's groups are asked for the error of a baseline without a closed form."""
+        return "closed_form" in self.study.methods and bool(self.rules_by_groups)
+
+    @property
+    def rules_by_groups(self) -> dict[str, dict[str, float]]:
+        """Options of each baseline without a closed form, by its name."""
+        options = self.rule_options
+        return {name: options[name] for name in self.baselines if name not in CLOSED_FORMS}
+
+    @property
     def sampling(self) -> StudySampling:
         """Options of the processes that sample."""
         return StudySampling(
@@ -200,21 +209,11 @@ class MseConfig(Common):
         super().check()
         lists = {"baselines": self.baselines, "group_sizes": self.group_sizes}
         lists["objectives"] = self.objectives
-        of_study = ("methods", "settings", "num_prompts")
-        lists |= {f"study.{name}": getattr(self.study, name) for name in of_study}
+        lists["study.methods"] = self.study.methods
         for path, values in lists.items():
             check_distinct(path, values)
         if not (self.baselines and self.group_sizes and self.study.methods):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
-        if not self.study.settings:
-            raise ConfigError(f"study.settings=[]: name at least one of {', '.join(SETTINGS)}")
-        batches = {"with_replacement", "without_replacement"} & set(self.study.settings)
-        if batches and not self.study.num_prompts:
-            raise ConfigError(
-                f"study.num_prompts=[]: {' and '.join(sorted(batches))} need at least one number "
-                "of questions a batch"
-            )
-        self._check_tf32()
         self._check_metric()
         self._check_rollout()
         self._check_baselines()
@@ -223,21 +222,6 @@ class MseConfig(Common):
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
             self._check_counts()
-
-    def _check_tf32(self) -> None:
-        """Refuse TF32 where no product can be TF32."""
-        if not self.tf32:
-            return
-        if not self.launch.device.startswith("cuda"):
-            raise ConfigError(
-                f"tf32=true with launch.device={self.launch.device}: only cuda has TF32 products, "
-                "use launch.device=cuda or tf32=null"
-            )
-        if self.model.dtype != "float32":
-            raise ConfigError(
-                f"tf32=true with model.dtype={self.model.dtype}: TF32 is of float32 products, use "
-                "model.dtype=float32 or tf32=null"
-            )
 
     def _check_metric(self) -> None:
         """Refuse another metric if gradients are whole, or if it cannot be computed."""
@@ -252,7 +236,7 @@ class MseConfig(Common):
         if metric == "adam" and self.study.methods != ["closed_form"]:
             raise ConfigError(
                 f"study.metric=adam with study.methods={self.study.methods}: the halves of the "
-                "questions have a metric each, which closed forms alone know; use "
+                "questions have a metric each, which only pools know; use "
                 "study.methods=[closed_form]"
             )
         if metric == "adam" and self.imports_pool:
@@ -276,12 +260,6 @@ class MseConfig(Common):
             raise ConfigError(
                 f"budget.pool_completions={completions} has fewer than two groups of "
                 f"study.adam_group_size={size}: use at least {2 * size}, or a smaller group"
-            )
-        if self.study.interval != "questions":
-            raise ConfigError(
-                f"study.metric=adam with study.interval={self.study.interval}: each half of the "
-                "questions is measured in the metric of the other, so errors are those of new "
-                "questions; use study.interval=questions"
             )
 
     def _check_rollout(self) -> None:
@@ -314,11 +292,6 @@ class MseConfig(Common):
                 )
             check_options(self.rules[name], f"rules.{name}.options")
             check_several(name, "baselines", self.reward_funcs)
-            if self.study.methods == ["closed_form"] and name not in CLOSED_FORMS:
-                raise ConfigError(
-                    f"baselines names {name}, study.methods only closed_form, which knows "
-                    f"{', '.join(CLOSED_FORMS)}: add replay or monte_carlo to study.methods"
-                )
             for size in self.group_sizes:
                 check_group_size(name, size, "group_sizes")
 
@@ -391,12 +364,6 @@ class MseConfig(Common):
             )
         self.check_questions(size if questions is None else questions)
         pool = self.budget.pool_completions
-        enough = max(self.group_sizes) + 3
-        if "replay" in self.study.methods and pool < enough:
-            raise ConfigError(
-                f"budget.pool_completions={pool}: replay of group_size={enough - 3} takes the true "
-                f"gradient from completions outside the group: use at least {enough}"
-            )
         if pool < 4:
             raise ConfigError(
                 f"budget.pool_completions={pool}: the unbiased estimators and their jackknife need "
@@ -425,15 +392,50 @@ class MseConfig(Common):
             raise ConfigError(
                 f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
             )
-        if self.study.interval == "questions" and count < 4:
+        for name in self.rules_by_groups if self.compares_by_groups else ():
+            self._check_groups(name, count, key)
+
+    def _check_groups(self, name: str, count: int, key: str) -> None:
+        """Refuse a rule without a closed form that no group size lets the pool measure.
+
+        Args:
+            name: of the rule.
+            count: how many questions there are.
+            key: what sets their number.
+        """
+        rule, rollouts = BASELINES[name], self.study.rollouts
+        missing = ", ".join(sorted(rule.needs - OF_THE_BATCH))
+        if missing:
             raise ConfigError(
-                f"study.interval=questions needs 4 questions, got {count}: raise {key}"
+                f"baselines names {name}, which has no closed form and reads {missing}, which no "
+                "pool has: use study.methods=[monte_carlo]"
             )
-        largest = max(self.study.num_prompts, default=0)
-        if "without_replacement" in self.study.settings and largest > count:
+        if count < LEAST_QUESTIONS:
             raise ConfigError(
-                f"study.num_prompts={largest} of {count} questions without replacement: use at "
-                f"most {count}, or raise {key}"
+                f"baselines names {name}, which has no closed form: its error is measured from "
+                f"{LEAST_QUESTIONS} questions on, got {count}: raise {key}"
+            )
+        divisors = [size for size in self.group_sizes if rollouts % size == 0]
+        sizes = [size for size in divisors if rollouts // size >= rule.min_prompts]
+        if not sizes:
+            raise ConfigError(
+                f"baselines names {name}, which has no closed form: study.rollouts={rollouts} must "
+                f"be {rule.min_prompts} or more whole groups of one of group_sizes="
+                f"{self.group_sizes}, use a multiple"
+            )
+        completions = max(sizes) if self.imports_pool else self.budget.pool_completions
+        if min(sizes) > completions:
+            raise ConfigError(
+                f"baselines names {name}, which has no closed form: groups of {min(sizes)} need as "
+                f"many completions, budget.pool_completions={completions}: use {min(sizes)}"
+            )
+        size = max(size for size in sizes if size <= completions)
+        needed = prompts_needed(rollouts // size)
+        if rule.couples_prompts and needed > count:
+            raise ConfigError(
+                f"baselines names {name}, which couples the questions of an update: the "
+                f"{rollouts // size} of study.rollouts={rollouts} in groups of {size} need a study "
+                f"of {needed} questions, got {count}: lower study.rollouts, or raise {key}"
             )
 
 

@@ -34,7 +34,7 @@ class ProcessConfig:
 
 @dataclass
 class LoggerConfig:
-    """A tracker that shows what the run folder holds, fed by a thread beside the run.
+    """A tracker that shows what the run folder holds.
 
     Keys and addresses come from the tracker's own environment variables.
     """

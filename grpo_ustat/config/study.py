@@ -9,9 +9,7 @@ from grpo_ustat.config.common import LaunchConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
-METHODS = ("closed_form", "replay", "monte_carlo")
-SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
-INTERVALS = ("completions", "questions")
+METHODS = ("closed_form", "monte_carlo")
 METRICS = ("euclidean", "adam")
 
 
@@ -19,14 +17,9 @@ METRICS = ("euclidean", "adam")
 class StudyBudget:
     """Numbers of completions behind each result."""
 
-    pool_completions: int = field(
-        "of each question, N, scored: behind closed_form and replay", "completions"
-    )
-    replay_draws: int = field(
-        "that replay draws from each question's pool", "groups", positive=True
-    )
+    pool_completions: int = field("of each question, N, scored: behind closed_form", "completions")
     loss_draws: int = field(
-        "of two batches each, behind the worth of losses that weigh rows by the whole batch",
+        "of two batches each, behind losses and rules that weigh rows by the whole batch",
         "draws",
         at_least=2,
     )
@@ -69,22 +62,15 @@ class StudyConfig:
     """Measurements of a study."""
 
     methods: list[str] = field(
-        "closed_form: exact formulas on the pool; replay: groups drawn from the pool, for every "
-        "baseline; monte_carlo: fresh rollouts and real gradients, as the paper",
+        "closed_form: the pool alone, by exact formulas, and all its groups for baselines that "
+        "have none; monte_carlo: fresh rollouts and real gradients, as the paper",
         choices=METHODS,
     )
-    settings: list[str] = field("how a batch's questions are drawn", choices=SETTINGS)
-    num_prompts: list[int] = field(
-        "of a batch, B, in with_replacement and without_replacement", "questions", positive=True
-    )
     rollouts: int = field(
-        "of a training step, n, of which the answer speaks, and at which losses are compared",
+        "of a training step, n, of which the answer speaks, and at which losses are compared, as "
+        "are baselines without a closed form",
         "rollouts",
         at_least=2,
-    )
-    interval: str = field(
-        "completions: conditional on these questions; questions: generalising to new questions",
-        choices=INTERVALS,
     )
     metric: str = field(
         "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in units of its "
@@ -135,6 +121,13 @@ class StudyConfig:
         "tokens",
         positive=True,
     )
+
+    @property
+    def interval(self) -> str:
+        """What the intervals of closed forms are over: `completions`, given the questions, or
+        `questions`, which AdamW's metric needs: each half has that of the other.
+        """
+        return "questions" if self.metric == "adam" else "completions"
 
     @property
     def adam_prompts(self) -> int:

@@ -107,7 +107,6 @@ def share(
     total: int,
     *arguments: Any,
     weights: list[float] | None = None,
-    unit: str = "completions",
 ) -> tuple[list[Any], WorkCost]:
     """Run `work(items, *arguments)`, a generator, over the items shared out among processes.
 
@@ -120,7 +119,7 @@ def share(
         work: a module-level generator function.
         items: what to share out, the same on every rank.
         workers: number of local processes; 1 runs in this one.
-        title, total, unit: of the progress bar, which counts `WorkCost.rollouts`.
+        title, total: of the progress bar, which counts `WorkCost.rollouts`.
         weights: expected work of each item; equal unless given.
 
     Raises:
@@ -130,7 +129,7 @@ def share(
     """
     among = min(world() if world() > 1 else workers, len(items))
     shares = shares_of(items, [1.0] * len(items) if weights is None else weights, among)
-    meter = Meter(title, total, unit, visible=is_main())
+    meter = Meter(title, total, "completions", visible=is_main())
     listener = listening(meter.hear if is_main() else None)
     with meter, listener, closing(_events(work, shares, arguments)) as events:
         parts = all_gather_call(_collect, events, meter)

@@ -58,13 +58,13 @@ class Batch:
     tried: Integers
 
 
-def additive_part(loss: Loss) -> Loss:
+def additive_part(loss: Loss, group_size: int) -> Loss:
     """The loss without what couples its rows; groups that are replaced stay so."""
     rule, options = loss.rule, loss.options
     if rule == "gdpo":
         rule = "group_std"  # of the weighted sum
     elif BASELINES[rule].couples_prompts:
-        rule, options = "group_mean", {}
+        rule, options = "group_mean" if group_size > 1 else "none", {}
     loss_type = "sum" if loss.loss_type in COUPLED else loss.loss_type
     return replace(
         loss, rule=rule, options=options, loss_type=loss_type, micro_batch_size=None,
@@ -168,7 +168,8 @@ def coupled_moments(
         draws: pairs of batches, such as `drawn_batches`; `drawn_mixed_batches` of losses whose
             groups are replaced.
     """
-    questions, both = len(pool.rewards_PN), [*losses, *map(additive_part, losses)]
+    questions, group_size = len(pool.rewards_PN), draws[0][0].place_BG.shape[1]
+    both = [*losses, *(additive_part(loss, group_size) for loss in losses)]
     inside_DP = np.zeros((len(draws), 2, questions), dtype=bool)
     energy = np.zeros((2, len(losses), len(draws), 2))
     between = np.zeros((2, len(losses), len(draws)))

@@ -270,7 +270,14 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
             pool.lengths_PN[row_P11, places_PDG],
         )
         factors = factors_PN[row_P11, places_PDG]
-        context = BaselineContext(lengths_PG=lengths.reshape(-1, size))
+        of_functions_PGF = None
+        if pool.rewards_PNF is not None:
+            of_functions_PDGF = pool.rewards_PNF[row_P11, places_PDG]
+            of_functions_PGF = of_functions_PDGF.reshape(-1, *of_functions_PDGF.shape[2:])
+        context = BaselineContext(
+            lengths_PG=lengths.reshape(-1, size), rewards_PGF=of_functions_PGF,
+            reward_weights_F=pool.reward_weights_F,
+        )  # fmt: skip
         advantage = advantages(loss.rule, rewards.reshape(-1, size), context, loss.options)
         factors = factors / size
         if loss.rows.replaces:

@@ -41,10 +41,11 @@ from grpo_ustat.estimators.worth import (
     update_moments,
     worth,
 )
-from grpo_ustat.records import LEAST_QUESTIONS, ScorePool
+from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
-FROM_A_POOL = {"lengths_PG"}  # what a rule may read of a row besides its reward
+# what a rule may read besides rewards; a study's batches have the history of a first step
+FROM_A_POOL = {"lengths_PG", "history"}
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}  # and of a pool with several reward functions
 # of each question, of a rule whose groups cannot all be counted
 DRAWN_GROUPS = 256
@@ -165,17 +166,37 @@ def loss_errors(
         measured: the G at which each loss is measured, none of them refused.
         rollouts, draws, seed, weighted: see `loss_worths`.
     """
+    moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
+    return {
+        key: loss_error(of_update, signal_D, pool.metrics) for key, of_update in moments.items()
+    }
+
+
+def loss_moments(
+    pool: ScorePool,
+    measured: Mapping[Loss, Sequence[int]],
+    rollouts: int,
+    draws: int,
+    seed: int,
+    weighted: Mapping[TokenWeights, ScorePool] | None = None,
+) -> tuple[dict[tuple[Loss, int], UpdateMoments], Array]:
+    """The moments of an update of n rollouts by loss and G, and ||grad J||^2, [D].
+
+    Args:
+        pool, measured, rollouts, draws, seed, weighted: see `loss_errors`.
+    """
     weighted = weighted or {}
     questions, completions = pool.rewards_PN.shape
     weights_PN = pool_gradient_weights(pool.rewards_PN)
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss)))):
+    # by the kind of length factor, which no G changes
+    for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
             moments[loss, size] = update_moments(
-                _terms(own_pool, additive_part(loss), size, sums, seed, pool), gradient_PR,
+                _terms(own_pool, additive_part(loss, size), size, sums, seed, pool), gradient_PR,
                 rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
     # those that share their draws
@@ -191,10 +212,7 @@ def loss_errors(
         parts = [moments[loss, size] for loss in sharing]
         whole = coupled_moments(own_pool, gradient_PR, sharing, parts, list(batches))
         moments |= zip([(loss, size) for loss in sharing], whole, strict=True)
-    signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
-    return {
-        key: loss_error(of_update, signal_D, pool.metrics) for key, of_update in moments.items()
-    }
+    return moments, product_of_means(gradient_PR, gradient_PR, pool.metrics)
 
 
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
@@ -236,6 +254,19 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
     """K, the share of groups of G whose rewards differ, with an interval for new questions."""
     most = pool.rewards_PN.shape[1] // group_size
     return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
+
+
+def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
+    """How many pairs of batches, or groups of each question, a loss's moments are taken over; None
+    where all groups of the pool count.
+
+    Args:
+        pool, loss, group_size: see `refusal`.
+        draws: see `loss_moments`.
+    """
+    if loss.couples_prompts:
+        return draws
+    return None if has_levels(pool, loss.rule, group_size) or is_linear(loss) else DRAWN_GROUPS
 
 
 def _pool_of(loss: Loss, pool: ScorePool, weighted: Mapping[TokenWeights, ScorePool]) -> ScorePool:

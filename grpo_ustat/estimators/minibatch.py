@@ -21,8 +21,7 @@ Number = TypeVar("Number", float, Array)
 
 def decompose(
     setting: str,
-    num_prompts: int | None,
-    questions: int,
+    num_prompts: int,
     e: Number,
     p: Number,
     mu_sq: Number,
@@ -31,27 +30,19 @@ def decompose(
 ) -> tuple[Number, Number, Number]:
     r"""(mse, bias^2, variance) of a minibatch, elementwise on arrays of any common shape.
 
-        all_questions_once       variance = ( ebar - pbar ) / m
+        all_questions_once       variance = ( ebar - pbar ) / B             B = m
         with_replacement         variance = ( ebar - ||mu||^2 ) / B
-        without_replacement      variance = ( ebar - pbar + (m-B)/(m-1) (pbar - ||mu||^2) ) / B
-        one_question             variance =   ebar - pbar
         bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
 
     Each question once: the m estimates are independent with variances e_x - p_x, and T is their
     mean. With replacement: T averages B independent draws of a random question's estimate, whose
-    second moment is ebar and whose mean is mu. Without: the completions give mean(e - p)/B, the
-    choice of questions the finite-population variance of a mean of the mu_x, whose spread
-    mean_x ||mu_x - mu||^2 is pbar - ||mu||^2 (Cochran 1977, section 2.5). One question: the error
-    against that question's own target, averaged over questions, so its `mu_sq`, `cross` and
-    `target_sq` are the means over x of ||mu_x||^2, <mu_x, tau_x> and ||tau_x||^2.
+    second moment is ebar and whose mean is mu.
 
-    All are linear in the seven means: unbiased estimates of these give unbiased results. The mse
-    depends on p, of which mu_sq holds pbar/m, in `with_replacement` with B > 1 alone.
+    All are linear in the means: unbiased estimates of these give unbiased results.
 
     Args:
-        setting: one of the four.
-        num_prompts: B; of the two middle settings only.
-        questions: m.
+        setting: one of the two.
+        num_prompts: B.
         e: ebar, the mean over questions of E||ghat_x||^2.
         p: pbar, the mean over questions of ||E ghat_x||^2.
         mu_sq: ||mu||^2.
@@ -59,27 +50,15 @@ def decompose(
         target_sq: ||tau||^2.
 
     Raises:
-        ValueError: an unknown setting, no B where one is drawn, or B > m without replacement.
+        ValueError: an unknown setting.
 
-    >>> decompose("with_replacement", 2, 5, 3.0, 2.0, 1.0, 1.0, 1.0)
+    >>> decompose("with_replacement", 2, 3.0, 2.0, 1.0, 1.0, 1.0)
     (1.0, 0.0, 1.0)
     """
-    bias2 = mu_sq - 2 * cross + target_sq
-    if setting == "all_questions_once":
-        variance = (e - p) / questions
-    elif setting == "one_question":
-        variance = e - p
-    elif setting not in ("with_replacement", "without_replacement"):
+    if setting not in ("all_questions_once", "with_replacement"):
         raise ValueError(f"unknown setting {setting}")
-    elif num_prompts is None:
-        raise ValueError(f"setting {setting} draws num_prompts questions, got None: pass a number")
-    elif setting == "with_replacement":
-        variance = (e - mu_sq) / num_prompts
-    else:
-        if num_prompts > questions:
-            raise ValueError(f"{num_prompts} of {questions} questions without replacement")
-        correction = (questions - num_prompts) / max(questions - 1, 1)
-        variance = (e - p + correction * (p - mu_sq)) / num_prompts
+    bias2 = mu_sq - 2 * cross + target_sq
+    variance = (e - (p if setting == "all_questions_once" else mu_sq)) / num_prompts
     return bias2 + variance, bias2, variance
 
 

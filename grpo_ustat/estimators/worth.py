@@ -30,10 +30,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_ustat.estimators.group_terms import GroupTerms
 from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
     Interval,
@@ -45,6 +45,9 @@ from grpo_ustat.estimators.intervals import (
     tails,
 )
 from grpo_ustat.records import Array
+
+if TYPE_CHECKING:  # it imports scipy.stats, which takes a second
+    from grpo_ustat.estimators.group_terms import GroupTerms
 
 # Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
 BLOCK = 256  # prompts whose products are taken at once

@@ -1,1 +1,1 @@
-"""What `mse` does: score pools, closed forms, replay, Monte Carlo, and the study that runs them."""
+"""What `mse` does: score pools, what they tell, Monte Carlo, and the study that runs them."""

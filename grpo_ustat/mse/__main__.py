@@ -28,8 +28,7 @@ def show_costs(points: Sequence[PlannedRun]) -> None:
 def preload(config: MseConfig) -> Sequence[str]:
     """What local workers of a study import."""
     samples = config.sampling_workers > 1 and not config.imports_pool
-    replays = config.launch.workers > 1 and "replay" in config.study.methods
-    return ["grpo_ustat.mse.pool"] if samples or replays else []
+    return ["grpo_ustat.mse.pool"] if samples else []
 
 
 COMMAND = Command("mse", load_run, show_costs, "study", preload)

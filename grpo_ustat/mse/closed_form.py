@@ -108,8 +108,7 @@ class ClosedForm:
             are n_c in rollouts and in tokens, `prompt_share/G` the share of the noise from prompts
             (see `estimators.noise`); G is one of `CURVE_SIZES`, or `best`: G*, of `noise_tokens`
             the best G at a fixed number of tokens.
-        parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every point; tau is grad J, in
-            the setting one_question each question's own gradient, averaged over questions.
+        parts: (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of every point.
         scaling: C1, C2, C3 with the covariance of their errors, over questions; NaN given them.
         constants: C1, C2, C3 and ||grad J||^2 by name, and the same without one unit.
         tails: of the squared score norms, and of A_0, A_V and C3 whose parts decide the curves.
@@ -177,7 +176,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     )
     levels = estimates["grad_sq"], estimates["grad_sq_at_hand"]
     parts = {
-        point: tuple(map(float, _point_moments(point, means, *levels, request)[1:]))
+        point: tuple(map(float, _point_moments(point, means, *levels)[1:]))
         for point in request.points
     }
     whole, without = (
@@ -274,18 +273,18 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
     for size in CURVE_SIZES:
         result[f"n_mse/{size}"] = size * c1 + c2 + c3 / (size - 1)
     for point in request.points:
-        result[point.key] = _point_moments(point, means, grad_sq, at_hand, request)[0]
+        result[point.key] = _point_moments(point, means, grad_sq, at_hand)[0]
     for point in request.points:
         oracle = replace(point, baseline="oracle")
-        least = _point_moments(oracle, means, grad_sq, at_hand, request)[0]
+        least = _point_moments(oracle, means, grad_sq, at_hand)[0]
         result[point.ratio_key] = result[point.key] / np.where(least > 0, least, np.nan)
     return result
 
 
 def _point_moments(
-    point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array, request: Request
+    point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array
 ) -> tuple[Array, ...]:
-    """Mean squared error, bias^2, variance, E||T||^2, <E T, tau> and ||tau||^2 of one point."""
+    """Mean squared error, bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2 of one point."""
     second, shrink, size = 0.0, 1.0, point.group_size
     if point.baseline in ("leave_one_out", "group_mean"):  # the oracle's first order
         a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))
@@ -297,11 +296,8 @@ def _point_moments(
         shrink = (size - 1) / size
     e = means["g_sq"] + (a_b - means["g_sq"]) / size + second
     target = grad_sq if point.setting == "with_replacement" else at_hand
-    if point.setting == "one_question":
-        target = means["g_sq"]
     mse, bias2, variance = decompose(
-        point.setting, point.num_prompts, request.questions,
-        shrink**2 * e, shrink**2 * means["g_sq"],
+        point.setting, point.num_prompts, shrink**2 * e, shrink**2 * means["g_sq"],
         shrink**2 * target, shrink * target, target,
     )  # fmt: skip
     return mse, bias2, variance, variance + shrink**2 * target, shrink * target, target

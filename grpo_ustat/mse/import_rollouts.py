@@ -23,7 +23,6 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout, read_rollouts
 from grpo_ustat.mse.pool import EqualRewards, read_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.replay_draws import LEAST_OUTSIDE
 from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_gap
 from grpo_ustat.mse.scoring import (
     check_batch,
@@ -208,8 +207,8 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
     completions, so that a few small groups are dropped, and do not trim all others.
     """
     questions, needed = config.study.questions, LEAST_COMPLETIONS
-    if "replay" in config.study.methods:
-        needed = max(needed, max(config.group_sizes) + LEAST_OUTSIDE)
+    if config.compares_by_groups:
+        needed = max(needed, min(config.group_sizes))
     enough = [group for group in groups.values() if len(group) >= needed]
     if not enough:
         shortest = min(groups.values(), key=len)

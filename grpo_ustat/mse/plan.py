@@ -25,8 +25,7 @@ def plan(planned: PlannedRun) -> Plan:
         f"Each of launch.workers={config.launch.workers} has this memory."
         if config.rollout.name == "local"
         else "One process has this memory, and vLLM has what "
-        f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it; "
-        f"launch.workers={config.launch.workers} share out replay alone."
+        f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it."
     )
     gpus = workers if device == "cuda" else ranks  # workers of a named one share it
     return Plan(

@@ -149,9 +149,11 @@ class PoolStore:
                     f"and all completions here are of {key}={own}"
                 )
             if key == "tf32" and there != own:
+                kinds = ["TF32 (a GPU)" if x else "full precision" for x in (there, own)]
                 raise ConfigError(
-                    f"{self.folder} holds scores of tf32={str(there).lower()}, asked is "
-                    f"{str(own).lower()}: use tf32={str(there).lower()} or another pool=DIR"
+                    f"{self.folder} holds scores in {kinds[0]}, this study computes in "
+                    f"{kinds[1]}: use the launch.device and model.dtype of before, "
+                    "or another pool=DIR"
                 )
             if key in ("parameters", "merge_adapters") and there != own:
                 there, own = (SPELT.get(x, x) for x in (there, own))

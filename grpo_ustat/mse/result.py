@@ -54,23 +54,11 @@ NORMS = {
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
 
 
-def batch_settings(config: MseConfig, questions: int) -> list[tuple[str, int]]:
-    """(setting, number of questions in a batch) of every curve."""
-    settings: list[tuple[str, int]] = []
-    for setting in config.study.settings:
-        if setting in ("with_replacement", "without_replacement"):
-            settings += [(setting, count) for count in config.study.num_prompts]
-        else:
-            settings.append((setting, questions if setting == "all_questions_once" else 1))
-    return settings
-
-
 def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
     """The request for the curves of this study."""
     questions = len(pool.rewards_PN)
     points = [
-        CurvePoint(name, size, *setting)
-        for setting in batch_settings(config, questions)
+        CurvePoint(name, size, "all_questions_once", questions)
         for name in config.baselines
         if name in CLOSED_FORMS
         for size in config.group_sizes
@@ -84,9 +72,19 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
     )
 
 
-def of_population(request: Request) -> Request:
-    """The request for what a training step is asked of, with no curve: new questions."""
-    return replace(request, points=[], options={}, sample=True)
+def of_population(config: MseConfig, request: Request) -> Request:
+    """The request for what a training step is asked of, new questions, with curves at
+    `study.rollouts` rollouts to compare rules without a closed form with.
+    """
+    rollouts = config.study.rollouts
+    points = [
+        CurvePoint(name, size, "with_replacement", rollouts // size)
+        for name in config.baselines
+        if config.compares_by_groups and name in CLOSED_FORMS
+        for size in config.group_sizes
+        if rollouts % size == 0
+    ]
+    return replace(request, points=points, sample=True)
 
 
 def study_result(
@@ -104,7 +102,6 @@ def study_result(
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
     moved: float | None,
-    sizes: list[parts.RuleSizes],
     refusals: list[parts.NotMeasured],
     left_out: dict[str, int],
     remarks: str,
@@ -115,7 +112,7 @@ def study_result(
         config: the study's configuration.
         pool: the scored completions.
         statistics: their closed forms, of the curves.
-        population: the same over questions, without curves: what generalises to training.
+        population: the same over questions: what generalises to training.
         request: of `population`.
         curves: rows of all methods.
         losses: what a rollout of each is worth.
@@ -125,8 +122,7 @@ def study_result(
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
-        sizes: the best group sizes of replayed rules.
-        refusals: what replay does not measure.
+        refusals: rules without a row of `all_groups`, and why.
         left_out: questions by the reason why they were left out.
         remarks: sentences on the pool, after the verdict.
     """
@@ -136,7 +132,7 @@ def study_result(
     return StudyResult(
         curves=curves,
         ratio_to_oracle=oracle_ratios(statistics),
-        scaling=_scaling(population, sizes, config.study.rollouts),
+        scaling=_scaling(population, config.study.rollouts),
         noise=_noise(population),
         losses=_losses(losses) or None,
         recipes=_losses(recipes),
@@ -233,8 +229,7 @@ def tf32_text(config: MseConfig) -> str:
     norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
     return (
         f" Products were TF32: a squared score norm is off by about {percentage(norm, 1)}, their "
-        f"sum by at most {percentage(total, 2)}, as measured on three policies; tf32=false "
-        "computes in full float32."
+        f"sum by at most {percentage(total, 2)}, as measured on three policies."
     )
 
 
@@ -254,7 +249,7 @@ def _gradient(statistics: ClosedForm) -> parts.GradientNorm:
     return parts.GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
 
 
-def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes], rollouts: int) -> parts.Scaling:
+def _scaling(population: ClosedForm, rollouts: int) -> parts.Scaling:
     law = ScalingLaw(*(population[name].estimate for name in ("c1", "c2", "c3")))
     known = np.isfinite(population.scaling.covariance_33).all()
     gstar, divisors = population["gstar"], None
@@ -273,7 +268,6 @@ def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes], rollouts: int
         best_divisor=divisors,
         curve=curve,
         reason=None if math.isfinite(gstar.high) else _unbounded_reason(gstar.low),
-        rules=sizes or None,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.costs.cost import score_memory
 from grpo_ustat.distributed.ranks import is_main, main_only, own_device
 from grpo_ustat.distributed.signals import Stopped
-from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.logs.pairing import other_policy_sentence
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
-from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows
+from grpo_ustat.mse.curves import all_groups_rows, closed_form_rows, monte_carlo_rows
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -37,16 +36,8 @@ from grpo_ustat.mse.pool import (
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
 from grpo_ustat.mse.recipes import recipe_worths
-from grpo_ustat.mse.replay import (
-    TARGET_WORDS,
-    Setting,
-    limit_refusal,
-    own_mean_refusal,
-    replay,
-    replay_refusal,
-)
-from grpo_ustat.mse.result import batch_settings, closed_form_request, of_population, study_result
-from grpo_ustat.mse.rule_sizes import rule_sizes
+from grpo_ustat.mse.result import closed_form_request, of_population, study_result
+from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
@@ -74,13 +65,11 @@ from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.result import EqualRewardsResult, StudyResult
-from grpo_ustat.runs.study_parts import CurveRow, NotMeasured, RuleSizes
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
 MOST_LOSS_SENTENCES = 3  # on a terminal; tables and page have all losses
-ANY_SETTING = "any setting"  # in which a row that is not measured would be
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -210,7 +199,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         pool_cost += extra_cost
         request = closed_form_request(config, pool, facts)
         statistics = closed_form(pool, request, config.study.interval)
-    request = of_population(closed_form_request(config, pool, facts))
+    request = of_population(config, closed_form_request(config, pool, facts))
     population = closed_form(pool, request, "questions")
     losses = main_only(
         loss_worths, pool, config.measured.first_update, config.group_sizes, config.study.rollouts,
@@ -236,10 +225,13 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, statistics)
-    refusals, sizes = [], []
-    if "replay" in config.study.methods:
-        replay_points, refusals, sizes = run_replay(config, pool, statistics)
-        curves += replay_points
+    refusals = []
+    if config.compares_by_groups:
+        errors, refusals = main_only(
+            rule_errors, pool, config.rules_by_groups, config.group_sizes, config.study.rollouts,
+            config.budget.loss_draws, config.seed,
+        )  # fmt: skip
+        curves += all_groups_rows(config, errors, population)
     if "monte_carlo" in config.study.methods:
         curves_by_rule, replicate_cost = monte_carlo(
             config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
@@ -257,7 +249,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     return study_result(
         config, pool, statistics, population, request, curves, losses, recipes, off_policy,
         verdicts, facts,
-        pool_cost, replicate_cost, moved=moved, sizes=sizes, refusals=refusals, left_out=left_out,
+        pool_cost, replicate_cost, moved=moved, refusals=refusals, left_out=left_out,
         remarks=remarks,
     )  # fmt: skip
 
@@ -289,70 +281,6 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
     config.check_questions(len(prompts))
     check_lengths(config.policy_options, config.sampler_options, tokenizer, prompts)
     return prompts, task.dropped
-
-
-def run_replay(
-    config: MseConfig, pool: ScorePool, statistics: ClosedForm
-) -> tuple[list[CurveRow], list[NotMeasured], list[RuleSizes]]:
-    """Rows of the replay method, shared out by rule and group size; what has no row and why; and
-    the best group sizes of the rules by the number of rollouts.
-    """
-    settings = batch_settings(config, len(pool.rewards_PN))
-    items = [(name, size) for name in config.baselines for size in config.group_sizes]
-    draws = config.budget.replay_draws
-    parts, _ = share(
-        _replay, items, config.launch.workers, "replay", len(items) * draws, pool,
-        config.rule_options, settings, draws, config.seed, config.study.interval, unit="groups",
-    )  # fmt: skip
-    parts.sort(key=lambda part: items.index(part[0]))
-    rows = [row for _, replay_points in parts for row in replay_points]
-    refusals = [
-        row for name in config.baselines for row in _replay_refusals(config, pool, name, settings)
-    ]
-    sizes = [
-        replace(row, target=TARGET_WORDS[row.target])
-        for row in rule_sizes([row.law for row in rows if row.law is not None])
-    ]
-    return replay_rows(config, rows, statistics), refusals, sizes
-
-
-def _replay_refusals(
-    config: MseConfig, pool: ScorePool, name: str, settings
-) -> Iterator[NotMeasured]:
-    """The errors of one rule that replay does not measure, each with the reason."""
-    for setting, count in settings:
-        if reason := replay_refusal(name, setting, count):
-            yield NotMeasured(
-                method="replay", baseline=name, target="any", setting=setting, num_prompts=count,
-                reason=reason,
-            )  # fmt: skip
-    if (limit := BASELINES[name].target) == "expected_reward":
-        return
-    refusals = {
-        "own_mean": own_mean_refusal(name, config.group_sizes, pool.rewards_PN.shape[1]),
-        limit: limit_refusal(pool.rewards_PN, name),
-    }
-    for target, reason in refusals.items():
-        if reason:
-            yield NotMeasured(
-                method="replay", baseline=name, target=TARGET_WORDS[target], setting=ANY_SETTING,
-                num_prompts=None, reason=reason,
-            )  # fmt: skip
-
-
-def _replay(
-    items: list[tuple[str, int]],
-    pool: ScorePool,
-    options: dict[str, dict[str, float]],
-    settings: list[Setting],
-    draws: int,
-    seed: int,
-    interval: str,
-) -> Iterator:
-    for name, size in items:
-        arguments = (settings, draws, seed, interval)
-        yield (name, size), replay(pool, [name], options, [size], *arguments)
-        yield WorkCost(rollouts=draws)
 
 
 def _pool(

@@ -30,7 +30,7 @@ from grpo_ustat.pages.tables import count_text, percent
 from grpo_ustat.runs.record import RunRecord, study_rollouts
 from grpo_ustat.terminal.streams import best_size
 
-LINE_STYLES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
+LINE_STYLES = {"closed_form": "-", "all_groups": "-", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
 EXTRA_ERROR = "extra error at the same rollouts, %"
@@ -42,9 +42,9 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
     """One study's MSE against group size, below it as a multiple of the oracle's, a column of
     panels per setting; `figure.{pdf,svg,png}`.
     """
-    rows = expected_reward_rows(result)
-    settings = list(dict.fromkeys((row["setting"], row["num_prompts"]) for row in rows))
-    ratios = [ratio_rows(result, *setting) for setting in settings]
+    rows = result["curves"]
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    ratios = [ratio_rows(result, setting) for setting in settings]
     high = 2 if any(ratios) else 1
     with plt.rc_context(FONTS):
         size = (1.4 + 5.0 * len(settings), 5.6 + 2.9 * (high - 1))
@@ -53,9 +53,9 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
             height_ratios=(1.6, 1)[:high],
         )  # fmt: skip
         for column, setting in enumerate(settings):
-            axes = panels[0, column]
-            mse_panel(axes, [r for r in rows if (r["setting"], r["num_prompts"]) == setting])
-            axes.set_title(f"batch: {batch_text(*setting)}", fontsize=9, loc="left")
+            axes, shown = panels[0, column], [row for row in rows if row["setting"] == setting]
+            mse_panel(axes, shown)
+            axes.set_title(f"batch: {batch_text(shown[0])}", fontsize=9, loc="left")
             if ratios[column]:
                 ratio_panel(panels[1, column], ratios[column])
             elif high > 1:
@@ -63,12 +63,15 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
         panels[0, 0].set_ylabel("mean squared error of the gradient")
         if high > 1:
             panels[1, 0].set_ylabel("MSE over the oracle's")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        if len(labels) > 6:
-            columns = max(1, int(size[0] / 2.6))
+        labels: dict[str, Any] = {}  # of every rule, whatever panels it is in
+        for axes in panels[0]:
+            handles, own = axes.get_legend_handles_labels()
+            labels |= dict(zip(own, handles, strict=True))
+        if len(labels) > 6 or len(settings) > 1:
             figure.legend(
-                handles, labels, loc="outside upper left", frameon=False, fontsize=8, ncols=columns
-            )
+                list(labels.values()), list(labels), loc="outside right upper", frameon=False,
+                fontsize=8,
+            )  # fmt: skip
         else:
             panels[0, 0].legend(frameon=False, fontsize=9)
         figure.suptitle(_study_title(result), fontsize=9, x=0.02, ha="left")
@@ -79,7 +82,9 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
 
 def bands_text(results: Sequence[dict[str, Any]]) -> str:
     """What the bands of errors and ratios are."""
-    words = dict.fromkeys(INTERVAL_WORDS[one["curves"][0]["interval"]] for one in results)
+    words = dict.fromkeys(
+        INTERVAL_WORDS[row["interval"]] for one in results for row in one["curves"]
+    )
     paired = any(one.get("ratio_to_oracle") for one in results)
     return f"Bands: 95 % intervals, {' or '.join(words)}{'; those of ratios are paired' * paired}."
 
@@ -107,8 +112,8 @@ def _study_title(result: dict[str, Any]) -> str:
 def joint_mse_figure(
     folder: Path, name: str, studies: Sequence[RunRecord], notes: Sequence[str]
 ) -> None:
-    """The paper's Figure 4: a panel per policy, of each its first setting, against the expected
-    reward, below it as a multiple of the oracle's; `<name>.{pdf,svg,png}`.
+    """The paper's Figure 4: a panel per policy, see `widest_setting`, below it as a multiple of
+    the oracle's; `<name>.{pdf,svg,png}`.
 
     Args:
         folder, name: where to.
@@ -119,8 +124,7 @@ def joint_mse_figure(
     wide = max(map(len, grid))
     ratios = {}
     for run in studies:
-        first = expected_reward_rows(run.final_result)[0]
-        ratios[run] = ratio_rows(run.final_result, first["setting"], first["num_prompts"])
+        ratios[run] = ratio_rows(run.final_result, widest_setting(run.final_result))
     high = 2 if any(ratios.values()) else 1
     with plt.rc_context(FONTS):
         size = (0.6 + 3.6 * wide, 1.0 + (3.6 + 2.2 * (high - 1)) * len(grid))
@@ -132,14 +136,11 @@ def joint_mse_figure(
         for place, runs in enumerate(grid):
             line = panels[high * place : high * (place + 1)]
             for column, run in enumerate(runs):
-                rows = expected_reward_rows(run.final_result)
-                first = (rows[0]["setting"], rows[0]["num_prompts"])
-                mse_panel(
-                    line[0, column],
-                    [row for row in rows if (row["setting"], row["num_prompts"]) == first],
-                )
+                setting = widest_setting(run.final_result)
+                rows = [row for row in run.final_result["curves"] if row["setting"] == setting]
+                mse_panel(line[0, column], rows)
                 line[0, column].set_title(
-                    f"{panel_title(run)}\nbatch: {batch_text(*first)}", fontsize=8, loc="left"
+                    f"{panel_title(run)}\nbatch: {batch_text(rows[0])}", fontsize=8, loc="left"
                 )
                 handles, own = line[0, column].get_legend_handles_labels()
                 labels |= dict(zip(own, handles, strict=True))
@@ -214,42 +215,43 @@ def panel_title(run: RunRecord) -> str:
     )
 
 
-def batch_text(setting: str, num_prompts: int) -> str:
-    """What a batch of a setting is.
+def widest_setting(result: dict[str, Any]) -> str:
+    """The setting that has most of a study's baselines, the first of such."""
+    baselines: dict[str, set[str]] = {}
+    for row in result["curves"]:
+        baselines.setdefault(row["setting"], set()).add(row["baseline"])
+    return max(baselines, key=lambda setting: len(baselines[setting]))
 
-    >>> batch_text("all_questions_once", 500), batch_text("with_replacement", 8)
-    ('all 500 questions x G completions', '8 questions with replacement x G completions')
+
+def batch_text(row: dict[str, Any]) -> str:
+    """What the batch of a row of a curve is.
+
+    >>> batch_text({"setting": "all_questions_once", "num_prompts": 500, "group_size": 4})
+    'all 500 questions x G completions'
+    >>> batch_text({"setting": "with_replacement", "num_prompts": 64, "group_size": 4})
+    '256 rollouts: 256/G new questions x G completions'
     """
-    if setting == "one_question":
-        return "one question x G completions"
-    if setting == "all_questions_once":
-        return f"all {count_text(num_prompts, 'question')} x G completions"
-    return f"{count_text(num_prompts, 'question')} {setting.replace('_', ' ')} x G completions"
+    if row["setting"] == "all_questions_once":
+        return f"all {count_text(row['num_prompts'], 'question')} x G completions"
+    rollouts = row["num_prompts"] * row["group_size"]
+    return f"{rollouts} rollouts: {rollouts}/G new questions x G completions"
 
 
-def expected_reward_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a study's curves against the gradient of the expected reward."""
-    return [row for row in result["curves"] if row["target"].endswith("expected reward")]
-
-
-def ratio_rows(result: dict[str, Any], setting: str, num_prompts: int) -> list[dict[str, Any]]:
+def ratio_rows(result: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     """Errors over the oracle's in one setting: those of the study, with their paired intervals;
-    of curves without any, such as those of replay, the plain ratio to the same method's oracle.
+    of curves without any, such as those of all groups, the plain ratio to the same method's oracle.
 
     Returns:
         Rows of `baseline`, `group_size`, `ratio`, `ratio_low`, `ratio_high` and `unbiased`; a ratio
         of None is missing. None at all where every ratio is.
     """
-    place = (setting, num_prompts)
-    curves = [
-        row for row in expected_reward_rows(result) if (row["setting"], row["num_prompts"]) == place
-    ]
+    curves = [row for row in result["curves"] if row["setting"] == setting]
     unbiased = {row["baseline"]: row["unbiased"] for row in curves}
     errors = {(row["method"], row["baseline"], row["group_size"]): row["mse"] for row in curves}
     rows = {
         (row["baseline"], row["group_size"]): row
         for row in result.get("ratio_to_oracle", [])
-        if (row["setting"], row["num_prompts"]) == place
+        if row["setting"] == setting
     }
     for (method, baseline, size), mse in errors.items():
         oracle = errors.get((method, "oracle", size))

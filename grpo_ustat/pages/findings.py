@@ -31,9 +31,9 @@ from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, Array
 from grpo_ustat.terminal.streams import best_size, percentage
 
 WHY_FIXED_ROLLOUTS = (
-    "In the tables the error falls with G since a larger G draws more completions of the same "
-    "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
-    "prompts, so one G is best."
+    "In a batch of all questions the error falls with G since a larger G draws more completions "
+    "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
+    "fewer prompts, so one G is best."
 )
 WORTHWHILE_SAVING = 0.05  # share of the error; less does not pay for drawing groups anew
 HELPFUL_SAVING = 0.05  # share of the error; plans of unequal groups that save less do not help
@@ -215,27 +215,8 @@ def noise_sentence(result: Mapping[str, Any], rollouts: int, group_size: int | N
     return noise_text(row_interval(row, "rollouts"), rollouts)
 
 
-def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
-    """The rules whose best group size grows with the rollouts, and those of which this is not
-    shown; "" where no rule was replayed.
-    """
-    rules = [row for row in result["scaling"].get("rules", []) if row["measure"] == "mse"]
-    if not rules:
-        return ""
-    parts = []
-    for row in rules:
-        first, last = row["sizes"][0], row["sizes"][-1]
-        sizes = (
-            f"{first['group_size']} at n = {first['n']}, {last['group_size']} at n = {last['n']}"
-        )
-        grows = "" if row["grows"] else " (growth not shown)"
-        parts.append(f"{row['baseline']} against the {row['target']}: {sizes}{grows}")
-    return f"Best of the measured G by rule: {'; '.join(parts)}."
-
-
 def further_findings(result: Mapping[str, Any]) -> list[str]:
-    """At most three further findings, a line each: Assumption 2, the rules' best sizes, dynamic
-    sampling, unequal groups.
+    """At most three further findings, a line each: Assumption 2, dynamic sampling, unequal groups.
 
     Args:
         result: content of the study's `result.json`.
@@ -244,11 +225,10 @@ def further_findings(result: Mapping[str, Any]) -> list[str]:
         return []
     lines = (
         assumption2_sentence(result),
-        rule_sizes_sentence(result),
         dynamic_sampling_sentence(result),
         allocation_sentence(result),
     )
-    return [*filter(None, lines)][:3]
+    return [*filter(None, lines)]
 
 
 def assumption2_sentence(result: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from grpo_ustat.records import LEAST_QUESTIONS, joint_quantity
 from grpo_ustat.runs.record import RunRecord, key_label
 from grpo_ustat.terminal.streams import best_size
 
-CURVE_KEYS = ("method", "target", "setting", "num_prompts")  # of a curve, beside its baseline
+CURVE_KEYS = ("method", "setting")  # of a curve, beside its baseline
 ENDS = ("", "_low", "_high")
 INTERVAL_WORDS = {  # what an interval speaks of
     "completions": "conditional on these questions",
@@ -24,9 +24,7 @@ MOST_BASELINES = 4  # side by side on a terminal of 80 characters
 
 
 def study_tables(result: dict[str, Any]) -> list[Table]:
-    """One study's tables per method, target and setting: a row per group size, a column per
-    baseline.
-    """
+    """One study's tables per method and setting: a row per group size, a column per baseline."""
     kinds: dict[tuple, list[dict[str, Any]]] = {}
     for row in result["curves"]:
         kinds.setdefault(tuple(row[key] for key in CURVE_KEYS), []).append(row)
@@ -41,19 +39,12 @@ def study_tables(result: dict[str, Any]) -> list[Table]:
 
 def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Table:
     policy, first, questions = result["policy"], rows[0], result["questions"]
-    batch = f"B = {first['num_prompts']} of {count_text(questions, 'question')}"
-    setting = {
-        "all_questions_once": f"averaged over {count_text(questions, 'question')}",
-        "with_replacement": f"{batch} with replacement",
-        "without_replacement": f"{batch} without replacement",
-        "one_question": f"of one question, mean over {questions}",
-    }[first["setting"]]
+    setting = f"averaged over {count_text(questions, 'question')}"
+    if first["setting"] == "with_replacement":
+        setting = f"of {first['num_prompts'] * first['group_size']} rollouts of new questions"
     source = f"{result['pool_completions']} completions a question"
-    if first["replicates"] is not None:
-        fewest = min(row["replicates"] for row in rows)
-        source = f"{fewest} replicates at least, from {source}"
-        if first["method"] == "monte_carlo":
-            source = f"replicates of the largest G: {fewest}"
+    if first["method"] == "monte_carlo":
+        source = f"replicates of the largest G: {min(row['replicates'] for row in rows)}"
     unbiased = {row["baseline"]: row["unbiased"] for row in rows}
     cells = {(row["group_size"], row["baseline"]): mse_text(row) for row in rows}
     sizes = sorted({row["group_size"] for row in rows})
@@ -86,14 +77,13 @@ def missing_numbers(result: dict[str, Any]) -> list[str]:
     >>> missing_numbers({"curves": curves})
     ['No error of oracle at G = 2, 4: result.json holds no number.']
     """
-    reasons = {row.get("baseline"): row["reason"] for row in result.get("not_measured", [])}
     sizes: dict[str, list[int]] = {}
     for row in result["curves"]:
         if row["mse"] is None:
             sizes.setdefault(row["baseline"], []).append(row["group_size"])
     return [
         f"No error of {baseline_word(name)} at G = {', '.join(map(str, dict.fromkeys(missing)))}: "
-        f"{reasons.get(name, 'result.json holds no number')}."
+        "result.json holds no number."
         for name, missing in sizes.items()
     ]
 

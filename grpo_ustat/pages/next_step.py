@@ -216,7 +216,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
     engine = yaml.safe_load((CONF / "rollout" / f"{sampler}.yaml").read_text())
     chosen = {
         key: config[key]
-        for key in ("seed", "baselines", "group_sizes", "objectives", "tf32")
+        for key in ("seed", "baselines", "group_sizes", "objectives")
         if key in config
     }
     return [

@@ -236,8 +236,6 @@ def mse_tables(run: RunRecord) -> list[Table]:
         tables.append(dynamic_sampling_table(run.result["dynamic_sampling"]))
     if run.result.get("allocation"):
         tables.append(allocation_table(run.result["allocation"]))
-    if run.result["scaling"].get("rules"):
-        tables.append(rule_sizes_table(run.result["scaling"]["rules"]))
     ratios = run.result.get("ratio_to_oracle")
     if ratios:
         ratio_rows = [
@@ -296,40 +294,6 @@ def _change_text(row: dict[str, Any], name: str) -> str:
     if math.isnan(change):
         return "-"
     return f"{percent(change)} [{percent(low)}, {percent(high)}]"
-
-
-def rule_sizes_table(rules: Sequence[dict[str, Any]]) -> Table:
-    """The best group size of each rule at every number of rollouts, see `mse.rule_sizes`."""
-    counts = sorted({cell["n"] for row in rules for cell in row["sizes"]})
-    rows = []
-    for row in rules:
-        cells = {cell["n"]: cell for cell in row["sizes"]}
-        rate = row.get("growth")
-        rows.append([
-            baseline_word(row["baseline"]),
-            row["target"] + ("" if row["measure"] == "mse" else ", best multiple"),
-            *(_best_and_alike(cells.get(n)) for n in counts),
-            "yes" if row["grows"] else "not shown",
-            "" if rate is None else open_interval(row, "growth"),
-        ])  # fmt: skip
-    notes = [
-        "Of the measured G, n / G prompts drawn independently; in brackets those that are "
-        "not significantly worse (paired intervals, 95 % for all G of a line's n). Grows: none of "
-        "the sizes for the smallest n is one of those for the largest.",
-        "For large n the best G of a rule with a bias b/G is (n x 2 ||b||^2 / C1)^(1/3); the last "
-        "column has 2 ||b||^2 / C1, from the largest G.",
-    ]
-    columns = ["rule", "against", *(f"n = {n}" for n in counts), "grows with n", "2 ||b||^2 / C1"]
-    return Table("Best group size of each rule", columns, rows, notes)
-
-
-def _best_and_alike(cell: dict[str, Any] | None) -> str:
-    """The best size, and the smallest and the largest that are not worse."""
-    if cell is None:
-        return "-"
-    alike = cell["alike"]
-    ends = f" [{alike[0]}, {alike[-1]}]" if len(alike) > 1 else ""
-    return f"{cell['group_size']}{ends}"
 
 
 def _noise_table(noise: dict[str, Any]) -> Table:

@@ -172,10 +172,7 @@ def _tables_of_one(run: RunRecord) -> None:
             lag_table([run], ()).latex()
             lag_answer([run])
         decision_sentence(run.final_result, study_rollouts(run.config))
-        for row in error_figures.expected_reward_rows(run.final_result)[:1] or [None]:
-            if row is None:
-                raise ValueError("result.json has no curve against the expected reward")
-            error_figures.ratio_rows(run.final_result, row["setting"], row["num_prompts"])
+        error_figures.ratio_rows(run.final_result, error_figures.widest_setting(run.final_result))
     if one.training:
         accuracy.accuracy_rows([run], (), swept_axis([run], ()))
         learning_rows([Learning("", run.metrics, run.evals)])

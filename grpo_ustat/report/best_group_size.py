@@ -419,9 +419,8 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     config, sizes = runs[0].config, budgets[0].sizes
     before = float(np.mean([run.evals[0]["mean_reward"] for run in runs]))
     quantity = joint_quantity(row["quantity"] for run in runs for row in run.evals)
-    optimizer, questions = config["optimizer"]["name"], start.run.config["study"]["interval"]
+    optimizer = config["optimizer"]["name"]
     ends = sorted({nearest(end, sizes) for end in start.gstar})
-    over = "generalising to new" if questions == "questions" else "conditional on these"
     prompts = ", ".join(
         f"{budget.rollouts // budget.sizes[0]} to {budget.rollouts // budget.sizes[-1]} "
         f"at n = {budget.rollouts}"
@@ -438,7 +437,7 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
         f"{quantity.capitalize()} is of {config['eval']['decoding'][0]} completions on "
         f"{runs[0].evals[-1]['n']} test questions, intervals over seeds, "
         "conditional on these questions; C1, C2, C3 are of the study questions, intervals "
-        f"{over} questions; training draws from the train questions.",
+        "generalising to new questions; training draws from the train questions.",
         f"Over the interval of G* the predicted G of {comma_list(sizes)} is {comma_list(ends)}.",
         "C1, C2, C3 are those of the policy before training, and change with it. The theorem on "
         "the gap is about a policy near a maximiser with learning rates c/t; here it is the "

@@ -73,8 +73,8 @@ class RunFolder:
         config: the run's typed configuration.
 
     Attributes:
-        start_tracking: opens a tracker, from the folder's path and the configuration's logger;
-            None where nothing is to be sent.
+        start_tracking: opens a tracker, from the folder's path, the configuration's logger, and
+            what is to be shown of the configuration and the code; None where nothing is to be sent.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -83,7 +83,7 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
-        self.start_tracking: Callable[[Path, Any], Any] | None = None
+        self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
         self._lock: lock.Lock | None = None
@@ -208,7 +208,9 @@ class RunFolder:
         self.note(**history.start_row())
         self._open = True
         if self.start_tracking and self.config.logger.name != "none":
-            self._tracking = self.start_tracking(self.path, self.config.logger)
+            about = {name: code[name] for name in ("commit", "weights", "versions")}
+            shown = {**asdict(self.config), "code": about}
+            self._tracking = self.start_tracking(self.path, self.config.logger, shown)
 
     def prompt_date(self) -> datetime:
         """The moment whose date a chat template writes into this run's prompts: of its first start,
@@ -220,10 +222,10 @@ class RunFolder:
         self._prompt_date = datetime.now()
         return self._prompt_date
 
-    def track(self, row: dict[str, Any]) -> None:
-        """Have a row of metrics.jsonl sent to the tracker, if there is one."""
+    def track(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
+        """Send a row of metrics.jsonl, and completions beside it, to the tracker, if any."""
         if self._tracking:
-            self._tracking.put(row)
+            self._tracking.put(row, completions)
 
     def note(self, **row: Any) -> None:
         """Add a row to the folder's history; on rank 0."""

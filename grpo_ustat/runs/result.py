@@ -107,7 +107,7 @@ class StudyResult(RunResult):
         summary: the verdict in words, with warnings.
         pool_versions: completions by the versions that scored them.
         left_out: questions by the reason why they were left out.
-        not_measured: what replay does not measure.
+        not_measured: rules without a row of `all_groups` at some G, and why.
     """
 
     curves: list[parts.CurveRow]

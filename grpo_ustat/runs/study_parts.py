@@ -12,9 +12,7 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD
 from grpo_ustat.runs.contents import Bounded, Count, Estimate, NumberOrNull, Size, Sometimes
 
 Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
-Setting = Annotated[
-    str, ("all_questions_once", "with_replacement", "without_replacement", "one_question")
-]
+Setting = Annotated[str, ("all_questions_once", "with_replacement")]
 Three = tuple[float, float, float]
 HOLDS, FAILS, UNDECIDED, UNMEASURED = VERDICTS = (
     "holds", "does not hold", "not decided", "not measured",
@@ -27,21 +25,21 @@ class CurveRow:
     """A mean squared error of a baseline's gradient, also a row of `curves.csv`.
 
     Attributes:
-        method, baseline: how it was measured, and of which rule.
+        method, baseline: how it was measured, and of which rule; see `mse.rules` of all_groups.
         target: the vector that the estimate is judged against.
-        setting: how the questions of a batch are drawn.
+        setting: how the questions of a batch are drawn: each of the study once, or independently.
         interval: over what it generalises: other completions, or other questions too.
         group_size, num_prompts: G, and prompts of a batch.
         unbiased: whether the estimate's mean is the target.
         mse, low, high: the error with its interval.
-        replicates: draws; null of a closed form.
+        replicates: draws; null of a closed form, and where all groups of the pool count.
         bias2, variance: its two parts.
         relative_mse: over ||target||^2.
         best_scalar_mse, cosine: the relative error of the best multiple, and the cosine of the
             estimate and the target.
     """
 
-    method: Annotated[str, ("closed_form", "replay", "monte_carlo")]
+    method: Annotated[str, ("closed_form", "all_groups", "monte_carlo")]
     baseline: str
     target: str
     setting: Setting
@@ -82,32 +80,6 @@ class FixedCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestSize:
-    """The best of the measured G of a rule at n rollouts, sizes `alike` that are not significantly
-    worse, and all errors by G.
-    """
-
-    n: Size
-    group_size: Size
-    alike: list[Size]
-    errors: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuleSizes:
-    """How the best G of a replayed rule changes with n, see `mse.rule_sizes`: by the error or by
-    `best_scalar`, the best multiple's; `growth` is `2 b^2 / C1`.
-    """
-
-    baseline: str
-    target: str
-    measure: str
-    sizes: list[BestSize]
-    grows: bool
-    growth: Sometimes[Estimate] = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Scaling:
     """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` over new questions, see `estimators.scaling`.
 
@@ -118,7 +90,6 @@ class Scaling:
         best_divisor: the best G that divides n, by n; of a prime n that of the next multiple of 8.
         curve: the error at a fixed number of rollouts.
         reason: why the interval of G* has no upper end.
-        rules: best sizes of replayed rules.
     """
 
     c1: Estimate
@@ -132,7 +103,6 @@ class Scaling:
     best_divisor: Sometimes[dict[str, Size]] = None
     curve: list[FixedCost]
     reason: Sometimes[str] = None
-    rules: Sometimes[list[RuleSizes]] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,13 +376,10 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True)
 class NotMeasured:
-    """An error that replay does not measure, and why; `num_prompts` is null of all."""
+    """A rule whose error for new questions is not measured at one G, and why."""
 
-    method: str
     baseline: str
-    target: str
-    setting: str
-    num_prompts: Size | None
+    group_size: Size
     reason: str
 
 

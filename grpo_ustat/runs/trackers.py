@@ -1,249 +1,403 @@
-"""Trackers: accelerate's for wandb, TensorBoard and trackio, fed by a thread of their own.
+"""wandb, TensorBoard or trackio beside the run folder, which holds everything they show.
 
-A tracker shows what the run folder holds; it may fail, hang or be slow, and the run goes on as it
-would alone. What was sent is marked in the folder, so that a run that goes on sends the rest, each
-step once.
+A tracker gets the rows of metrics.jsonl, the completions logged beside them, evaluations, and at
+the end figures, tables and values of the result. Its first error is a warning and ends it: the run
+goes on as it would alone. `tracker/NAME.json` says what was sent, so that a run that goes on sends
+the rest, each step once. Only a kill between sending and noting sends one step again, under the
+same number.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import queue
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
-from grpo_ustat.distributed.processes import children
+from grpo_ustat.config.schema import flatten
+from grpo_ustat.config.secrets import redact
 from grpo_ustat.distributed.signals import seconds_since_request
 from grpo_ustat.runs import contents
-from grpo_ustat.runs.backends import OPENERS, About, sync_command, unsent_runs
-from grpo_ustat.runs.events import Damaged, Event, FolderReader, row_event
-from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.files import csv_rows, read_rows, write_whole
 from grpo_ustat.runs.folder import TRACKER_FOLDER
+from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, tell, warn
 from grpo_ustat.terminal.streams import single_line, visible
 
-MOST_WAITING_ROWS = 10_000  # rows that wait for a tracker which is slow
-MOST_STEPS = 200  # completions of so many steps at most go into one table
-LONGEST_NAME = 120  # of a run, in letters; wandb takes 128
-STOP_MARGIN_SECONDS = 10.0  # seconds before a stopped run is killed that no tracker may use
-WITH_EXIT_HOOKS = ("wandb", "opentelemetry", "trackio")  # packages that wait for a server at exit
-QUIET_SECONDS = 2.0  # of waiting at the end of a run, before a line says so
-STATE_SHAPE = {"run_id": str, "count": contents.Count, "sent": {}}  # of what was sent, see `Sender`
+# of a run, in letters; wandb takes 128
+LONGEST_NAME = 120
+# seconds before a stopped run is killed that no tracker may use
+STOP_MARGIN_SECONDS = 10.0
+# exit codes for wandb
+OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
+# of what was sent: the run's id, how often, the latest step of metrics and of each evaluation
+STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
+# columns of a curve of errors, which TensorBoard draws over the group size
+CURVE_COLUMNS = {"mse", "group_size", "baseline", "method", "setting"}
+
+Rows = Sequence[dict[str, Any]]
 
 
-class Sender:
-    """A tracker that is open for a run folder, and `tracker/<name>.json` there: the run's id, how
-    many events the tracker was given, and the latest of each kind.
+@dataclass(frozen=True)
+class About:
+    """The run, for a tracker."""
 
-    Args:
-        folder: the run folder.
-        name: of the tracker.
-        project: of the runs there.
+    # for the tracker's own files
+    folder: Path
+    # the same when the run goes on
+    run_id: str
+    # of the run, and of its seeds together
+    name: str
+    group: str
+    project: str | None
+    # without secrets
+    config: dict[str, Any]
+    # that opening and ending may take
+    seconds: float
 
-    Raises:
-        Damaged: a file of the folder.
-        Exception: of the tracker.
+
+class Tracker(Protocol):
+    """A tracker that is open for a run; every method may raise.
+
+    `index` counts what the run has sent, over all of its starts; `step` is of training, None of a
+    study.
     """
 
-    def __init__(self, folder: Path, name: str, project: str | None):
-        self._file = folder / TRACKER_FOLDER / f"{name}.json"
-        self._file.parent.mkdir(exist_ok=True)
-        self._state: dict[str, Any] = {"run_id": uuid4().hex[:8], "count": 0, "sent": {}}
-        if self._file.is_file():
-            parts = (folder, f"{TRACKER_FOLDER}/{name}.json", contents.parsed_json)
-            stored, wrong = contents.checked(*parts, STATE_SHAPE)
-            if wrong or not stored.keys() >= STATE_SHAPE.keys():
-                raise Damaged(f"{self._file} is damaged: delete it, a new run begins there")
-            self._state |= stored
-        else:  # before anything is sent under this id
-            write_whole(self._file, json.dumps(self._state))
-        self._reader, place = FolderReader(folder), folder.absolute()
-        about = About(
-            folder=place / TRACKER_FOLDER,
-            run_id=self._state["run_id"],
-            name=excerpt(visible(f"{place.parent.name}/{place.name}"), LONGEST_NAME),
-            group=excerpt(visible(place.parent.name), LONGEST_NAME),
-            project=project,
-            config=self._reader.config(),
-        )
-        self._tracker = OPENERS[name](about)
+    def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
+        """Send numbers and texts of a step."""
 
-    def send_folder(self) -> None:
-        """Send what the folder holds and the tracker was not given yet."""
-        self._send([*self._reader.rows(), *self._reader.logs(), *self._reader.result()])
+    def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
+        """Send numbers and texts of the result."""
 
-    def send_row(self, row: dict[str, Any]) -> None:
-        """Send a row of metrics.jsonl, and what was logged beside it since the one before."""
-        self._send([row_event(row), *self._reader.logs()])
+    def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
+        """Send rows, such as completions."""
 
-    def _send(self, events: Iterable[Event]) -> None:
-        sent = self._state["sent"]
-        new = [event for event in events if event.is_new(sent)]
-        for kind, same in groupby(new, key=lambda event: event.kind):
-            pending, size = list(same), MOST_STEPS if kind == "completions" else 1
-            for first in range(0, len(pending), size):
-                group = pending[first : first + size]
-                self._state["count"] += len(group)
-                self._tracker.send(self._state["count"] - 1, group)
-                sent |= {event.key: event.mark for event in group}
-                write_whole(self._file, json.dumps(self._state))
+    def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
+        """Send a picture."""
 
-    def close(self, outcome: str) -> str | None:
-        """Send the run's last files and end it there; returns where to look at it, if anywhere."""
-        self._send([*self._reader.logs(), *self._reader.result()])
-        return self._tracker.close(outcome)
+    def finish(self, outcome: str) -> str:
+        """End the run there, and return how to look at it."""
+        ...
+
+
+class Wandb:
+    """Weights & Biases, online and offline.
+
+    Its own step is the index, which always grows; charts are drawn over `step`, ours.
+    """
+
+    def __init__(self, about: About):
+        # its reports of errors wait for its server when the process ends
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        # only what is sent here: no source code, console, machine or environment
+        settings: dict[str, Any] = dict(
+            console="off", disable_code=True, disable_git=True, disable_job_creation=True,
+            save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
+            x_disable_stats=True, x_save_requirements=False, x_transaction_log_flush_interval=0.1,
+            init_timeout=about.seconds, finish_timeout=about.seconds, finish_timeout_raises=True,
+        )  # fmt: skip
+        supported = {key: x for key, x in settings.items() if key in wandb.Settings.model_fields}
+        # before it looks for a key, for which it would ask
+        wandb.setup(wandb.Settings(silent=True))
+        self._wandb = wandb
+        self._run: Any = wandb.init(
+            project=about.project, dir=os.environ.get("WANDB_DIR", str(about.folder)),
+            group=about.group, name=about.name, id=about.run_id, resume="allow",
+            reinit="create_new", config=about.config, settings=wandb.Settings(**supported),
+        )  # fmt: skip
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
+        """See `Tracker`."""
+        # committed, else a killed run loses what waits for the next index
+        self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
+
+    def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
+        """See `Tracker`."""
+        self._run.summary.update(values)
+
+    def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
+        """See `Tracker`."""
+        columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
+        cells: list[Any] = [[row.get(key) for key in columns] for row in rows]
+        table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
+        self.log(index, {name: table}, step)
+
+    def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
+        """See `Tracker`."""
+        self.log(index, {name: self._wandb.Image(str(file))}, step)
+
+    def finish(self, outcome: str) -> str:
+        """See `Tracker`."""
+        if outcome == "stopped":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=OUTCOMES[outcome])
+        # `finish` returns before wandb's own process has written the run's file
+        self._wandb.teardown()
+        if self._run.offline:
+            return f"wandb sync {Path(self._run.settings.sync_dir).parent}/offline-run-*"
+        return self._run.url
+
+
+class Tensorboard:
+    """TensorBoard's event files; numbers in float64, texts as texts, figures as pixels."""
+
+    def __init__(self, about: About):
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._folder = about.folder
+        self._writer = SummaryWriter(str(about.folder))
+        self._text("config", about.config, 0)
+
+    def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
+        """See `Tracker`."""
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._number(name, value, step or 0)
+            elif value is not None:
+                self._writer.add_text(name, str(value), step or 0)
+        self._writer.flush()
+
+    summary = log
+
+    def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
+        """See `Tracker`."""
+        self._text(name, rows, step or 0)
+        for row in rows:
+            if row.keys() >= CURVE_COLUMNS and isinstance(row["mse"], int | float):
+                keys = ("method", "setting", "baseline")
+                curve = "/".join(str(row[key]) for key in keys)
+                self._number(f"mse/{curve}", row["mse"], row["group_size"])
+
+    def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
+        """See `Tracker`."""
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(file) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        self._writer.add_image(name, pixels, step or 0, dataformats="HWC")
+
+    def finish(self, outcome: str) -> str:
+        """See `Tracker`."""
+        self._writer.close()
+        return f"tensorboard --logdir {self._folder}"
+
+    def _number(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
+
+    def _text(self, name: str, content: Any, step: int) -> None:
+        """Write a block of code in Markdown, in which nothing acts."""
+        lines = json.dumps(content, indent=1, ensure_ascii=False, default=str).splitlines()
+        self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), step)
+
+
+class Trackio:
+    """Hugging Face's local-first tracker."""
+
+    def __init__(self, about: About):
+        import trackio  # pyright: ignore[reportMissingImports]  # optional
+
+        self._trackio, self._project = trackio, about.project
+        self._run = trackio.init(
+            project=about.project, name=f"{about.name} {about.run_id}", group=about.group,
+            resume="allow", config=about.config, embed=False, auto_log_cpu=False,
+            auto_log_gpu=False,
+        )  # fmt: skip
+
+    def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
+        """See `Tracker`."""
+        # `step` is trackio's name for its own
+        self._run.log({key: x for key, x in values.items() if key != "step"}, step=step)
+
+    summary = log
+
+    def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
+        """See `Tracker`."""
+        import pandas
+
+        self._run.log({name: self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
+
+    def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
+        """See `Tracker`."""
+        self._run.log({name: self._trackio.Image(str(file))}, step=step)
+
+    def finish(self, outcome: str) -> str:
+        """See `Tracker`."""
+        self._run.finish()
+        return f"trackio show --project {self._project}"
+
+
+TRACKERS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
 
 
 class Tracking:
-    """A tracker as its run sees it: no method raises, and only `finish` waits.
+    """The tracker of a run as the run sees it: no method raises.
 
     Args:
-        folder: the run folder, with its configuration.
+        folder: the run folder.
         logger: a `LoggerConfig`, not `none`.
+        config: of the run, nested, and its code.
     """
 
-    def __init__(self, folder: Path, logger: Any):
+    def __init__(self, folder: Path, logger: Any, config: dict[str, Any]):
         self._folder, self._logger, self._owner = folder, logger, os.getpid()
-        self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING_ROWS)
-        self._dropped, self._outcome = 0, "interrupted"
-        self._ending, self._over = threading.Event(), threading.Event()
-        self._exit_hooks: list[Callable[..., object]] = []
-        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
-        try:
-            import accelerate.tracking  # noqa: F401  # not while this thread imports from it too
+        self._file = folder / TRACKER_FOLDER / f"{logger.name}.json"
+        self._state = {"run_id": uuid4().hex[:8], "count": 0, "step": 0, "evals": {}}
+        self._tracker: Tracker | None = None
+        with self._off_at_an_error():
+            self._file.parent.mkdir(exist_ok=True)
+            if self._file.is_file():
+                self._state = self._stored()
+            # before anything is sent under this id
+            self._save()
+            place = folder.absolute()
+            about = About(
+                folder=place / TRACKER_FOLDER,
+                run_id=self._state["run_id"],
+                name=excerpt(visible(f"{place.parent.name}/{place.name}"), LONGEST_NAME),
+                group=excerpt(visible(place.parent.name), LONGEST_NAME),
+                project=logger.project,
+                config=visible_texts(redact(config)),
+                seconds=logger.finish_seconds,
+            )
+            self._tracker = TRACKERS[logger.name](about)
+            # rows that a killed start wrote and did not send
+            for row in read_rows(folder / METRICS)[0]:
+                self._send_row(row, [])
 
-            self._thread.start()
-        except (ImportError, RuntimeError) as error:  # the latter beyond a limit of threads
-            self._switch_off(describe(error))
+    def _stored(self) -> dict[str, Any]:
+        stored, wrong = contents.checked(
+            self._folder, f"{TRACKER_FOLDER}/{self._file.name}", contents.parsed_json, STATE_SHAPE
+        )
+        if wrong or not stored.keys() >= STATE_SHAPE.keys():
+            raise ValueError(f"{self._file} is damaged: delete it, a new run begins there")
+        return stored
 
-    def put(self, row: dict[str, Any]) -> None:
-        """Have a row of metrics.jsonl sent, or dropped where too many wait."""
-        if self._over.is_set():
-            return
-        try:
-            self._rows.put_nowait(row)
-        except queue.Full:
-            if not self._dropped:
-                self._warn(f"cannot keep up, rows are dropped there; {self._folder} has them all")
-            self._dropped += 1
+    def put(self, row: dict[str, Any], completions: Rows) -> None:
+        """Send a row of metrics.jsonl and what was logged beside it, unless it was sent before."""
+        with self._off_at_an_error():
+            self._send_row(row, completions)
 
     def finish(self, outcome: str, grace_seconds: float) -> None:
-        """Wait until all is sent, at most `finish_seconds`; then abandon the tracker.
+        """Send what the run ends with, and end it there; wait at most `finish_seconds`.
 
         Args:
             outcome: done, stopped, failed or interrupted.
             grace_seconds: between a signal to the run and its kill.
         """
-        if os.getpid() != self._owner or self._thread.ident is None:
+        if self._tracker is None or os.getpid() != self._owner:
             return
         patience = self._logger.finish_seconds
         if outcome == "stopped":
             remaining = grace_seconds - seconds_since_request() - STOP_MARGIN_SECONDS
             patience = max(0.0, min(patience, remaining))
-        name, self._outcome, until = self._logger.name, outcome, time.monotonic() + patience
-        self._ending.set()
-        with suppress(queue.Full):  # else the thread does not wait, and looks when it is empty
-            self._rows.put_nowait(None)
-        try:
-            self._thread.join(min(QUIET_SECONDS, patience))
-            if self._thread.is_alive() and patience > QUIET_SECONDS and not self._over.is_set():
-                line = f"waiting up to {patience:.0f} s for logger={name}; all files are written"
-                tell(line, file=sys.stderr)
-                self._thread.join(max(0.0, until - time.monotonic()))
-        finally:  # also where the waiting is interrupted
-            if self._thread.is_alive():
-                self._switch_off(f"did not end in {patience:.0f} s and is left to itself")
-                leave_alone(self._exit_hooks)
-                if self._exit_hooks:
-                    self._thread.join(
-                        QUIET_SECONDS
-                    )  # wandb forgets its process, see `forget_service`
-        if self._dropped:
-            tell(f"logger={name}: {self._dropped} rows were dropped", file=sys.stderr)
+        ending = threading.Thread(target=self._end, args=(outcome,), daemon=True)
+        ending.start()
+        ending.join(patience)
+        if ending.is_alive():
+            self._switch_off(f"did not end in {patience:.0f} s and is left to itself")
 
-    def _work(self) -> None:
-        """Open the tracker, send what comes, and close it; in the thread."""
-        with noted_exit_hooks(self._exit_hooks):
-            try:
-                sender = Sender(self._folder, self._logger.name, self._logger.project)
-                sender.send_folder()
-                while not (self._ending.is_set() and self._rows.empty()):
-                    row = self._rows.get()
-                    if row is not None:
-                        sender.send_row(row)
-                where = sender.close(self._outcome)
-                if where is not None and not self._over.is_set():
-                    tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
-            except BaseException as error:  # a tracker may raise SystemExit
-                self._switch_off(describe(error))
-                leave_alone(self._exit_hooks)
-                forget_service(self._logger.name)
+    def _end(self, outcome: str) -> None:
+        with self._off_at_an_error():
+            self._send_evals()
+            if outcome == "done" and (self._folder / RESULT).is_file():
+                self._send_result(json.loads((self._folder / RESULT).read_text()))
+            where = self._tracker and self._tracker.finish(outcome)
+            if self._tracker:
+                tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
+
+    def _send_row(self, row: dict[str, Any], completions: Rows) -> None:
+        self._send_evals()
+        step = row["step"]
+        if step > self._state["step"]:
+            self._state["step"] = step
+            self._send("log", visible_texts(row), step)
+            if completions:
+                self._send("table", "completions", visible_texts(completions), step)
+
+    def _send_evals(self) -> None:
+        file, sent = self._folder / EVALS, self._state["evals"]
+        for row in csv_rows(file.read_text()) if file.is_file() else ():
+            kind = f"{row['decoding']}/{row['split']}"
+            if row["step"] > sent.get(kind, -1):
+                sent[kind] = row["step"]
+                left_out = ("step", "split", "decoding")
+                names = {key: f"eval/{row['decoding']}/{key}" for key in row if key not in left_out}
+                values = {name: row[key] for key, name in names.items()}
+                self._send("log", visible_texts(values), row["step"])
+
+    def _send_result(self, result: dict[str, Any]) -> None:
+        """Send completions of a study, figures, tables and values."""
+        step = result.get("steps")
+        if step is None and (self._folder / COMPLETIONS).is_file():
+            from pyarrow import parquet
+
+            rows = parquet.read_table(self._folder / COMPLETIONS).to_pylist()
+            self._send("table", "completions", visible_texts(rows), step)
+        for file in sorted(self._folder.glob("*.png")):
+            self._send("figure", visible(file.stem), file, step)
+        checks = ("digest", "files")
+        content = {key: x for key, x in visible_texts(result).items() if key not in checks}
+        for name, value in content.items():
+            # evaluations were sent before
+            if _is_table(value) and name != "evals":
+                self._send("table", name, value, step)
+        values = {
+            # notes, a line each
+            f"result/{key}": "\n".join(map(str, x)) if isinstance(x, list) else x
+            for key, x in flatten(content, "/").items()
+            if x != [] and not _is_table(x)
+        }
+        self._send("summary", values, step)
+
+    def _send(self, kind: str, *arguments: Any) -> None:
+        if self._tracker:
+            getattr(self._tracker, kind)(self._state["count"], *arguments)
+            self._state["count"] += 1
+            self._save()
+
+    def _save(self) -> None:
+        write_whole(self._file, json.dumps(self._state))
+
+    @contextmanager
+    def _off_at_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        # a tracker may raise SystemExit
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {single_line(error, 300)}"
+            self._switch_off(reason.removesuffix(": "))
 
     def _switch_off(self, reason: str) -> None:
         """Send nothing more, and say so once."""
-        if self._over.is_set():
-            return
-        self._over.set()
-        rest = ""
-        with suppress(OSError):
-            unsent = unsent_runs(self._folder)
-            rest = f". To send the rest: {sync_command(unsent)}" if unsent else ""
-        self._warn(f"{reason}; it is off, the run is whole without it{rest}")
-
-    def _warn(self, text: str) -> None:
-        warn(f"logger={self._logger.name}: {text}")
+        self._tracker = None
+        warn(
+            f"logger={self._logger.name}: {reason}; it is off, the run is whole without it in "
+            f"{self._folder}"
+        )
 
 
-def describe(error: BaseException) -> str:
-    """An error's type and message, in a line."""
-    if isinstance(error, Damaged):
-        return str(error)
-    return f"{type(error).__name__}: {single_line(error, 300)}".removesuffix(": ")
-
-
-@contextmanager
-def noted_exit_hooks(found: list[Callable[..., object]]) -> Iterator[None]:
-    """Record what trackers register with `atexit` within the block, such as wandb's wait for its
-    server.
+def visible_texts(content: Any) -> Any:
+    """The value with the invisible characters of its texts spelt out, also within rows and keys, so
+    that a tracker receives no control sequences and no lone surrogates; all else unchanged.
     """
-    register = atexit.register
-
-    def note(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        if str(getattr(function, "__module__", "")).partition(".")[0] in WITH_EXIT_HOOKS:
-            found.append(function)
-        return register(function, *args, **kwargs)
-
-    atexit.register = note
-    try:
-        yield
-    finally:
-        if atexit.register is note:
-            atexit.register = register
+    if isinstance(content, str):
+        return visible(content)
+    if isinstance(content, dict):
+        return {visible_texts(key): visible_texts(value) for key, value in content.items()}
+    return [visible_texts(value) for value in content] if isinstance(content, list) else content
 
 
-def leave_alone(exit_hooks: Sequence[Callable[..., object]]) -> None:
-    """Keep a tracker that failed or hangs from delaying the exit of this process: take back what it
-    registered with `atexit`, and kill wandb's own process.
-    """
-    for hook in exit_hooks:
-        atexit.unregister(hook)
-    for child in children(os.getpid()):
-        with suppress(Exception):  # it may have ended
-            if child.name().startswith("wandb-core"):
-                child.kill()
-
-
-def forget_service(name: str) -> None:
-    """Have wandb forget its process, so that a later run of this sweep starts another one."""
-    if name == "wandb" and "wandb" in sys.modules:
-        with suppress(BaseException):
-            sys.modules["wandb"].teardown()
+def _is_table(value: Any) -> bool:
+    """Whether a value is a list of rows, such as curves or claims."""
+    return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)

@@ -186,7 +186,7 @@ def loop(
             run.folder.check_lock()
             row |= {"seconds_save": progress.seconds_save}
             log.write(row, completions)
-            run.folder.track(row)
+            run.folder.track(row, completions)
         bar.step(row, config.budget.rollouts)
         for line in check_alarms(config, row, progress.streaks, progress.alarms):
             bar.print_alarm(line)

@@ -8,7 +8,6 @@
 The curves of none, leave_one_out and oracle at every group size, of the same questions, by
 
     closed_form  a pool of scored completions, extended until its widths are the target's
-    replay       the same pool and groups drawn from it
     ordinary     fresh rollouts and a backward for every (baseline, group), see `brute_force`
     weighted     the same with all gradients of a replicate from one backward (monte_carlo)
 
@@ -38,7 +37,6 @@ from scipy import stats
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.mse import pool, sampler
 from grpo_ustat.mse.closed_form import closed_form
-from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.result import closed_form_request
 from grpo_ustat.policy.loading import configured_policy, configured_task
 
@@ -210,21 +208,6 @@ def report(asked, found):
         print(f"{spent.wall:9.1f}{spent.seconds / base:8.1f}{worst:18.2%}")
 
 
-def replay_line(closed):
-    """The closed forms' pool with groups drawn from it besides."""
-    spent, config = Spent(), closed.config
-    scored, _ = pool.build_pool(config, closed.prompts, closed.folder, closed.size)
-    with spent.on("replay"):
-        settings = [("all_questions_once", len(closed.prompts))]
-        rules = {name: config.rules[name].options for name in config.baselines}
-        drawn = (config.budget.replay_draws, config.seed, config.study.interval)
-        rows = replay(scored, config.baselines, rules, config.group_sizes, settings, *drawn)
-    worst = max(halfwidth(row.mse) for row in rows)
-    base = closed.spent.seconds
-    print(f"\nreplay: {base + spent.seconds:.1f} CPU s with the pool's, ", end="")
-    print(f"{1 + spent.seconds / base:.2f} times closed_form, worst half-width {worst:.2%}")
-
-
 def agreement(asked, found):
     """closed_form - brute force in units of their standard error, and the simultaneous limit."""
     mine = found[0].curves()
@@ -317,8 +300,6 @@ def main():
     agreement(asked, found)
     if asked.extrapolate:
         extrapolation(asked, found)
-    else:
-        replay_line(found[0])
 
 
 if __name__ == "__main__":

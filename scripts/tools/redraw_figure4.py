@@ -28,7 +28,6 @@ shown = curves[
     (curves.method == first.method)
     & (curves.target == first.target)
     & (curves.setting == first.setting)
-    & (curves.num_prompts == first.num_prompts)
 ]
 
 plt.style.use("tableau-colorblind10")

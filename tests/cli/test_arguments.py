@@ -121,9 +121,9 @@ MSE = {
         "each, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
     ),
     ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
-    ("study.methods=[replya]",): (
-        "unknown study.methods 'replya': did you mean replay? "
-        "choose from closed_form, replay, monte_carlo"
+    ("study.methods=[close_form]",): (
+        "unknown study.methods 'close_form': did you mean closed_form? "
+        "choose from closed_form, monte_carlo"
     ),
     ("study.questions=many",): (
         "study.questions=many: a whole number is needed, such as study.questions=8"

@@ -208,11 +208,11 @@ def test_a_study_and_a_sweep_of_such_folders_run(tmp_path, two_checkpoints):
 
 def test_completion_by_tab_is_hydras_own(monkeypatch, capsys):
     def asked(request):
-        monkeypatch.setattr(sys, "argv", ["grpo-ustat-train", "-sc", request])
+        monkeypatch.setattr(sys, "argv", ["grpo-ustat", "-sc", request])
         assert print_help("train")
         return capsys.readouterr().out
 
-    monkeypatch.setenv("COMP_LINE", "grpo-ustat-train model=ti")
+    monkeypatch.setenv("COMP_LINE", "grpo-ustat model=ti")
     assert asked("query=bash").split() == ["model=tiny", "model=tiny_base", "model=tiny_direct"]
     assert "complete -o" in asked("install=bash")
     with pytest.raises(ConfigError, match="'csh' found"):

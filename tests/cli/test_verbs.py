@@ -35,10 +35,7 @@ def test_every_room_with_a_command_is_a_verb():
     rooms = {path.parent.name for path in (ROOT / "grpo_ustat").glob("*/__main__.py")}
     assert {name for name, verb in VERBS.items() if not verb.module} == rooms
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.pop("grpo-ustat") == "grpo_ustat.__main__:main"
-    for name, target in scripts.items():  # the older ones
-        verb = name.removeprefix("grpo-ustat-")
-        assert verb in VERBS and target == "grpo_ustat.__main__:hyphenated"
+    assert scripts == {"grpo-ustat": "grpo_ustat.__main__:main"}
 
 
 def test_help_has_a_line_and_an_example_of_each(monkeypatch, capsys):
@@ -138,10 +135,6 @@ def test_a_verb_whose_package_is_missing_says_how_to_install_it(
     monkeypatch.setattr(command_line, "IN_CHECKOUT", False)
     line = f"grpo-ustat mse needs {package}: pip install 'grpo-ustat[cli]'\n"
     assert main(monkeypatch, capsys, "mse", "seed=1") == (2, "", line)
-    monkeypatch.setattr(sys, "argv", ["/bin/grpo-ustat-mse", "seed=1"])
-    with pytest.raises(SystemExit):
-        program.hyphenated()
-    assert capsys.readouterr() == ("", line)
 
 
 def test_a_module_of_no_package_of_ours_is_no_matter_of_extras(monkeypatch, capsys):

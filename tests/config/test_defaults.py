@@ -108,7 +108,7 @@ def test_only_the_value_that_counts_is_of_the_name_of_a_run(tmp_path):
         replace(config, dataset=replace(config.dataset, max_completion_length=7)),
     )
     assert {folder_name(other) for other in others} == {folder_name(config)}
-    steps, adam = ("study.adam_rollouts=64",), ("study.metric=adam", "study.interval=questions")
+    steps, adam = ("study.adam_rollouts=64",), ("study.metric=adam",)
     of_steps = [folder_name(compose("mse", *words)) for words in ((), steps, adam, (*adam, *steps))]
     assert of_steps[0] == of_steps[1] and len(set(of_steps)) == 3
     assert folder_name(compose("train", "learning_rate=2e-4")) != folder_name(config)

@@ -106,27 +106,25 @@ def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
 
 
 def test_tf32_counts_where_it_is_in_use():
-    plain, cuda, off, narrow = (
+    plain, cuda, narrow = (
         compose("mse", *more)
         for more in (
             (),
             ("launch.device=cuda",),
-            ("launch.device=cuda", "tf32=false"),
             ("launch.device=cuda", "model.dtype=bfloat16"),
         )
     )
-    assert [x.computes_tf32 for x in (plain, cuda, off, narrow)] == [False, True, False, False]
-    assert folder_name(plain) == folder_name(off) != folder_name(cuda)
+    assert [x.computes_tf32 for x in (plain, cuda, narrow)] == [False, True, False]
     assert identity(cuda)["tf32"] and draws_of(cuda)["tf32"]
-    assert not any(keys.get("tf32") for x in (plain, off) for keys in (identity(x), draws_of(x)))
+    assert not identity(plain)["tf32"] and not draws_of(plain)["tf32"]
 
 
 def test_a_pool_of_other_products_is_refused_by_name(tmp_path):
     full, tf32 = (draws_of(compose("mse", *more)) for more in ((), ("launch.device=cuda",)))
-    for first, second, word in ((full, tf32, "false"), (tf32, full, "true")):
+    for first, second, word in ((full, tf32, "full precision"), (tf32, full, "TF32")):
         folder = tmp_path / word
         PoolStore(folder, first).open()
-        with pytest.raises(ConfigError, match=f"holds scores of tf32={word}.* use tf32={word} or"):
+        with pytest.raises(ConfigError, match=f"holds scores in {word}.* or another pool=DIR"):
             PoolStore(folder, second).open()
 
 

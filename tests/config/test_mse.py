@@ -32,21 +32,6 @@ def test_a_folder_of_somebodys_own_files_is_refused_before_any_work(own):
     assert sorted(own.rglob("*")) == before and list(own.parent.iterdir()) == [own]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("tf32=true",), "tf32=true with launch.device=cpu: only cuda has TF32 products"),
-        (
-            ("tf32=true", "launch.device=cuda", "model.dtype=bfloat16"),
-            "tf32=true with model.dtype=bfloat16: TF32 is of float32 products",
-        ),
-    ],
-)
-def test_tf32_is_refused_where_nothing_has_it(words, message):
-    with pytest.raises(ConfigError, match=message):
-        compose("mse", *words).check()
-
-
 def test_a_step_of_one_rollout_is_refused():
     with pytest.raises(ConfigError, match="study.rollouts=1 must be 2 or more"):
         compose("mse", "study.rollouts=1").check()

@@ -51,7 +51,7 @@ def test_functions_of_two_files_with_one_name_are_refused(tmp_path):
     "verb, overrides, words",
     [
         ("train", ["baseline=gdpo"], "baseline=gdpo normalises .* reward_funcs=\\[task\\]: use"),
-        ("mse", ["baselines=[gdpo]", "study.methods=[replay]"], "baselines=gdpo"),
+        ("mse", ["baselines=[gdpo]"], "baselines=gdpo"),
         (
             "train",
             ["baseline=gdpo", "reward_funcs=[task,brevity]", "objective=grpo", "objective.beta=0.1",

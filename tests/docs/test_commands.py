@@ -35,7 +35,7 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "./scripts/test": ".ci/run",
     "advise": "tests/advise/test_sources.py",
     "convert": "tests/logs/test_convert.py",
-    "doctor": "tests/doctor/test_runner.py",
+    "doctor": "tests/doctor/test_main.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",
     "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",

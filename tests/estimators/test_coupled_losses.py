@@ -106,7 +106,7 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     assert 1 < mixed_groups(pool.rewards_PN).sum() < QUESTIONS - 1
     weights = pool_gradient_weights(pool.rewards_PN)
     gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR[:, :SIZE])
-    part = additive_part(loss)
+    part = additive_part(loss, SIZE)
     sums = LevelSums(pool, part.length_factors(pool.lengths_PN))
     terms = sums.terms(part.rule, part.options, SIZE, beta=part.beta)
     plain = update_moments(terms, gradient, 2, scale=None)

@@ -9,6 +9,7 @@ import statistics
 import numpy as np
 import pytest
 from reference import softmax_policy
+from tabular import TabularPolicy
 
 from grpo_ustat.gap.normalised import RightAndWrong, normalised_moments, right_and_wrong
 
@@ -108,3 +109,122 @@ def test_other_rewards_and_silent_prompts_are_refused():
         right_and_wrong(p, scores, rewards / 2)
     with pytest.raises(ValueError, match="prompt 1 has V=0.0"):
         right_and_wrong(p, scores, rewards * [[1.0], [0.0]])
+
+
+# The best group size at n rollouts, by errors of group_std against g/sigma of eight prompts
+
+
+def leading_bias(moments, g_PK, own_mean=False):
+    """b_x, the limits of G times the prompts' biases against g/sigma, [P, K].
+
+    Args:
+        moments: of the prompts.
+        g_PK: their gradients.
+        own_mean: whether the group's own mean is subtracted, as by `group_std`, not the others'.
+    """
+    v = moments.var_z
+    factor = 1 + 4 * v if own_mean else 1 - 4 * v
+    return -g_PK * (factor / (8 * v**1.5))[:, None]
+
+
+def best_group_size_at(moments, g_PK, rollouts, own_mean=False):
+    """The leading term of the best G at n rollouts, `( 2 ||b||^2 n / C1 )^(1/3)`.
+
+    It is where `||b||^2 / G^2 + G C1 / n` is least.
+
+    Args:
+        moments, g_PK, own_mean: see `leading_bias`.
+        rollouts: n.
+    """
+    b_K = leading_bias(moments, g_PK, own_mean).mean(axis=0)
+    tau_PK = g_PK / np.sqrt(moments.var_z)[:, None]
+    spread = np.square(tau_PK - tau_PK.mean(axis=0)).sum(axis=1).mean()
+    return float((2 * b_K @ b_K * rollouts / spread) ** (1 / 3))
+
+
+def break_even_rollouts(moments, g_PK, group_size):
+    """The n below which N has a smaller error than U, `G^2 (4 shift + 2 <tau, b>) / ||b||^2`.
+
+    It is of leading order in 1/G: up to G = 16 the exact n may be a quarter of it or less.
+
+    Args:
+        moments, g_PK: see `leading_bias`.
+        group_size: G.
+    """
+    b_K = leading_bias(moments, g_PK).mean(axis=0)
+    tau_K = (g_PK / np.sqrt(moments.var_z)[:, None]).mean(axis=0)
+    return float(group_size**2 * (4 * moments.shift.mean() + 2 * tau_K @ b_K) / (b_K @ b_K))
+
+
+def eight_prompts(theta=0.8):
+    """Eight prompts of six outcomes, 0/1 rewards, V from 0.08 to 0.8."""
+    rng = np.random.default_rng(3)
+    features = rng.normal(size=(8, 6, 5))
+    parameters = theta * rng.normal(size=5)
+    rewards = (rng.random((8, 6)) < 0.35).astype(float)
+    rewards[:, 0], rewards[:, 1] = 1, 0
+    return TabularPolicy(features, parameters, rewards)
+
+
+def exact_error(policy, size):
+    """(||b||^2, v, C1) of group_std against g/sigma at epsilon 0, v of one group.
+
+    By a sum over the number of right answers; group_std subtracts the group's own mean, which
+    shortens the leave-one-out estimate by (G-1)/G.
+    """
+    moments = right_and_wrong(policy.probabilities_PY, policy.scores_PYD, policy.rewards_PY)
+    exact = normalised_moments(moments, size, 0.0)
+    g_PK = np.einsum("py,pyk->pk", policy.probabilities_PY * policy.rewards_PY, policy.scores_PYD)
+    sigma_P, norm_P = np.sqrt(moments.var_z), np.sqrt(moments.g_sq)
+    shrink = (size - 1) / size
+    mean_PK = shrink * g_PK * (1 / sigma_P + exact.bias / norm_P)[:, None]
+    tau_K, mu_K = (g_PK / sigma_P[:, None]).mean(axis=0), mean_PK.mean(axis=0)
+    spread = np.square(mean_PK).sum(axis=1).mean() - mu_K @ mu_K
+    bias = mu_K - tau_K
+    return bias @ bias, spread + shrink**2 * exact.variance.mean(), spread
+
+
+def gradients(policy):
+    """Moments and gradients of the prompts."""
+    moments = right_and_wrong(policy.probabilities_PY, policy.scores_PYD, policy.rewards_PY)
+    chance_PY = policy.probabilities_PY * policy.rewards_PY
+    return moments, np.einsum("py,pyk->pk", chance_PY, policy.scores_PYD)
+
+
+def test_the_best_size_of_a_normalised_rule_grows_like_the_cube_root_of_n():
+    """Exact errors of eight prompts at every G: 24, 35 and 84 where the leading term has 21.0, 33.4
+    and 82.8."""
+    policy = eight_prompts()
+    errors = {size: exact_error(policy, size) for size in range(3, 130)}
+    exact = gradients(policy)
+    rate = best_group_size_at(*exact, 1.0, own_mean=True) ** 3
+    for n, off in ((16384, 0.2), (65536, 0.08), (10**6, 0.03)):
+        best = min(errors, key=lambda size: errors[size][0] + errors[size][1] * size / n)
+        assert best == pytest.approx((rate * n) ** (1 / 3), rel=off)
+    for size, off in ((64, 0.1), (256, 0.03)):
+        bias2, _, c1 = exact_error(policy, size)
+        assert 2 * size**2 * bias2 / c1 == pytest.approx(rate, rel=off)
+
+
+@pytest.mark.parametrize(
+    "theta, size, ratio",
+    [(0.3, 4, 8.98), (0.3, 8, 5.70), (0.3, 16, 2.14), (0.3, 32, 1.31), (0.3, 64, 1.13),
+     (0.3, 128, 1.06), (0.3, 256, 1.03), (0.8, 4, 4.34), (0.8, 8, 5.30), (0.8, 16, 3.91),
+     (0.8, 32, 1.96), (0.8, 64, 1.25), (0.8, 128, 1.10), (0.8, 256, 1.05)],
+)  # fmt: skip
+def test_below_its_break_even_the_groups_own_std_beats_the_known_one(theta, size, ratio):
+    """Exact errors of N and U over eight prompts are equal below the n of the leading terms, and
+    near it at large G."""
+    moments, g_PK = gradients(eight_prompts(theta))
+    exact = normalised_moments(moments, size, 0.0)
+    sigma_P, norm_P = np.sqrt(moments.var_z), np.sqrt(moments.g_sq)
+    tau_PK = g_PK / sigma_P[:, None]
+    mean_PK = tau_PK + g_PK * (exact.bias / norm_P)[:, None]
+    bias2 = np.square(mean_PK.mean(axis=0) - tau_PK.mean(axis=0)).sum()
+
+    def one(means_PK, variance_P):
+        spread = np.square(means_PK - means_PK.mean(axis=0)).sum(axis=1).mean()
+        return size * (spread + variance_P.mean())
+
+    n = (one(tau_PK, exact.plain_variance) - one(mean_PK, exact.variance)) / bias2
+    assert break_even_rollouts(moments, g_PK, size) / n == pytest.approx(ratio, abs=6e-3)

@@ -1,4 +1,4 @@
-"""Checks that go wrong in every way in which a function can, and ranks that do."""
+"""Checks that go wrong in every way in which a function can."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import sys
 import time
 
-from grpo_ustat.doctor import cluster
-from grpo_ustat.doctor.runner import ok
+from grpo_ustat.doctor.checks import ok
 
 
 def well(folder):
@@ -29,18 +28,3 @@ def hang(_):
 
 def missing(_):
     import no_such_package  # noqa: F401
-
-
-def rank_without_a_way(rank, backend, count, port, environment, answers):
-    """The machine's own name leads nowhere; what `environment` names does."""
-    if not environment:
-        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
-    cluster._rank(rank, backend, count, port, environment, answers)
-
-
-def rank_that_dies(*_):
-    os._exit(9)
-
-
-def rank_that_hangs(*_):
-    time.sleep(30)

@@ -156,7 +156,7 @@ def test_numbers_are_those_of_our_pool(run, tmp_path):
     assert conversion.exact and conversion.kept == 64
     study = [
         f"pool={tmp_path}/rows.parquet", f"model={folder}/checkpoint-2", "study.questions=500",
-        "study.interval=questions", "budget.gradient_sketch=1000000",
+        "budget.gradient_sketch=1000000",
         f"hydra.run.dir={tmp_path}/study",
     ]  # fmt: skip
     subprocess.run([sys.executable, "-m", "grpo_ustat", "mse", *study], check=True, cwd=tmp_path)

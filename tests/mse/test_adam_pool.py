@@ -26,7 +26,7 @@ from grpo_ustat.runs.folder import RunFolder
 SMALL = (
     "debug=mse", "model=tiny_base", "model.dtype=float64", "launch.workers=1",
     "budget.pool_completions=6", "budget.gradient_sketch=300000", "budget.feature_sketch=300000",
-    "study.metric=adam", "study.interval=questions", "study.adam_rollouts=8",
+    "study.metric=adam", "study.adam_rollouts=8",
     "study.adam_group_size=2",
 )  # fmt: skip
 

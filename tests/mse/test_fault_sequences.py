@@ -40,14 +40,14 @@ SEQUENCES = int(os.environ.get("FAULTS", "60"))
 PARTS = 5  # of the sequences, each a test, so that workers share them
 CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir", "link")
 SMALL = (
-    "debug=mse", "model=tiny_direct", "study.questions=3", "group_sizes=[2,4]",
+    "debug=mse", "model=tiny_direct", "study.questions=4", "group_sizes=[2,4]",
     "max_completion_length=6", "launch.workers=1", "budget.feature_sketch=256",
-    "budget.gradient_sketch=256", "budget.replay_draws=80",
+    "budget.gradient_sketch=256",
 )  # fmt: skip
 STUDIES = {  # by name: what differs; the pool of the first is the beginning of the others'
     "four": ("budget.pool_completions=4",),
     "eight": ("budget.pool_completions=8",),
-    "replay": ("budget.pool_completions=8", "study.methods=[closed_form,replay]"),
+    "groups": ("budget.pool_completions=8", "baselines=[leave_one_out,group_std]"),
     "rules": ("budget.pool_completions=8", "baselines=[none,oracle,constant]"),
     "processes": ("budget.pool_completions=8", "launch.workers=2"),
 }
@@ -254,7 +254,7 @@ def draws_in(pool):
 def undisturbed(tmp_path_factory):
     """(result by study, by whether its pool grew; the pool of 8; seconds of a study)."""
     place, results = tmp_path_factory.mktemp("undisturbed"), {}
-    for order in (["four", "eight", "replay", "rules"], ["eight", "replay", "rules"]):
+    for order in (["four", "eight", "groups", "rules"], ["eight", "groups", "rules"]):
         alone = Sequence(place / order[0], 0, 0.0)
         alone.begun = order
         for name in order:

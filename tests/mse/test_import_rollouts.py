@@ -320,8 +320,8 @@ def test_rows_are_read_as_they_are(tmp_path):
         (rows(count=10), (), r"prompt of row 2 \(from 0\) has 2 completions, 4 are needed of each, "
          "and none of 4 prompts has as many"),
         (rows(prompts=32), (), "has 1 completions, 4 are needed of each, and none of 32"),
-        (rows(), ("study.methods=[replay]", "group_sizes=[2,6]"),
-         "has 8 completions, 9 are needed .* or use smaller group_sizes"),
+        (rows(), ("baselines=[opo]", "group_sizes=[16,32]"),
+         "has 8 completions, 16 are needed .* or use smaller group_sizes"),
         (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ and a completion of"),
         (rows(prompt=[talk(("user", "1 + 1"))] * 32), (), "tiny_base has no chat template"),
     ]),

@@ -219,7 +219,7 @@ def test_a_policy_whose_answers_are_all_judged_alike_is_refused(tmp_path, monkey
 
 REFUSED = {
     "another metric": (("study.policy=embedded:tiny", "study.metric=adam",
-                        "study.interval=questions", "budget.pool_completions=16"),
+                        "budget.pool_completions=16"),
                        "use study.metric=euclidean"),
     "no such checkpoint": (("study.policy=./nowhere",),
                            "study.policy=./nowhere: there is no folder"),

@@ -17,8 +17,8 @@ from grpo_ustat.estimators.moments import centred
 from grpo_ustat.mse import study
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.reward_functions import SUM_NAME, function_statistics
+from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.runs.folder import RunFolder
 
@@ -58,7 +58,7 @@ def test_a_pool_of_other_functions_is_refused_before_a_run_is_written_down(tmp_p
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["pool.json"]
 
 
-def test_a_rule_of_ones_own_reads_every_function_in_replay(rng, monkeypatch):
+def test_a_rule_of_ones_own_reads_every_function(rng, monkeypatch):
     """Leave-one-out of the weighted sum, formed from the functions, is that of the sum."""
 
     def of_functions(rewards_PG, context):
@@ -68,10 +68,9 @@ def test_a_rule_of_ones_own_reads_every_function_in_replay(rng, monkeypatch):
     needs = frozenset({"rewards_PGF", "reward_weights_F"})
     own = Baseline("own", of_functions, unbiased=True, min_group_size=2, needs=needs)
     monkeypatch.setitem(BASELINES, "own", own)
-    arguments = ({}, [3], [("without_replacement", 6)], 50, 0, "completions")
-    pool = pool_of_three(rng)
-    (one,), (other,) = (replay(pool, [name], *arguments) for name in ("own", "leave_one_out"))
-    assert one.mse == pytest.approx(other.mse, rel=1e-12)
+    errors, _ = rule_errors(pool_of_three(rng), {"own": {}, "leave_one_out": {}}, [3], 18, 2, 0)
+    one, other = (error.mse for error in errors)
+    assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_a_function_alone_is_a_study_with_that_reward(rng):
@@ -103,7 +102,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
 
 SMALL = (
     "model=tiny_base", "debug=mse", "study.questions=4", "budget.pool_completions=8",
-    "study.methods=[closed_form,replay,monte_carlo]", "group_sizes=[2,4]",
+    "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]", "study.rollouts=4",
     "budget.replicates=2", "budget.reference_completions=9", "budget.reference_blocks=3",
     "max_completion_length=60",
 )  # fmt: skip
@@ -124,7 +123,7 @@ def test_a_whole_study_of_two_functions(tmp_path):
     rows = {row["name"]: row for row in result["reward_functions"]}
     assert list(rows) == ["task", "brevity", SUM_NAME]
     methods = {(row["method"], row["baseline"]) for row in result["curves"]}
-    assert {("replay", "gdpo"), ("monte_carlo", "gdpo")} <= methods
+    assert {("all_groups", "gdpo"), ("monte_carlo", "gdpo")} <= methods
     assert result["reward_correlations"][0]["first"] == "task"
 
     one = fit(tmp_path / "one", "baselines=[leave_one_out,group_std]")

@@ -18,12 +18,12 @@ from commands import compose  # noqa: E402
 from test_closed_form import pool_of, tabular  # noqa: E402
 
 
-def predicted(pool, setting, points):
-    """{G: Interval} of leave-one-out minibatches of (G, B) points."""
-    rows = [CurvePoint("leave_one_out", size, setting, count) for size, count in points]
+def predicted(pool, points):
+    """({G: Interval} of leave-one-out minibatches of (G, B) points drawn with replacement, C1)."""
+    rows = [CurvePoint("leave_one_out", size, "with_replacement", count) for size, count in points]
     asked = Request(rows, {}, len(pool.rewards_PN), False, {})
     found = closed_form(pool, asked, "completions")
-    return {row.group_size: found[row.key] for row in rows}
+    return {row.group_size: found[row.key] for row in rows}, found["c1"].estimate
 
 
 def leave_one_out(z, scores):
@@ -38,7 +38,7 @@ def test_minibatches_of_a_tabular_policy_follow_the_prediction():
     """n = 24 rollouts split six ways, 20 000 fresh minibatches each, |z| < 3.5 for all."""
     policy, rng, replicates = tabular(), np.random.default_rng(3), 20_000
     points = [(g, 24 // g) for g in (2, 3, 4, 6, 8, 12)]
-    law = predicted(pool_of(policy, 600, np.random.default_rng(0)), "with_replacement", points)
+    law, _ = predicted(pool_of(policy, 600, np.random.default_rng(0)), points)
     truth = policy.gradient_PD.mean(axis=0)
     cumulative = policy.probabilities_PY.cumsum(axis=1)
     for size, count in points:
@@ -69,15 +69,17 @@ def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
     prompts = configured_task(one.task_options, one.model).prompts("study")[:24]
     first, _ = build_pool(one, prompts, tmp_path / "one")
     second, _ = build_pool(two, prompts, tmp_path / "two")
-    law = predicted(first, "without_replacement", points)
+    law, c1 = predicted(first, points)
     rng, scores = np.random.default_rng(0), {}
     for size, count in points:
         measured = [minibatch_mse(second, block, size, count, rng) for block in range(parts)]
         error = np.hypot(
             np.std(measured, ddof=1) / parts**0.5, (law[size].high - law[size].low) / 3.92
         )
-        scores[size] = (np.mean(measured) - law[size].estimate) / error
-        print(size, np.mean(measured), law[size])
+        # the minibatches below have no question twice (Cochran 1977, section 2.5)
+        expected = law[size].estimate - (count - 1) / (24 - 1) * c1 / count
+        scores[size] = (np.mean(measured) - expected) / error
+        print(size, np.mean(measured), expected)
     limit = stats.t.ppf(1 - 0.01 / len(points) / 2, parts - 1)
     assert max(map(abs, scores.values())) < limit, scores
 

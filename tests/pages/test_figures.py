@@ -10,6 +10,7 @@ import pytest
 from folders import studied
 
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.pages import error_figures
 from grpo_ustat.pages.error_figures import joint_mse_figure, ratio_rows, scaling_panel
 from grpo_ustat.pages.figures import STYLE, baseline_style, plt
 from grpo_ustat.report.aggregate import report_runs
@@ -82,18 +83,35 @@ def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):
     """8/G and 4/G: 2; with ratios of its own, these and their intervals."""
     errors = {(name, g): x / g for name, x in (("none", 8.0), ("oracle", 4.0)) for g in (2, 4)}
     result = RunRecord(studied(tmp_path / "study", "tiny", errors)).final_result
-    rows = ratio_rows(result, "all_questions_once", 8)
+    rows = ratio_rows(result, "all_questions_once")
     assert [(r["baseline"], r["group_size"], r["ratio"], r["ratio_low"]) for r in rows] == [
         ("none", 2, 2.0, None),
         ("none", 4, 2.0, None),
     ]
     own = {"baseline": "none", "setting": "all_questions_once", "num_prompts": 8, "group_size": 4}
     own |= {"ratio": 2.5, "ratio_low": 2.0, "ratio_high": 3.0}
-    rows = ratio_rows(result | {"ratio_to_oracle": [own]}, "all_questions_once", 8)
+    rows = ratio_rows(result | {"ratio_to_oracle": [own]}, "all_questions_once")
     assert {r["group_size"]: (r["ratio"], r["ratio_high"]) for r in rows} == {
         2: (2.0, None), 4: (2.5, 3.0)
     }  # fmt: skip
-    assert ratio_rows(result, "one_question", 1) == []
+    assert ratio_rows(result, "with_replacement") == []
+
+
+def test_rules_that_one_panel_alone_has_are_named_too(tmp_path, monkeypatch):
+    errors = {(name, g): 8 / g for name in ("none", "oracle") for g in (2, 4)}
+    result = RunRecord(studied(tmp_path / "study", "tiny", errors)).final_result
+    new = {"setting": "with_replacement", "method": "all_groups", "interval": "questions"}
+    rows = [row | new | {"num_prompts": 16 // row["group_size"]} for row in result["curves"]]
+    rows += [row | {"baseline": "opo"} for row in rows if row["baseline"] == "none"]
+    drawn = []
+    monkeypatch.setattr(error_figures, "save", lambda figure, *_: drawn.append(figure))
+    error_figures.mse_figure(tmp_path, result | {"curves": result["curves"] + rows})
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][-1] == "opo"
+    titles = [axes.get_title("left") for axes in figure.axes[:2]]
+    assert titles[1] == "batch: 16 rollouts: 16/G new questions x G completions"
+    plt.close(figure)
 
 
 @pytest.mark.slow

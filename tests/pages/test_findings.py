@@ -27,7 +27,6 @@ from grpo_ustat.pages.findings import (
     interval_note,
     noise_sentence,
     noise_text,
-    rule_sizes_sentence,
     study_answer,
     training_noise_sentence,
 )
@@ -184,8 +183,8 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
         1,
         [
             ["seed=3", "budget.feature_sketch=61", "study.parameters=mlp"],
-            ["baselines=[leave_one_out,group_std]", "group_sizes=[2,4]", "study.methods=[replay]"],
-            ["study.metric=adam", "study.interval=questions", "study.adam_group_size=4"],
+            ["baselines=[leave_one_out,group_std]", "group_sizes=[2,4]"],
+            ["study.metric=adam", "study.adam_group_size=4"],
             ["reward_funcs=[task,brevity]", "temperature=0.7"],
         ],
     ),
@@ -436,19 +435,3 @@ def test_unequal_groups_are_said_with_a_verdict(change, sentence):
     assert allocation_sentence(result) == f"Unequal group sizes {sentence}"
     assert allocation_sentence(RESULT) == allocation_sentence(RESULT | {"allocation": []}) == ""
     assert further_findings(result)[-1] == allocation_sentence(result)
-
-
-def test_the_best_sizes_of_rules_are_said_with_whether_they_grow():
-    sizes = [{"n": n, "group_size": g, "alike": [g]} for n, g in ((64, 4), (65536, 32))]
-    rules = [
-        {"baseline": "group_std", "target": "limit g/sigma", "measure": m, "sizes": sizes,
-         "grows": m == "mse"}
-        for m in ("mse", "best_scalar")
-    ]  # fmt: skip
-    assert rule_sizes_sentence(changed(rules=rules)) == (
-        "Best of the measured G by rule: group_std against the limit g/sigma: 4 at n = 64, 32 at "
-        "n = 65536."
-    )
-    unsure = changed(rules=[rules[0] | {"grows": False}])
-    assert rule_sizes_sentence(unsure).endswith("32 at n = 65536 (growth not shown).")
-    assert rule_sizes_sentence(RESULT) == ""

@@ -317,7 +317,7 @@ def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
     assert "holds 2000 completions; here are 7" in page.completions.note
 
 
-def test_the_page_of_a_study_has_noise_dynamic_sampling_allocation_and_rules(tmp_path):
+def test_the_page_of_a_study_has_noise_dynamic_sampling_and_allocation(tmp_path):
     """Numbers with their intervals, unknown ends said, all in tables of their own."""
     noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
              "tokens": None, "tokens_low": None, "tokens_high": None,
@@ -325,10 +325,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_allocation_and_rules(tmp
     dynamic = {"group_size": 4, "kept": 0.5, "kept_low": 0.25, "kept_high": 0.75,
                "generated": 2.0, "generated_low": 4 / 3, "generated_high": 4.0,
                "break_even": 0.01, "break_even_low": 0.0, "break_even_high": 0.02}  # fmt: skip
-    rule = {"baseline": "group_std", "target": "limit g/sigma", "measure": "mse", "grows": True,
-            "growth": 0.5, "growth_low": 0.25, "growth_high": None,
-            "sizes": [{"n": 64, "group_size": 4, "alike": [4, 8]},
-                      {"n": 256, "group_size": 16, "alike": [16]}]}  # fmt: skip
     result = STUDIED | {
         "noise": {"curve": [noise | {"group_size": 4}],
                   "best": noise | {"group_size": 4.25, "group_size_tokens": None},
@@ -339,7 +335,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_allocation_and_rules(tmp
              "change_high": 0.05, "in_sample": in_sample}
             for name, in_sample in (("measured noise", -0.06), ("p(1-p)", None))
         ],
-        "scaling": STUDIED["scaling"] | {"rules": [rule]},
     }  # fmt: skip
     folder = folder_of(tmp_path, MSE, result)
     tables = {table.title: table for table in run_page(folder).tables}
@@ -353,7 +348,4 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_allocation_and_rules(tmp
         ["measured noise", "+2 % [-1 %, +5 %]"],
         ["p(1-p)", "+2 % [-1 %, +5 %]"],
         ["the best sizes, in sample", "-6 %"],
-    ]
-    assert tables["Best group size of each rule"].rows == [
-        ["group_std", "limit g/sigma", "4 [4, 8]", "16", "yes", "0.500 [0.250, infinity)"]
     ]

@@ -167,8 +167,8 @@ def test_a_study_counts_what_is_left(tmp_path, capsys):
     prompts, left_out = study_run._prompts(config)
     assert left_out == longer("study", 10 - len(prompts), 20) and len(prompts) < 10
     assert "note: questions left out: " in capsys.readouterr().err
-    config.study.settings, config.study.num_prompts = ["without_replacement"], [10]
-    with pytest.raises(ConfigError, match=f"num_prompts=10 of {len(prompts)} questions without"):
+    config.baselines, config.group_sizes, config.study.rollouts = ["batch_std"], [4], 16
+    with pytest.raises(ConfigError, match=f"need a study of 12 questions, got {len(prompts)}"):
         study_run._prompts(config)
 
 

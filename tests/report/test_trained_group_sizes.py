@@ -134,4 +134,3 @@ def test_the_presets_that_are_compared_are_of_one_policy():
     asked = [key for key in training if key.startswith(POLICY_KEYS)]
     assert [training[key] for key in asked] == [measuring[key] for key in asked]
     assert training["model.name"] == "tiny_base" and training["optimizer.name"] == "sgd"
-    assert measuring["study.interval"] == "questions"

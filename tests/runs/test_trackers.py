@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import hostile
 import pytest
-from launching import until
 from resuming import config_of, differences
 from slow_cases import slow_after
 from tracked import Folder, row
@@ -20,9 +18,9 @@ from tracked import Folder, row
 from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import run_here
 from grpo_ustat.runs import trackers
-from grpo_ustat.runs.events import Damaged
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.trackers import Sender, Tracking
+from grpo_ustat.runs.trackers import Tracking
+from grpo_ustat.terminal.streams import visible
 
 
 class Kept:
@@ -35,25 +33,38 @@ class Kept:
         opened.append(self)
         self.act("open")
 
-    def send(self, index, events):
+    def _keep(self, index, name, content, step):
         self.act("send")
-        self.given.append((index, [f"{x.key} {x.step}" for x in events], events[-1].content))
+        self.given.append((index, f"{name} {step}", content))
 
-    def close(self, outcome):
+    def log(self, index, values, step):
+        kind = "row" if "reward" in values else "eval"
+        self._keep(index, kind, values, step)
+
+    def summary(self, index, values, step):
+        self._keep(index, "result", values, step)
+
+    def table(self, index, name, rows, step):
+        self._keep(index, name, rows, step)
+
+    def figure(self, index, name, file, step):
+        self._keep(index, name, file, step)
+
+    def finish(self, outcome):
         self.act("close")
         self.closed = outcome
         return "here"
 
     @property
     def keys(self):
-        return [key for _, keys, _ in self.given for key in keys]
+        return [key for _, key, _ in self.given]
 
 
 @pytest.fixture
 def opened(monkeypatch):
     """The trackers that were opened under the name of TensorBoard, last one last."""
     found = []
-    monkeypatch.setitem(trackers.OPENERS, "tensorboard", lambda about: Kept(about, found))
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda about: Kept(about, found))
     return found
 
 
@@ -63,69 +74,103 @@ def logger(finish_seconds=20.0):
 
 def track(path, *steps, outcome="done", finish_seconds=20.0):
     """Track a run that makes rows of these steps."""
-    tracking = Tracking(path, logger(finish_seconds))
+    tracking = Tracking(path, logger(finish_seconds), {})
     for step in steps:
-        tracking.put(row(step))
+        tracking.put(row(step), [])
     tracking.finish(outcome, grace_seconds=60)
 
 
-def test_all_events_in_order_once(tmp_path, opened, capsys):
+def test_all_that_a_run_makes_in_order_once(tmp_path, opened, capsys):
     folder = Folder(tmp_path / "run")
-    folder.evals(0, 2)
-    folder.completions(1, 2)
-    folder.finish(steps=2, curves=[{"mse": 1.0}])
-    track(folder.path, 1, 2)
-    keys = ["eval sampled/test 0", "eval sampled/test 2", "completions 1", "completions 2"]
-    keys += ["figure figure 2", "table curves 2", "result 2", "row 1", "row 2"]
-    assert opened[0].keys == keys and opened[0].closed == "done"
-    assert [index for index, _, _ in opened[0].given] == [0, 1, 3, 4, 5, 6, 7, 8]
-    assert capsys.readouterr().err == "logger=tensorboard: here\n"
-    track(folder.path)
-    assert opened[1].keys == [] and opened[1].about.run_id == opened[0].about.run_id
-
-
-def test_files_are_sent_when_they_change_and_at_the_end(tmp_path, opened):
-    folder = Folder(tmp_path / "run")
-    tracking = Tracking(folder.path, logger())
-    tracking.put(row(1))
-    until(lambda: opened and opened[0].keys == ["row 1"])
     folder.evals(0)
-    tracking.put(row(2))
-    until(lambda: len(opened[0].given) == 3)
+    tracking = Tracking(folder.path, logger(), {})
+    tracking.put(row(1), [{"completion": "=1"}])
+    tracking.put(row(2), [])
     folder.evals(0, 2)
-    folder.finish(steps=2)
-    tracking.finish("stopped", grace_seconds=60)
-    evals = ["eval sampled/test 0", "eval sampled/test 2"]
-    assert opened[0].keys == ["row 1", "row 2", *evals, "figure figure 2", "result 2"]
-    assert opened[0].closed == "stopped"
+    folder.finish(steps=2, curves=[{"mse": 1.0}], evals=[{"step": 0}], notes=["a", "b"], digest="d")
+    tracking.finish("done", grace_seconds=60)
+    keys = ["eval 0", "row 1", "completions 1", "row 2", "eval 2"]
+    assert opened[0].keys == [*keys, "figure 2", "curves 2", "result 2"]
+    assert [index for index, _, _ in opened[0].given] == list(range(8))
+    assert opened[0].given[-1][2] == {"result/steps": 2, "result/notes": "a\nb"}
+    assert opened[0].closed == "done"
+    assert capsys.readouterr().err == "logger=tensorboard: here\n"
+
+
+def test_completions_of_a_study_are_sent_with_its_result(tmp_path, opened):
+    folder = Folder(tmp_path / "run")
+    folder.completions(None)
+    folder.finish(c1=1.0)
+    track(folder.path)
+    assert opened[0].keys == ["completions None", "figure None", "result None"]
 
 
 def test_a_resumed_run_sends_no_step_twice_and_misses_none(tmp_path, opened):
     """Rows that a killed run wrote and never sent come first; those it makes again do not count."""
     folder = Folder(tmp_path / "run")
     folder.rows(1, 2, 3, 4)
+    folder.evals(0, 4)
     track(folder.path, outcome="stopped")
     folder.rows(5)
-    track(folder.path, 3, 4, 5, 6)
-    assert opened[0].keys == [f"row {n}" for n in (1, 2, 3, 4)]
-    assert opened[1].keys == ["row 5", "row 6"]
-    assert [index for index, _, _ in opened[1].given] == [4, 5]
+    folder.evals(0, 4, 5)
+    track(folder.path, 3, 4, 5, 6, outcome="stopped")
+    assert opened[0].keys == ["eval 0", "eval 4", "row 1", "row 2", "row 3", "row 4"]
+    assert opened[1].keys == ["eval 5", "row 5", "row 6"]
+    assert [index for index, _, _ in opened[1].given] == [6, 7, 8]
+    assert opened[1].about.run_id == opened[0].about.run_id
 
 
-def test_a_damaged_state_is_named(tmp_path, opened):
+@pytest.mark.parametrize("text", ["", "[]", '{"run_id": 3}', '{"count": 1'])
+def test_a_damaged_state_is_named(tmp_path, opened, capsys, text):
     folder = Folder(tmp_path / "run")
     (folder.path / "tracker").mkdir()
-    for text in ("", "[]", '{"run_id": 3}', '{"run_id": "a", "count": 1, "sent": []}'):
-        (folder.path / "tracker" / "tensorboard.json").write_text(text)
-        with pytest.raises(Damaged, match="tensorboard.json is damaged: delete it"):
-            Sender(folder.path, "tensorboard", None)
+    (folder.path / "tracker" / "tensorboard.json").write_text(text)
+    track(folder.path, 1)
+    line = capsys.readouterr().err
+    assert "tensorboard.json is damaged: delete it" in line and line.count("\n") == 1
+
+
+def test_a_configuration_is_shown_without_secrets(tmp_path, opened, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "correct-horse-battery")
+    options = {"url": "https://me:pass@host/x", "note": "correct-horse-battery", "api_key": "k"}
+    config = {"dataset": {"options": options}, "model": {"revision": "8f" * 20}}
+    Tracking(Folder(tmp_path / "run").path, logger(), config)
+    told = opened[0].about.config
+    assert set(told["dataset"]["options"].values()) == {"(redacted)"}
+    assert told["model"]["revision"] == "8f" * 20
+
+
+@pytest.mark.parametrize("key", hostile.NAMES)
+def test_what_is_sent_are_texts(tmp_path, opened, key):
+    """Settings, columns, curves and completions: no escapes, no half letters."""
+    name = hostile.NAMES[key]
+    folder = Folder(tmp_path / "run")
+    tracking = Tracking(folder.path, logger(), {"model": {"name": name}})
+    line = {"step": 1, "reward": 0.5, name: 1.0, "monitor/c1_reason": name}
+    tracking.put(line, [{"completion": name}])
+    curve = {"method": "closed_form", "baseline": name, "mse": 0.5}
+    folder.finish(summary=name, curves=[curve], **({name: name} if name else {}))
+    tracking.finish("done", grace_seconds=60)
+    config, given = opened[0].about.config, [content for _, _, content in opened[0].given]
+    texts = texts_in([config, *given])
+    assert len(given) == 5 and not set("".join(texts)) & set(hostile.TERMINAL_ACTS)
+    assert "".join(texts).encode() and config["model"]["name"] == visible(name)
+
+
+def texts_in(content):
+    """Every text of something nested, keys too."""
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, dict):
+        content = [*content, *content.values()]
+    return [text for x in content for text in texts_in(x)] if isinstance(content, list) else []
 
 
 @pytest.mark.parametrize("key", hostile.NAMES)
 def test_names_of_a_run_are_texts(tmp_path, monkeypatch, opened, key):
     folder, name = Folder(tmp_path / "run"), hostile.NAMES[key]
     monkeypatch.setattr(trackers.Path, "absolute", lambda path: Path(f"/x/{name}/{name}"))
-    Sender(folder.path, "tensorboard", None)
+    Tracking(folder.path, logger(), {})
     about = opened[0].about
     assert not set(about.name + about.group) & set(hostile.TERMINAL_ACTS)
     assert (about.name + about.group).encode() and max(len(about.name), len(about.group)) <= 120
@@ -167,52 +212,23 @@ def test_the_first_error_is_one_warning_and_the_tracker_is_off(
     assert len(opened[0].given) == (3 if place == "close" else 0)
 
 
-@pytest.mark.parametrize("place", ["open", "send", "close"])
-def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
-    tmp_path, opened, monkeypatch, capsys, place
+def test_a_tracker_that_hangs_at_its_end_is_left_when_its_time_is_over(
+    tmp_path, opened, monkeypatch, capsys
 ):
-    monkeypatch.setattr(Kept, "act", hanging(place))
+    monkeypatch.setattr(Kept, "act", hanging("close"))
     track(Folder(tmp_path / "run").path, 1, 2, finish_seconds=0.2)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "did not end in 0 s and is left to itself; it is off" in said
 
 
 def test_a_stop_leaves_a_tracker_the_rest_of_its_grace(tmp_path, opened, monkeypatch):
-    monkeypatch.setattr(Kept, "act", hanging("open"))
-    tracking = Tracking(Folder(tmp_path / "run").path, logger(1e6))
+    monkeypatch.setattr(Kept, "act", hanging("close"))
+    tracking = Tracking(Folder(tmp_path / "run").path, logger(1e6), {})
     tracking.finish("stopped", grace_seconds=trackers.STOP_MARGIN_SECONDS)  # else for ever
 
 
-def test_a_full_queue_drops_rows_and_never_waits(tmp_path, opened, monkeypatch, capsys):
-    freed = threading.Event()
-    monkeypatch.setattr(trackers, "MOST_WAITING_ROWS", 3)
-    monkeypatch.setattr(Kept, "act", staticmethod(lambda place: freed.wait(30)))
-    tracking = Tracking(Folder(tmp_path / "run").path, logger())
-    for step in range(1, 10):
-        tracking.put(row(step))
-    freed.set()
-    tracking.finish("done", grace_seconds=60)
-    assert opened[0].keys == ["row 1", "row 2", "row 3"]
-    said = capsys.readouterr().err.splitlines()
-    warning, where, count = [line for line in said if not line.startswith("waiting up to")]
-    assert warning.startswith("warning: logger=tensorboard: cannot keep up, rows are dropped")
-    assert (where, count) == (
-        "logger=tensorboard: here",
-        "logger=tensorboard: 6 rows were dropped",
-    )
-
-
-def test_a_thread_that_cannot_be_started_is_a_warning(tmp_path, opened, monkeypatch, capsys):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    track(Folder(tmp_path / "run").path, 1)
-    assert "RuntimeError: can't start new thread; it is off" in capsys.readouterr().err
-
-
 def test_a_fork_of_a_run_ends_no_tracker(tmp_path, opened):
-    tracking = Tracking(Folder(tmp_path / "run").path, logger())
+    tracking = Tracking(Folder(tmp_path / "run").path, logger(), {})
     pid = os.fork()
     if not pid:
         tracking.finish("failed", grace_seconds=60)
@@ -222,20 +238,8 @@ def test_a_fork_of_a_run_ends_no_tracker(tmp_path, opened):
     assert opened[0].closed == "done"
 
 
-def test_what_wandb_has_registered_for_the_exit_is_taken_back(monkeypatch):
-    called, found = [], []
-    ours, theirs = (lambda: called.append("ours")), (lambda: called.append("theirs"))
-    theirs.__module__ = "wandb.sdk"
-    monkeypatch.setattr(atexit, "register", lambda function: called.append(function))
-    monkeypatch.setattr(atexit, "unregister", called.remove)
-    with trackers.noted_exit_hooks(found):
-        atexit.register(ours), atexit.register(theirs)
-    trackers.leave_alone(found)
-    assert called == [ours]
-
-
 FAULTS = {
-    "fails": raising("send"), "hangs": hanging("send"),
+    "fails": raising("send"), "hangs": hanging("close"),
     "is slow": staticmethod(lambda place: time.sleep(0.3)),
     "takes all": staticmethod(lambda place: None),
 }  # fmt: skip
@@ -267,6 +271,6 @@ def test_a_tracker_changes_nothing_and_ends_nothing(
     assert said.count("warning: logger=tensorboard") == (fault in ("hangs", "fails"))
     if fault in ("is slow", "takes all"):
         rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-        given = [content for _, (key, *_), content in opened[0].given if key.startswith("row")]
+        given = [content for _, key, content in opened[0].given if key.startswith("row")]
         assert given == rows and opened[0].closed == "done"
-        assert {"result 4", "eval sampled/test 4"} <= set(opened[0].keys)
+        assert {"result 4", "eval 4"} <= set(opened[0].keys)

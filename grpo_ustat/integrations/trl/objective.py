@@ -214,7 +214,7 @@ class OwnLoss:
 
     @property
     def _known(self) -> dict[int, Interval]:
-        """Entries of `against` whose estimate is finite."""
+        """The entries of `against` that have an interval."""
         return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
     def _noise(self) -> str:
