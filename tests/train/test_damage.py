@@ -103,7 +103,7 @@ def two_damages_of_each_file():
         yield pytest.param(file, names[(i + 3) % 6], marks=pytest.mark.nightly(minutes=0.03))
 
 
-@pytest.mark.parametrize("name, damage", two_damages_of_each_file())
+@pytest.mark.parametrize("name, damage", list(two_damages_of_each_file()))
 def test_whatever_is_damaged_the_run_ends_as_if_nothing_had_happened(
     stopped, through, capsys, name, damage
 ):

@@ -53,7 +53,7 @@ def stops():
             yield pytest.param(*moment, number, marks=() if often else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("part, at, done, number", stops())
+@pytest.mark.parametrize("part, at, done, number", list(stops()))
 def test_a_signal_stops_between_steps(tmp_path, monkeypatch, through, part, at, done, number):
     before = [signal.getsignal(n) for n in STOPPING]
     signalling(monkeypatch, part, number, at)
