@@ -40,7 +40,7 @@ from grpo_ustat.config.model import EMBEDDED
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
-from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import BASELINES, own_rules
 from grpo_ustat.launch.run import check_ranks
 from grpo_ustat.logs.pairing import model_to_name
 from grpo_ustat.logs.rows import check_columns
@@ -189,6 +189,7 @@ def register(entry: str) -> None:
         for name, node in rules.items():
             ConfigStore.instance().store(name, node, group="baseline")
     if entry == "mse":  # one node: as many files in a list take 0.2 s
+        rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
         ConfigStore.instance().store("mse_rules", {"rules": rules})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)

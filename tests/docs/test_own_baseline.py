@@ -71,7 +71,6 @@ def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
     plain = source.read_text()
     text = plain.replace("(rewards_PG, context):", "(rewards_PG, context, *, shift=0.25):")
     source.write_text(text.replace("return rewards_PG -", "return shift + rewards_PG -"))
-    given = "+rules.median={name:median,options:{shift:2.0}}"
     results = {}
     try:
         for number, words in enumerate(([], ["+baseline.options.shift=0.25"])):
@@ -83,7 +82,11 @@ def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
         assert first.parents[1].name == second.parents[1].name
         told = readme.run([*commands()[1], "+baseline.options.size=1"], tmp_path, site)[1]
         assert "options of baseline median: unknown size; it takes shift" in told
-        for number, words in enumerate(([], [given])):
+        given = (
+            "+rules.median.options.shift=2",
+            "+rules.median={name:median,options:{shift:2.0}}",
+        )
+        for number, words in enumerate(([], given[:1], given[1:])):
             folder = tmp_path / f"study-{number}"
             folder.mkdir()
             assert readme.run([*commands()[0], *words], folder, site)[0] == 0
@@ -99,7 +102,10 @@ def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
     "arguments, match",
     [
         ("baseline=own", "baseline.name has no value: set baseline.name="),
-        ("baseline=own baseline.name=mode", "unknown baseline.name 'mode': choose from none"),
+        (
+            "baseline=own baseline.name=mode",
+            "unknown baseline.name 'mode': choose from leave_one_out",
+        ),
         ("baseline=own baseline.name=gone", "baseline.name=gone cannot be loaded: AttributeError"),
         ("baseline=own baseline.name=other", "cannot be loaded: TypeError: entry point other of"),
         ("baseline=own baseline.name=median group_size=1", "needs at least 2 completions a group"),

@@ -16,11 +16,8 @@ NO_SPREAD = 1e-12  # variance of mapped group means below which no Beta distribu
 
 @rule(
     "(r - group mean) / (std of all rewards of the batch + epsilon). Biased.",
-    unbiased=False,
-    min_group_size=2,
-    couples_prompts=True,
-    target="multiple_of_g",
-)
+    unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
+)  # fmt: skip
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """Batch scaling (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; an option of TRL).
 
@@ -37,12 +34,9 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 
 @rule(
     "REINFORCE++: whitened over the tokens of the batch, epsilon under the root. Biased.",
-    unbiased=False,
-    min_group_size=1,
-    couples_prompts=True,
-    needs={"lengths_PG"},
+    unbiased=False, min_group_size=1, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
-)
+)  # fmt: skip
 def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """REINFORCE++ (Hu 2025): `(r_i - batch mean)`, then whitened over all tokens of the batch.
 
@@ -59,12 +53,9 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float 
 
 @rule(
     "r - group mean, then whitened over the tokens of the batch. Biased.",
-    unbiased=False,
-    min_group_size=2,
-    couples_prompts=True,
-    needs={"lengths_PG"},
+    unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
-)
+)  # fmt: skip
 def reinforce_pp_baseline(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8
 ) -> Array:
@@ -94,12 +85,9 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
 
 @rule(
     "VL-Norm: GRPO's advantage times weights length^-power, whose mean in the batch is 1. Biased.",
-    unbiased=False,
-    min_group_size=2,
-    couples_prompts=True,
-    needs={"lengths_PG"},
+    unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="weighted_by_length",
-)
+)  # fmt: skip
 def length_weighted(
     rewards_PG: Array, context: BaselineContext, *, power: float = 0.75, epsilon: float = 1e-4
 ) -> Array:
@@ -126,11 +114,8 @@ def length_weighted(
 @rule(
     "leave_one_out shrunk towards the other prompts, which decide how far (arXiv "
     "2511.03710). Unbiased.",
-    unbiased=True,
-    min_group_size=2,
-    min_prompts=3,
-    couples_prompts=True,
-)
+    unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
+)  # fmt: skip
 def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Shrinkage towards the other prompts (Zeng et al. 2025, arXiv 2511.03710v1, section 3.3).
 
@@ -157,11 +142,8 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
 
 @rule(
     "james_stein as its authors' code has it, without the factor (P-1)/P on P prompts. Unbiased.",
-    unbiased=True,
-    min_group_size=2,
-    min_prompts=3,
-    couples_prompts=True,
-)
+    unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
+)  # fmt: skip
 def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
     """`james_stein` as its authors' code has it (JSPO-Official, epsilon 1e-6): no factor (P - 1)/P.
 
@@ -189,11 +171,8 @@ def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
 
 @rule(
     "BNPO: (r - group mean) over a Beta density of it; rewards from [minimum, maximum]. Biased.",
-    unbiased=False,
-    min_group_size=2,
-    couples_prompts=True,
-    target="g_over_density",
-)
+    unbiased=False, min_group_size=2, couples_prompts=True, target="g_over_density",
+)  # fmt: skip
 def beta(
     rewards_PG: Array,
     context: BaselineContext,

@@ -15,9 +15,8 @@ ROUNDING = 1e-12  # within which shares and variances are equal
 
 @rule(
     "The paper's GRPO: the mean reward of the group's other completions. Unbiased.",
-    unbiased=True,
-    min_group_size=2,
-)
+    unbiased=True, min_group_size=2,
+)  # fmt: skip
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     """The paper's GRPO (Lemma 1), RLOO (Kool et al. 2019): `A_i = r_i - sum_{j != i} r_j / (G-1)`.
 
@@ -33,9 +32,8 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
 
 @rule(
     "The group's own mean: (G-1)/G times leave_one_out. Biased by shrinking.",
-    unbiased=False,
-    min_group_size=2,
-)
+    unbiased=False, min_group_size=2,
+)  # fmt: skip
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783): `A_i = r_i - rbar`, own group's mean.
 
@@ -51,10 +49,8 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
 @rule(
     "GRPO as published: (r - mean) / (std with divisor G-1 + epsilon). Biased; for large G "
     "towards g/sigma, with 0/1 rewards the gradient of E[2 arcsin sqrt V].",
-    unbiased=False,
-    min_group_size=2,
-    target="g_over_sigma",
-)
+    unbiased=False, min_group_size=2, target="g_over_sigma",
+)  # fmt: skip
 def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """GRPO (Shao et al. 2024): `A_i = (r_i - rbar) / (std + epsilon)`, std with divisor G-1.
 
@@ -72,10 +68,8 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 @rule(
     "GRPO's advantage less its bias of order 1/G, by the jackknife; groups of 3 or more. "
     "Biased by order 1/G^2 against g/sigma.",
-    unbiased=False,
-    min_group_size=3,
-    target="g_over_sigma",
-)
+    unbiased=False, min_group_size=3, target="g_over_sigma",
+)  # fmt: skip
 def group_std_jackknife(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4
 ) -> Array:
@@ -106,10 +100,8 @@ def group_std_jackknife(
     "(r - mean of the others) / (std of the others + epsilon), groups of 3 or more. Exact "
     "in direction for each prompt; a small epsilon makes it explode near groups of equal "
     "rewards.",
-    unbiased=False,
-    min_group_size=3,
-    target="g_over_sigma",
-)
+    unbiased=False, min_group_size=3, target="g_over_sigma",
+)  # fmt: skip
 def leave_one_out_std(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 0.1
 ) -> Array:
@@ -136,10 +128,8 @@ def leave_one_out_std(
 
 @rule(
     "QAE: (r - quantile of the group's rewards) / (std + epsilon). Biased.",
-    unbiased=False,
-    min_group_size=2,
-    target="g_over_sigma",
-)
+    unbiased=False, min_group_size=2, target="g_over_sigma",
+)  # fmt: skip
 def quantile(
     rewards_PG: Array, context: BaselineContext, *, level: float = 0.4, epsilon: float = 1e-4
 ) -> Array:
@@ -167,10 +157,8 @@ def quantile(
 
 @rule(
     "PODS: GRPO's advantage within the part of the group whose rewards vary most. Biased.",
-    unbiased=False,
-    min_group_size=2,
-    target="kept_part",
-)
+    unbiased=False, min_group_size=2, target="kept_part",
+)  # fmt: skip
 def pods(
     rewards_PG: Array, context: BaselineContext, *, share: float = 0.25, epsilon: float = 1e-4
 ) -> Array:
@@ -216,10 +204,8 @@ def pods(
 @rule(
     "(r - group mean) / (group mean + epsilon). Biased; for large G towards g/V, the "
     "gradient of E[log V].",
-    unbiased=False,
-    min_group_size=2,
-    target="g_over_v",
-)
+    unbiased=False, min_group_size=2, target="g_over_v",
+)  # fmt: skip
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
     """MaxRL (arXiv 2602.02710): `A_i = (r_i - rbar) / (rbar + epsilon)`, 0 where every reward is 0.
 
@@ -243,10 +229,8 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
 
 @rule(
     "Length-weighted mean reward of the group's other completions. Unbiased.",
-    unbiased=True,
-    min_group_size=2,
-    needs={"lengths_PG"},
-)
+    unbiased=True, min_group_size=2, needs={"lengths_PG"},
+)  # fmt: skip
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     """OPO without the completion itself: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
 
@@ -265,10 +249,8 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
 
 @rule(
     "Length-weighted mean reward of the whole group, as OPO is shipped. Biased.",
-    unbiased=False,
-    min_group_size=2,
-    needs={"lengths_PG"},
-)
+    unbiased=False, min_group_size=2, needs={"lengths_PG"},
+)  # fmt: skip
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
     """OPO as it is shipped (Hao et al. 2025, verl): `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
 
@@ -286,10 +268,8 @@ def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
 @rule(
     "KRPO: rewards less a Kalman filter that runs through the group, over its std (arXiv "
     "2505.07527). Biased by one factor alone.",
-    unbiased=False,
-    min_group_size=2,
-    target="multiple_of_g",
-)
+    unbiased=False, min_group_size=2, target="multiple_of_g",
+)  # fmt: skip
 def krpo(
     rewards_PG: Array,
     context: BaselineContext,

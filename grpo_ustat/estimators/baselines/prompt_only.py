@@ -14,10 +14,8 @@ from grpo_ustat.records import Array, BaselineContext
 
 @rule(
     "REINFORCE: no baseline. Unbiased.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-)
+    unbiased=True, min_group_size=1, prompt_only=True,
+)  # fmt: skip
 def none(rewards_PG: Array, context: BaselineContext) -> Array:
     """REINFORCE (Williams 1992), "vanilla" in the paper: `A_i = r_i`.
 
@@ -31,10 +29,8 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
 
 @rule(
     "One number for all prompts. Unbiased.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-)
+    unbiased=True, min_group_size=1, prompt_only=True,
+)  # fmt: skip
 def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5) -> Array:
     """One number for all prompts (Williams 1992): `A_i = r_i - value`.
 
@@ -48,11 +44,8 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
 
 @rule(
     "V(x) from budget.value_completions fresh completions per prompt. Unbiased.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-    needs={"value_P"},
-)
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
+)  # fmt: skip
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """The paper's oracle: `A_i = r_i - V(x)`, V from completions outside the group.
 
@@ -67,11 +60,8 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
 
 @rule(
     "E[q Z]/E[q] from budget.value_completions fresh completions per prompt. Unbiased.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-    needs={"optimal_P"},
-)
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
+)  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
     """The prompt-only baseline of least variance (Greensmith et al. 2004, Hao et al. 2025).
 
@@ -98,11 +88,8 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
 
 @rule(
     "The reward of one greedy completion per prompt. Unbiased.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-    needs={"greedy_P"},
-)
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
+)  # fmt: skip
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
     """ReMax (Li et al. 2023): `A_i = r_i - r(greedy completion of x)`.
 

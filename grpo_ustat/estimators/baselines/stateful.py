@@ -16,12 +16,8 @@ from grpo_ustat.records import Array, BaselineContext
 
 @rule(
     "Moving average of past batches, from 0, used before the update. Unbiased given the past.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-    needs={"running"},
-    memory={"decay": 0.95},
-)
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"running"}, memory={"decay": 0.95},
+)  # fmt: skip
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
@@ -44,12 +40,9 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
 
 @rule(
     "Linear value head fitted on past batches, discounted by decay; training only. Unbiased.",
-    unbiased=True,
-    min_group_size=1,
-    prompt_only=True,
-    needs={"critic_P"},
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"critic_P"},
     memory={"decay": 0.9, "ridge": 1.0},
-)
+)  # fmt: skip
 def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     """A learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
@@ -63,13 +56,9 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
 
 @rule(
     "Per-prompt tracker of past rewards, then whitened over the batch; training only. Biased.",
-    unbiased=False,
-    min_group_size=1,
-    couples_prompts=True,
-    needs={"tracker_P"},
-    memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06},
-    target="multiple_of_g",
-)
+    unbiased=False, min_group_size=1, couples_prompts=True, needs={"tracker_P"},
+    memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
+)  # fmt: skip
 def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """SPO (Xu and Ding 2025): `r_i - tracker(x)`, minus its batch mean, over (std + epsilon).
 
@@ -91,12 +80,9 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
 @rule(
     "EBPO: the group's mean shrunken to that of the batch, by variances of all rewards so "
     "far, then over the batch's std (arXiv 2602.05165). Biased.",
-    unbiased=False,
-    min_group_size=2,
-    couples_prompts=True,
-    needs={"history"},
+    unbiased=False, min_group_size=2, couples_prompts=True, needs={"history"},
     target="multiple_of_g",
-)
+)  # fmt: skip
 def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """EBPO (Han et al. 2026, arXiv 2602.05165v1, algorithm 1): the group's mean shrunken to the
     policy's, `b(x) = (1 - S) rbar + S mu`, then (A - mean) / (std + epsilon) over the batch.
