@@ -334,7 +334,7 @@ def test_a_file_of_ones_own_replaces_a_rules_defaults_and_adds_choices(tmp_path)
     assert compose_config("train", [own, "baseline=wide"]).baseline.options == {"epsilon": 2.0}
     with pytest.raises(ConfigError, match="group_std: missing epsilon; it takes epsilon"):
         parse("train", [*line, "baseline=bare"])
-    runs = parse("train", [*line, "-m", "baseline=glob([wide,*_std])"]).planned_runs
+    runs = parse("train", ["-m", *line, "baseline=glob([wide,*_std])"]).planned_runs
     assert [one.config.baseline.options.get("epsilon") for one in runs] == [1e-4, 0.5, 0.1, 2.0]
     words = parse_arguments([line[0], "--help"])
     (group,) = [one for one in command_options("train", words).groups if one.name == "baseline"]
