@@ -11,12 +11,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -33,15 +32,15 @@ from grpo_ustat.cli.hydra_api import (
     split_sweep,
     sweep_node,
 )
+from grpo_ustat.config.baseline import baseline_choice
 from grpo_ustat.config.command_line import command_line, install_line
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.model import EMBEDDED
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
-from grpo_ustat.estimators.baselines import OURS
+from grpo_ustat.estimators.baselines import BASELINES, own_rules
 from grpo_ustat.launch.run import check_ranks
 from grpo_ustat.logs.pairing import model_to_name
 from grpo_ustat.logs.rows import check_columns
@@ -172,7 +171,7 @@ def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema; a study's rules; `${folder_name:}`, the run
+    """Give Hydra what `conf/` refers to: the schema; our rules; `${folder_name:}`, the run
     folder's name, which is a function of the whole configuration; `${learning_rate:}`, the model's.
     """
     schema = SCHEMAS[entry]
@@ -185,10 +184,13 @@ def register(entry: str) -> None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
 
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
+    rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
+    if entry in ("mse", "train"):
+        for name, node in rules.items():
+            ConfigStore.instance().store(name, node, group="baseline")
     if entry == "mse":  # one node: as many files in a list take 0.2 s
-        files = ((CONF / "baseline" / f"{name}.yaml").read_text() for name in OURS)
-        rules = (yaml.load(text, yaml.CSafeLoader) for text in files)
-        ConfigStore.instance().store("mse_rules", {"rules": {rule["name"]: rule for rule in rules}})
+        rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
+        ConfigStore.instance().store("mse_rules", {"rules": rules})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
 

@@ -24,6 +24,7 @@ from grpo_ustat.config.load import NODE_NOUNS, SCHEMAS, all_fields, kinds_of, ty
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.terminal.streams import single_line
 
 NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
@@ -109,8 +110,7 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
         schema: of the command.
     """
     choices = _groups_of(schema)
-    files = [CONF / group / f"{word}.yaml" for group in choices if "/" not in word]
-    groups = [file.parent.name for file in files if file.is_file() and fits(file, schema)]
+    groups = [group for group in choices if "/" not in word and _is_choice(group, word, schema)]
     field = field_at(word, all_fields(schema))
     key, equals, value = "".join(before[-1:]).partition("=")
     cut = bool(equals) and (value == "" or (value[0] in "[{" and value[-1] not in "]}"))
@@ -197,8 +197,7 @@ def one_line(error: Exception, schema: type) -> str:
             return f"{group}= has no value: choose from {', '.join(fit)}"
         if group == "study" and name.lower() in OTHER_COMMANDS:
             return f"study={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
-        like_named = [folder / f"{name}.yaml" for folder in CONF.iterdir()]
-        elsewhere = [x.parent.name for x in like_named if x.is_file() and fits(x, schema)]
+        elsewhere = [x.name for x in CONF.iterdir() if _is_choice(x.name, name, schema)]
         if len(elsewhere) == 1:
             return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"
         known = f"{did_you_mean(name, fit)}choose from {', '.join(fit)}"
@@ -310,6 +309,14 @@ def _own_name(key: str, schema: type, known: Sequence[str]) -> str:
     runs = command_line(command, "-m", f"{own}=...")
     of_each = f", or for a run of each {runs}" if key == f"{own}s" else ""
     return f"; {command} has {own}={value}{of_each}"
+
+
+def _is_choice(group: str, name: str, schema: type) -> bool:
+    """Whether a group of ours has this choice and the command can take it."""
+    if group == "baseline" and name in BASELINES:
+        return group in top_names(schema)
+    file = CONF / group / f"{name}.yaml"
+    return file.is_file() and fits(file, schema)
 
 
 def is_overlay(file: Path) -> bool:

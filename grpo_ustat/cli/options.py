@@ -21,6 +21,7 @@ from grpo_ustat.config.load import KIND_SCHEMAS, SCHEMAS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import FieldInfo, fields_of
 from grpo_ustat.config.values import typed_value
+from grpo_ustat.estimators.baselines import BASELINES
 
 LAUNCHER = "hydra/launcher"
 GROUP_MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
@@ -36,10 +37,10 @@ MOST_COMMENT_CHARACTERS = 100  # of a choice's meaning; of a longer one the firs
 
 @dataclass(frozen=True)
 class Choice:
-    """One file of a group.
+    """A file of a group, or a rule of ours among the baselines.
 
     Attributes:
-        words: its first comment.
+        words: a file's first comment, a rule's own.
     """
 
     name: str
@@ -119,7 +120,10 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
                 if sets_node
                 else GROUP_MEANINGS.get(group, "")
             )
-            choices = tuple(Choice(file.stem, first_comment(file)) for file in files)
+            words_of = {file.stem: first_comment(file) for file in files}
+            if group == "baseline":
+                words_of = {name: short(rule.words) for name, rule in BASELINES.items()} | words_of
+            choices = tuple(Choice(name, words_of[name]) for name in sorted(words_of))
             groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
         launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
         launchers.insert(0, Choice("basic", "Here, one after the other."))
@@ -149,7 +153,7 @@ def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:
 def _entry_fields(key: FieldInfo, node: DictConfig) -> Iterator[Field]:
     """A field of each entry that a dictionary holds, such as an option of a baseline."""
     for name, value in (_value(node, key.path) or {}).items() if key.entries else ():
-        path, meaning = f"{key.path}.{name}", key.entries[name]
+        path, meaning = f"{key.path}.{name}", key.entries.get(name, "")
         entry = replace(key, path=path, kind="float", meaning=meaning, entries={})
         yield Field(entry, typed_value(value))
 
@@ -169,7 +173,7 @@ def _files(group: str, folders: list[Path]) -> list[Path]:
 
 
 def first_comment(file: Path) -> str:
-    """The comment that a configuration file begins with, or its first sentence."""
+    """The comment that a configuration file begins with, see `short`."""
     lines = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
@@ -177,5 +181,9 @@ def first_comment(file: Path) -> str:
         if not line.startswith("# ") or line.startswith("#  "):  # its end, or a command
             break
         lines.append(line.removeprefix("# "))
-    text = " ".join(lines).removesuffix(":")
+    return short(" ".join(lines).removesuffix(":"))
+
+
+def short(text: str) -> str:
+    """A choice's meaning, of a long one the first sentence."""
     return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

@@ -8,41 +8,50 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import yaml
+
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, field
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, own_rules
 from grpo_ustat.estimators.baselines import check_options as check_option_names
 from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
-OPTIONS = {  # of baselines, and what they mean
-    "value": "the number that is subtracted",
-    "process_variance": "Q of the Kalman filter, added to its variance with each completion",
-    "measurement_variance": "R of the Kalman filter, of a reward around its latent mean",
-    "epsilon": "added to what divides, so that it is never 0",
-    "level": "share of the group at or below the quantile that is the baseline",
-    "share": "of the group that is kept",
-    "power": "of the length by which a completion counts less",
-    "decay": "how much of the past stays with each step, of a running mean or a critic's fit",
-    "ridge": "penalty on the weights of the critic's head",
-    "minimum": "smallest reward there is",
-    "maximum": "largest reward there is",
-    "ceiling": "largest 1/density",
-    "rho_min": "smallest discount of the past; 1/(1 - rho_min) draws are worth the start",
-    "rho_max": "largest discount of the past",
-    "half_distance": "mean |change of a token's log-probability| that halves the past",
-}
-RANGES = {  # of those that have one
-    "epsilon": (0.0, math.inf),
-    "level": (0.0, 1.0),
-    "share": (1e-12, 1.0),
-    "power": (0.0, 10.0),
-    "decay": (0.0, 1.0),
-    "ridge": (1e-12, math.inf),
-    "process_variance": (0.0, math.inf),
-    "measurement_variance": (1e-12, math.inf),
-    "ceiling": (1e-12, math.inf),
-    "rho_min": (0.0, 0.999),
-    "rho_max": (0.0, 1.0),
-    "half_distance": (1e-12, math.inf),
+
+@dataclass(frozen=True)
+class Option:
+    """What an option means to every rule that takes it, and its range."""
+
+    meaning: str
+    low: float = -math.inf
+    high: float = math.inf
+
+
+OPTIONS = {
+    "value": Option("the number that is subtracted"),
+    "process_variance": Option(
+        "Q of the Kalman filter, added to its variance with each completion", 0.0
+    ),
+    "measurement_variance": Option(
+        "R of the Kalman filter, of a reward around its latent mean", 1e-12
+    ),
+    "epsilon": Option("added to what divides, so that it is never 0", 0.0),
+    "level": Option("share of the group at or below the quantile that is the baseline", 0.0, 1.0),
+    "share": Option("of the group that is kept", 1e-12, 1.0),
+    "power": Option("of the length by which a completion counts less", 0.0, 10.0),
+    "decay": Option(
+        "how much of the past stays with each step, of a running mean or a critic's fit", 0.0, 1.0
+    ),
+    "ridge": Option("penalty on the weights of the critic's head", 1e-12),
+    "minimum": Option("smallest reward there is"),
+    "maximum": Option("largest reward there is"),
+    "ceiling": Option("largest 1/density", 1e-12),
+    "rho_min": Option(
+        "smallest discount of the past; 1/(1 - rho_min) draws are worth the start", 0.0, 0.999
+    ),
+    "rho_max": Option("largest discount of the past", 0.0, 1.0),
+    "half_distance": Option(
+        "mean |change of a token's log-probability| that halves the past", 1e-12
+    ),
 }
 
 
@@ -86,11 +95,13 @@ def check_options(rule: BaselineConfig, key: str) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     for name, value in rule.options.items():
-        low, high = RANGES.get(name, (-math.inf, math.inf))
-        if not (math.isfinite(value) and low <= value <= high):
-            raise ConfigError(f"{key}.{name}={value} must be finite and in [{low}, {high}]")
+        allowed = OPTIONS.get(name, Option(""))
+        if not (math.isfinite(value) and allowed.low <= value <= allowed.high):
+            raise ConfigError(
+                f"{key}.{name}={value} must be finite and in [{allowed.low}, {allowed.high}]"
+            )
     for low, high in (("minimum", "maximum"), ("rho_min", "rho_max")):
-        if low in rule.options and rule.options[low] >= rule.options[high]:
+        if {low, high} <= rule.options.keys() and rule.options[low] >= rule.options[high]:
             raise ConfigError(
                 f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
             )
@@ -103,4 +114,28 @@ class BaselineConfig:
     name: str = field(
         "of the rule; choose by baseline=NAME", choices=tuple(BASELINES), plugins=own_rules
     )
-    options: dict[str, float] = field("of the rule, exactly those that it takes", entries=OPTIONS)
+    options: dict[str, float] = field(
+        "of the rule, exactly those that it takes",
+        entries={name: option.meaning for name, option in OPTIONS.items()},
+    )
+
+
+def baseline_choice(name: str) -> BaselineConfig:
+    """What `baseline=NAME` chooses: one of our rules with the defaults of its options, or else what
+    `conf/baseline/NAME.yaml` has.
+    """
+    if name in BASELINES:
+        return BaselineConfig(name, dict(BASELINES[name].options))
+    return BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{name}.yaml").read_text()))
+
+
+def complete_own_rule(rule: BaselineConfig, key: str) -> None:
+    """Give a rule of an installed package, in place, the defaults of those of its options that are
+    not set.
+
+    Args:
+        rule: its name and options; a rule of ours is left as it is.
+        key: that names it.
+    """
+    if own_rules([rule.name]):
+        rule.options = load_rule(key, rule.name).options | rule.options

@@ -19,7 +19,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from grpo_ustat.config.baseline import BaselineConfig
+from grpo_ustat.config.baseline import BaselineConfig, complete_own_rule
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.data import DATASETS
 from grpo_ustat.config.folders import CONF
@@ -78,9 +78,12 @@ def build_config(config: Any, schema: type) -> Any:
         for text in cast(list[Any], value) if isinstance(value, list) else [value]:
             if isinstance(text, str) and SURROGATE.search(text):
                 raise ConfigError(f"{path}={text!r:.60}: a text of whole characters is needed")
-    if isinstance(result, MseConfig):  # an own rule needs no entry in conf/, unless it has options
+    if isinstance(result, (MseConfig, TrainConfig)):
+        complete_own_rule(result.baseline, "baseline.name")
+    if isinstance(result, MseConfig):
         for name in own_rules(result.baselines):
-            result.rules.setdefault(name, BaselineConfig(name=name, options={}))
+            rule = result.rules.setdefault(name, BaselineConfig(name=name, options={}))
+            complete_own_rule(rule, "baselines")
     result.check()
     return result
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from grpo_ustat.config.baseline import BaselineConfig
+from grpo_ustat.config.baseline import BaselineConfig, baseline_choice
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, field
 from grpo_ustat.estimators.row_weights import (
@@ -334,13 +334,8 @@ def preset(name: str) -> tuple[ObjectiveConfig, BaselineConfig | None]:
     """Return a preset as in `conf/objective/NAME.yaml`, and the rule that it sets or None."""
     fields, rule = _fields(name), None
     if chosen := fields.pop("baseline", None):
-        rule = baseline_preset(chosen)
+        rule = baseline_choice(chosen)
     return ObjectiveConfig(**fields), rule
-
-
-def baseline_preset(name: str) -> BaselineConfig:
-    """Return a rule as in `conf/baseline/NAME.yaml`."""
-    return BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{name}.yaml").read_text()))
 
 
 def _fields(name: str) -> dict[str, Any]:

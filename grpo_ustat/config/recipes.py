@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from grpo_ustat.config.objective import baseline_preset, preset
+from grpo_ustat.config.baseline import baseline_choice
+from grpo_ustat.config.objective import preset
 from grpo_ustat.estimators.row_weights import KEEP, REPLACE, Loss
 
 CHANCE = 0.025  # that any worth misses its interval, and as much that a group size alone does
@@ -20,7 +21,7 @@ class Recipe:
     group_size: int
     # A preset of `conf/objective`.
     objective: str
-    # A preset of `conf/baseline`; None: the one that the objective sets.
+    # As `baseline=NAME` chooses it; None: the one that the objective sets.
     baseline: str | None = None
     # See `RowFilter`.
     zero_variance_groups: str = KEEP
@@ -47,7 +48,7 @@ class Recipe:
         """
         objective, rule = preset(self.objective)
         if self.baseline is not None:
-            rule = baseline_preset(self.baseline)
+            rule = baseline_choice(self.baseline)
         assert rule is not None
         objective = replace(objective, zero_variance_groups=self.zero_variance_groups)
         return objective.loss(rule, max_completion_length)

@@ -70,11 +70,11 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 def example_value(path: str, kind: str, conf: Path) -> str | None:
     """Return a field's value in the first configuration file with one of its kind, as typed."""
     node, _, name = path.rpartition(".")
-    own, rest = sorted((conf / node).glob("*.yaml")), sorted(conf.rglob("*.yaml"))
+    own, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *own, *rest]):
         text = file.read_text()
         whole = file.parent == conf or "# @package _global_" in text
-        if not (whole or file.parent == conf / node):
+        if not (whole or (node and conf / node in file.parents)):
             continue
         content = cast(dict[str, Any] | None, yaml.safe_load(text)) or {}
         value = flatten(content).get(path if whole else name)

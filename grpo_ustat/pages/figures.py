@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
-from grpo_ustat.estimators.baselines import OURS
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.terminal.console import excerpt, visible
 
 matplotlib.use("Agg")
@@ -49,7 +49,7 @@ def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
     """
     if name in STYLE:
         return STYLE[name]
-    others = [other for other in OURS if other not in STYLE]
+    others = [other for other in BASELINES if other not in STYLE]
     count = len(OTHER_COLOURS)
     if name in others:
         place = others.index(name) % count
@@ -71,7 +71,7 @@ def legend_label(name: str) -> str:
 def series_style(name: str, place: int) -> tuple[str, str]:
     """Colour and marker of a series: of a baseline its own, of others those of their place."""
     rule = name.split("baseline=")[-1]
-    if name.startswith("baseline=") and rule in OURS:
+    if name.startswith("baseline=") and rule in BASELINES:
         return baseline_style(rule, unbiased=True)[:2]
     return line_style(place)
 

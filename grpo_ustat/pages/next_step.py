@@ -16,7 +16,7 @@ from grpo_ustat.config.data import STUDY_QUESTIONS, JsonlConfig
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.baselines import OURS
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
 from grpo_ustat.pages.findings import (
     group_size_costs,
@@ -232,7 +232,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Overrides that choose the objective and its baseline, of a study or of a training run."""
     objective, rule = config.get("objective") or {}, config.get("baseline") or {}
-    if objective.get("name") not in OBJECTIVES or rule.get("name") not in OURS:
+    if objective.get("name") not in OBJECTIVES or rule.get("name") not in BASELINES:
         return []  # a folder of another version, or with a rule of its own
     shipped, chosen = preset(objective["name"])
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
@@ -240,8 +240,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     options = chosen.options if chosen else {}
     if rule["name"] != (chosen.name if chosen else "leave_one_out"):
         words.append(f"baseline={rule['name']}")
-        file = CONF / "baseline" / f"{rule['name']}.yaml"
-        options = yaml.safe_load(file.read_text()).get("options", {})
+        options = BASELINES[rule["name"]].options
     return [*words, *_changes(rule.get("options") or {}, options, "baseline.options.")]
 
 

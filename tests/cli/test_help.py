@@ -193,9 +193,18 @@ def test_help_shows_the_fields_of_the_study_and_the_bed_that_are_chosen(capsys):
 
 
 def test_a_choice_is_told_by_the_first_comment_of_its_file():
-    assert first_comment(CONF / "baseline" / "none.yaml") == "REINFORCE: no baseline. Unbiased."
+    assert first_comment(CONF / "optimizer" / "adamw.yaml") == "Loshchilov & Hutter 2019."
     assert first_comment(CONF / "dataset" / "math.yaml").startswith("Competition problems")
     assert "grpo-ustat train" not in first_comment(CONF / "hydra" / "launcher" / "slurm.yaml")
+
+
+def test_a_rule_is_told_by_its_own_words_a_long_one_by_their_first_sentence():
+    (group,) = [one for one in page("train").groups if one.name == "baseline"]
+    told = {choice.name: choice.words for choice in group.choices}
+    assert told["none"] == BASELINES["none"].words == "REINFORCE: no baseline. Unbiased."
+    assert BASELINES["gdpo"].words.startswith(f"{told['gdpo']} Needs at least two")
+    for name, rule in BASELINES.items():
+        assert ("Unbiased" in rule.words) == rule.unbiased, name
 
 
 def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 from commands import CONF, GROUPS, compose, run
 from folders import completed
@@ -13,9 +14,12 @@ from launching import finished
 from shipped_files import SCHEMAS, group_files
 from slow_cases import slow_but
 
-from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.cli.compose import compose_config, parse
+from grpo_ustat.cli.hydra_api import parse_arguments
+from grpo_ustat.cli.options import command_options
 from grpo_ustat.config.identity import fingerprint, folder_name, identity
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.runs.result import TrainResult
 
@@ -320,11 +324,83 @@ def test_a_rule_is_part_of_a_study_only_where_it_is_named(tmp_path):
     assert folder_name(changed) != folder_name(compose("mse", *named))
 
 
-def test_every_rule_has_its_file_and_its_place_in_a_study():
-    from grpo_ustat.estimators.baselines import BASELINES
+def test_every_rule_has_its_place_in_a_study_with_its_defaults_and_no_file():
+    assert {p.stem for p in CONF.glob("baseline/*.yaml")} == {"own"}
+    rules = {name: rule.options for name, rule in compose("mse").rules.items()}
+    assert rules == {name: rule.options for name, rule in BASELINES.items()}
 
-    assert {p.stem for p in CONF.glob("baseline/*.yaml")} == {*BASELINES, "own"}
-    assert set(compose("mse").rules) == set(BASELINES)
+
+@pytest.mark.slow
+def test_a_file_of_ones_own_replaces_a_rules_defaults_and_adds_choices(tmp_path):
+    """Of rules of ours under any names; an option that it leaves out is missing."""
+    (tmp_path / "baseline").mkdir()
+    for name, options in (("group_std", "epsilon: 0.5"), ("wide", "epsilon: 2.0"), ("bare", "")):
+        text = f"# Mine.\nname: group_std\noptions: {{{options}}}\n"
+        (tmp_path / "baseline" / f"{name}.yaml").write_text(text)
+    own = f"hydra.searchpath=[file://{tmp_path}]"
+    line = [f"--config-dir={tmp_path}", "dry_run=true"]
+    for name, epsilon in (("group_std", 0.5), ("wide", 2.0)):
+        (run_of,) = parse("train", [*line, f"baseline={name}"]).planned_runs
+        assert run_of.config.baseline.options == {"epsilon": epsilon}
+    assert compose_config("train", [own, "baseline=wide"]).baseline.options == {"epsilon": 2.0}
+    with pytest.raises(ConfigError, match="group_std: missing epsilon; it takes epsilon"):
+        parse("train", [*line, "baseline=bare"])
+    runs = parse("train", ["-m", *line, "baseline=glob([wide,*_std])"]).planned_runs
+    assert [one.config.baseline.options.get("epsilon") for one in runs] == [1e-4, 0.5, 0.1, 2.0]
+    words = parse_arguments([line[0], "--help"])
+    (group,) = [one for one in command_options("train", words).groups if one.name == "baseline"]
+    shown = {one.name: one.words for one in group.choices}
+    assert len(shown) == len(group.choices) and {*shown} == {*BASELINES, "own", "wide", "bare"}
+    assert shown["group_std"] == shown["wide"] == "Mine."
+
+
+DECLARED = """
+from grpo_ustat.estimators.baselines import rule
+
+
+@rule("r less a part of the group's mean. Biased.", unbiased=False, min_group_size=2)
+def part_of_mean(rewards_PG, context, *, share=0.5, epsilon=0.0):
+    return rewards_PG - share * rewards_PG.mean(axis=1, keepdims=True) - epsilon
+
+
+from grpo_ustat.__main__ import main
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_declared_rule_needs_no_other_place(tmp_path):
+    """As another function in a module of ours: in help, on the command line, in both commands."""
+
+    def told(*words):
+        done = subprocess.run(
+            [sys.executable, "-c", DECLARED, *words], cwd=tmp_path, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = told("train", "--help", "part_of_mean")
+    assert code == 0 and "part_of_mean" in text and "r less a part of the group's mean." in text
+    assert "rules.part_of_mean.options.share=0.5" in told("mse", "--help", "part_of_mean")[1]
+    code, text = told("train", "baseline=part_of_means")
+    assert code == 2 and "did you mean part_of_mean? choose from batch_std" in text
+    assert told("train", "part_of_mean")[1].strip() == (
+        "error: part_of_mean: write baseline=part_of_mean"
+    )
+    code, text = told("train", "baseline=part_of_mean", "baseline.options.share=2")
+    assert code == 2 and "baseline.options.share=2.0 must be finite and in [1e-12, 1.0]" in text
+    words = ("baseline=part_of_mean", "baseline.options.share=0.25", "debug=train")
+    code, text = told("train", *words)
+    assert code == 0, text
+    (file,) = tmp_path.glob("outputs/train/*/seed-0/completions.parquet")
+    rows = [row for row in pq.read_table(file).to_pylist() if row["step"] == 1]
+    rewards = [row["reward"] for row in rows]
+    expected = [reward - 0.25 * sum(rewards) / len(rewards) for reward in rewards]
+    assert [row["advantage"] for row in rows] == pytest.approx(expected)
+    study = ("study.methods=[replay]", "baselines=[part_of_mean]", "group_sizes=[2]", "debug=mse")
+    assert told("mse", *study)[0] == 0
+    (file,) = tmp_path.glob("outputs/mse/*/seed-0/result.json")
+    assert {row["baseline"] for row in json.loads(file.read_text())["curves"]} == {"part_of_mean"}
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import readme
+import yaml
 from folders import pictures
 
 SECTION = "A baseline of your own"
@@ -64,11 +65,47 @@ def test_a_study_by_the_page_measures_the_rule(site, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
+    """In a run of its own for each value, which the folder's name tells apart."""
+    source = site / "median.py"
+    plain = source.read_text()
+    text = plain.replace("(rewards_PG, context):", "(rewards_PG, context, *, shift=0.25):")
+    source.write_text(text.replace("return rewards_PG -", "return shift + rewards_PG -"))
+    results = {}
+    try:
+        for number, words in enumerate(([], ["+baseline.options.shift=0.25"])):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            assert readme.run([*commands()[1], *words], folder, site)[0] == 0
+            results[number] = readme.only(folder, "result.json")
+        first, second = results.values()
+        assert first.parents[1].name == second.parents[1].name
+        told = readme.run([*commands()[1], "+baseline.options.size=1"], tmp_path, site)[1]
+        assert "options of baseline median: unknown size; it takes shift" in told
+        given = (
+            "+rules.median.options.shift=2",
+            "+rules.median={name:median,options:{shift:2.0}}",
+        )
+        for number, words in enumerate(([], given[:1], given[1:])):
+            folder = tmp_path / f"study-{number}"
+            folder.mkdir()
+            assert readme.run([*commands()[0], *words], folder, site)[0] == 0
+            config = yaml.safe_load(readme.only(folder, ".hydra/config.yaml").read_text())
+            shift = 2.0 if words else 0.25
+            assert config["rules"]["median"] == {"name": "median", "options": {"shift": shift}}
+    finally:
+        source.write_text(plain)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, match",
     [
         ("baseline=own", "baseline.name has no value: set baseline.name="),
-        ("baseline=own baseline.name=mode", "unknown baseline.name 'mode': choose from none"),
+        (
+            "baseline=own baseline.name=mode",
+            "unknown baseline.name 'mode': choose from leave_one_out",
+        ),
         ("baseline=own baseline.name=gone", "baseline.name=gone cannot be loaded: AttributeError"),
         ("baseline=own baseline.name=other", "cannot be loaded: TypeError: entry point other of"),
         ("baseline=own baseline.name=median group_size=1", "needs at least 2 completions a group"),

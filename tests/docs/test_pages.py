@@ -166,7 +166,7 @@ def test_the_map_is_the_package():
 
 @functools.cache
 def field_names():
-    """Every key of conf/, every group, and what is an argument of Python or of another program."""
+    """Every key of conf/, group, baseline and option, and what is of Python or another program."""
     names = {path.name for path in (ROOT / "conf").rglob("*") if path.is_dir()}
     documents = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf").rglob("*.yaml")]
     while documents:
@@ -175,7 +175,8 @@ def field_names():
             names |= document.keys()
             documents += document.values()
     names |= {field.name for field in dataclasses.fields(Baseline)}
-    return names | BASELINES.keys() | OTHER_NAMES
+    options = {option for rule in BASELINES.values() for option in rule.options}
+    return names | options | BASELINES.keys() | OTHER_NAMES
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - OF_OTHERS))

@@ -467,9 +467,27 @@ def test_a_rule_of_ones_own_that_cannot_be_called_is_refused_when_it_is_loaded(m
         TypeError, match=r"mine takes \(rewards\): write it as \(rewards_PG, context\)"
     ):
         offered(lambda rewards: rewards)
-    with pytest.raises(TypeError, match=r"write it as \(rewards_PG, context, epsilon\)"):
-        offered(lambda rewards, context: rewards, options=("epsilon",))
-    offered(lambda r, c, decay: r, options=("decay", "rho"), of_memory=("rho",))
+    with pytest.raises(TypeError, match=r"mine takes \(rewards, context, epsilon\): write it as"):
+        offered(lambda rewards, context, epsilon: rewards)
+    with pytest.raises(TypeError, match="option kind of mine is 'wide': its default is a number"):
+        offered(lambda rewards, context, *, kind="wide": rewards)
+    taken = offered(lambda r, c, decay=0.5, *, level=1: r, memory={"rho": 0.25})
+    assert list(taken.options.items()) == [("decay", 0.5), ("level", 1), ("rho", 0.25)]
+
+
+def test_a_declared_rule_is_the_function_itself(monkeypatch):
+    def halved(rewards_PG, context, *, share=0.5):
+        """Half of each reward."""
+        return share * rewards_PG
+
+    monkeypatch.setattr(registry, "BASELINES", registry._Rules())
+    declared = registry.rule("Half of r.", unbiased=False, min_group_size=1, needs={"running"})
+    assert declared(halved) is halved
+    (only,) = registry.BASELINES.values()
+    assert (only.name, only.advantage, only.words) == ("halved", halved, "Half of r.")
+    assert (only.options, only.needs) == ({"share": 0.5}, frozenset({"running"}))
+    z = np.ones((1, 2))
+    assert advantages("halved", z, BaselineContext(), {"share": 0.25}).tolist() == [[0.25, 0.25]]
 
 
 def test_options_are_exactly_the_rules():

@@ -1,4 +1,4 @@
-"""The files of `conf/` and the commands that take them."""
+"""The files of `conf/` and our baselines, and the commands that take them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from commands import CONF
 from grpo_ustat.config.load import GapConfig
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.estimators.baselines import BASELINES
 
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
 
@@ -36,9 +37,9 @@ def takers(group, name):
 
 
 def group_files():
-    """Each file with each command that takes it; at push with the first."""
-    for file in sorted(CONF.glob("*/*.yaml")):
-        group, name = file.parent.name, file.stem
+    """Each file and each of our rules with each command that takes it; at push with the first."""
+    files = [(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")]
+    for group, name in sorted([*files, *(("baseline", name) for name in BASELINES)]):
         for entry in SCHEMAS:
             if entry not in takers(group, name) or name in ("own", "jsonl"):
                 continue  # tests/docs/test_own_task.py, tests/tasks/test_jsonl.py

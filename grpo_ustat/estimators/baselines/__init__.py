@@ -6,7 +6,8 @@ One signature for the whole family, so that adding one changes no caller:
 
 The gradient estimate is always `1/(P G) sum_i s_i advantage_i`, linear in the scores s_i, so a
 baseline never sees the model. It owns centring and scale; nothing downstream normalises again.
-Rules are pure and work in float64; the values of their options live in `conf/baseline/`.
+Rules are pure and work in float64; their options are keyword arguments with defaults. What else
+command line and studies know of a rule of ours stands in its decorator, see `registry.rule`.
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards
@@ -42,12 +43,12 @@ from grpo_ustat.estimators.baselines.prompt_only import (
 )
 from grpo_ustat.estimators.baselines.registry import (
     BASELINES,
-    OURS,
     PLUGIN_GROUP,
     advantages,
     check_options,
     check_shape,
     own_rules,
+    rule,
 )
 from grpo_ustat.estimators.baselines.several import gdpo, weighted_sum
 from grpo_ustat.estimators.baselines.stateful import (
@@ -64,7 +65,6 @@ from grpo_ustat.estimators.baselines.stateful import (
 __all__ = [
     "BASELINES",
     "OF_THE_BATCH",
-    "OURS",
     "PLUGIN_GROUP",
     "Baseline",
     "UnfitRewards",
@@ -100,6 +100,7 @@ __all__ = [
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
+    "rule",
     "running_mean",
     "running_update",
     "spo",

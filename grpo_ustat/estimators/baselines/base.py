@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -29,17 +31,18 @@ class Baseline:
 
     Attributes:
         name: the word used in configurations and tables.
-        advantage: the rule itself, `rule(rewards_PG, context, **options) -> advantage_PG`.
+        advantage: the rule itself, `rule(rewards_PG, context, **options) -> advantage_PG`, each
+            option with a default.
         unbiased: whether E[estimate] is the gradient of the expected reward, given the past.
         min_group_size: the smallest group it is defined for.
         needs: names of the `BaselineContext` fields that it reads.
-        options: names of its options, of which the rule takes all but `of_memory`.
-        of_memory: those of its options that belong to the memory behind the rule, see
-            `train.baseline_state`.
+        memory: options, with their defaults, that the rule itself does not take: those of the
+            memory behind it, see `train.baseline_state`.
         target: where its mean goes as groups grow, see below.
         couples_prompts: whether a prompt's advantages depend on other prompts' rewards or lengths.
         prompt_only: whether `A_i = r_i - b(x)` with b independent of the group.
         min_prompts: the fewest prompts it is defined for.
+        words: what `--help` says of it.
 
     A prompt's mean goes to, with epsilon the rule's option:
 
@@ -63,12 +66,20 @@ class Baseline:
     unbiased: bool
     min_group_size: int
     needs: frozenset[str] = frozenset()
-    options: tuple[str, ...] = ()
-    of_memory: tuple[str, ...] = ()
+    memory: Mapping[str, float] = field(default_factory=dict[str, float])
     target: str = "expected_reward"
     couples_prompts: bool = False
     prompt_only: bool = False
     min_prompts: int = 1
+    words: str = ""
+
+    @cached_property
+    def options(self) -> dict[str, float]:
+        """The options and their defaults: the rule's parameters behind the first two, then those of
+        its memory.
+        """
+        _, _, *parameters = inspect.signature(self.advantage).parameters.values()
+        return {each.name: each.default for each in parameters} | dict(self.memory)
 
     @property
     def needs_value(self) -> bool:

@@ -8,12 +8,17 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
+from grpo_ustat.estimators.baselines.registry import rule
 from grpo_ustat.records import Array, BaselineContext, Integers
 
 NO_SPREAD = 1e-12  # variance of mapped group means below which no Beta distribution is fitted
 
 
-def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "(r - group mean) / (std of all rewards of the batch + epsilon). Biased.",
+    unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
+)  # fmt: skip
+def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """Batch scaling (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; an option of TRL).
 
     `A_i = (r_i - rbar) / (std of the batch + epsilon)`, rbar the group's own mean.
@@ -27,7 +32,12 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) ->
     return quotient(centre(rewards_PG), (rewards_PG - rewards_PG[0, 0]).std(ddof=1) + epsilon)
 
 
-def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "REINFORCE++: whitened over the tokens of the batch, epsilon under the root. Biased.",
+    unbiased=False, min_group_size=1, couples_prompts=True, needs={"lengths_PG"},
+    target="multiple_of_g",
+)  # fmt: skip
+def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """REINFORCE++ (Hu 2025): `(r_i - batch mean)`, then whitened over all tokens of the batch.
 
     Biased: token-weighted mean and scale hold the completion's own reward and length. The batch
@@ -41,7 +51,14 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float)
     return _whiten(rewards_PG - rewards_PG[0, 0], lengths_PG, epsilon)
 
 
-def reinforce_pp_baseline(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "r - group mean, then whitened over the tokens of the batch. Biased.",
+    unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
+    target="multiple_of_g",
+)  # fmt: skip
+def reinforce_pp_baseline(
+    rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8
+) -> Array:
     """REINFORCE++-baseline (Hu 2025): `r_i - rbar`, then whitened over all tokens of the batch.
 
     Biased for the reasons of `reinforce_pp` and `group_mean`.
@@ -66,8 +83,13 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
     return quotient(deviation_PG, math.sqrt(variance + epsilon))
 
 
+@rule(
+    "VL-Norm: GRPO's advantage times weights length^-power, whose mean in the batch is 1. Biased.",
+    unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
+    target="weighted_by_length",
+)  # fmt: skip
 def length_weighted(
-    rewards_PG: Array, context: BaselineContext, *, power: float, epsilon: float
+    rewards_PG: Array, context: BaselineContext, *, power: float = 0.75, epsilon: float = 1e-4
 ) -> Array:
     """VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558): `group_std` times L_i^-power weights.
 
@@ -89,7 +111,12 @@ def length_weighted(
     return weight_PG / weight_PG.mean() * group_std(rewards_PG, context, epsilon=epsilon)
 
 
-def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "leave_one_out shrunk towards the other prompts, which decide how far (arXiv "
+    "2511.03710). Unbiased.",
+    unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
+)  # fmt: skip
+def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Shrinkage towards the other prompts (Zeng et al. 2025, arXiv 2511.03710v1, section 3.3).
 
         b_i = (1 - lambda_x) leave-one-out mean_i + lambda_x mean of the other prompts' means
@@ -113,7 +140,11 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float) 
     return _shrink(rewards_PG, (count - 1) / count, epsilon)
 
 
-def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "james_stein as its authors' code has it, without the factor (P-1)/P on P prompts. Unbiased.",
+    unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
+)  # fmt: skip
+def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
     """`james_stein` as its authors' code has it (JSPO-Official, epsilon 1e-6): no factor (P - 1)/P.
 
     Unbiased for the reasons of `james_stein`.
@@ -138,13 +169,17 @@ def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
     return rewards_PG - (1 - shrink_P1) * loo_PG - shrink_P1 * pooled_P1
 
 
+@rule(
+    "BNPO: (r - group mean) over a Beta density of it; rewards from [minimum, maximum]. Biased.",
+    unbiased=False, min_group_size=2, couples_prompts=True, target="g_over_density",
+)  # fmt: skip
 def beta(
     rewards_PG: Array,
     context: BaselineContext,
     *,
-    minimum: float,
-    maximum: float,
-    ceiling: float,
+    minimum: float = 0.0,
+    maximum: float = 1.0,
+    ceiling: float = 1e6,
 ) -> Array:
     """BNPO (Xiao et al. 2025): `A_i = (r_i - rbar) / f(rbar)`, f the density of a Beta law.
 

@@ -7,11 +7,16 @@ import math
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient, require
+from grpo_ustat.estimators.baselines.registry import rule
 from grpo_ustat.records import Array, BaselineContext
 
 ROUNDING = 1e-12  # within which shares and variances are equal
 
 
+@rule(
+    "The paper's GRPO: the mean reward of the group's other completions. Unbiased.",
+    unbiased=True, min_group_size=2,
+)  # fmt: skip
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     """The paper's GRPO (Lemma 1), RLOO (Kool et al. 2019): `A_i = r_i - sum_{j != i} r_j / (G-1)`.
 
@@ -25,6 +30,10 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - others / (group_size - 1)
 
 
+@rule(
+    "The group's own mean: (G-1)/G times leave_one_out. Biased by shrinking.",
+    unbiased=False, min_group_size=2,
+)  # fmt: skip
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783): `A_i = r_i - rbar`, own group's mean.
 
@@ -37,7 +46,12 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - np.mean(rewards_PG, axis=-1, keepdims=True)
 
 
-def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "GRPO as published: (r - mean) / (std with divisor G-1 + epsilon). Biased; for large G "
+    "towards g/sigma, with 0/1 rewards the gradient of E[2 arcsin sqrt V].",
+    unbiased=False, min_group_size=2, target="g_over_sigma",
+)  # fmt: skip
+def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """GRPO (Shao et al. 2024): `A_i = (r_i - rbar) / (std + epsilon)`, std with divisor G-1.
 
     Biased: for large groups its mean goes to g(x) / sigma(x) for each prompt, which for 0/1 rewards
@@ -51,7 +65,14 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) ->
     return quotient(centred_PG, centred_PG.std(axis=1, ddof=1, keepdims=True) + epsilon)
 
 
-def group_std_jackknife(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "GRPO's advantage less its bias of order 1/G, by the jackknife; groups of 3 or more. "
+    "Biased by order 1/G^2 against g/sigma.",
+    unbiased=False, min_group_size=3, target="g_over_sigma",
+)  # fmt: skip
+def group_std_jackknife(
+    rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4
+) -> Array:
     """`group_std` less its jackknifed bias: of the estimate N, `G N - (G-1) mean of N without k`.
 
     As advantages, with A^(-k) those of `group_std` in the group without completion k,
@@ -75,7 +96,15 @@ def group_std_jackknife(rewards_PG: Array, context: BaselineContext, *, epsilon:
     return result
 
 
-def leave_one_out_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "(r - mean of the others) / (std of the others + epsilon), groups of 3 or more. Exact "
+    "in direction for each prompt; a small epsilon makes it explode near groups of equal "
+    "rewards.",
+    unbiased=False, min_group_size=3, target="g_over_sigma",
+)  # fmt: skip
+def leave_one_out_std(
+    rewards_PG: Array, context: BaselineContext, *, epsilon: float = 0.1
+) -> Array:
     """`A_i = (r_i - mean of the others) / (std of the others + epsilon)`, std with divisor G-2.
 
     No number in it but r_i holds completion i, so a prompt's mean is g times a number,
@@ -97,7 +126,13 @@ def leave_one_out_std(rewards_PG: Array, context: BaselineContext, *, epsilon: f
     return result
 
 
-def quantile(rewards_PG: Array, context: BaselineContext, *, level: float, epsilon: float) -> Array:
+@rule(
+    "QAE: (r - quantile of the group's rewards) / (std + epsilon). Biased.",
+    unbiased=False, min_group_size=2, target="g_over_sigma",
+)  # fmt: skip
+def quantile(
+    rewards_PG: Array, context: BaselineContext, *, level: float = 0.4, epsilon: float = 1e-4
+) -> Array:
     """QAE (Junkang Wu et al. 2025, arXiv 2509.22611): `A_i = (r_i - Q_K) / (std + epsilon)`.
 
     Q_K is the smallest reward with at least a share K = `level` of the group at or below it. For
@@ -120,7 +155,13 @@ def quantile(rewards_PG: Array, context: BaselineContext, *, level: float, epsil
     return quotient(rewards_PG - base_P1, spread_P1 + epsilon)
 
 
-def pods(rewards_PG: Array, context: BaselineContext, *, share: float, epsilon: float) -> Array:
+@rule(
+    "PODS: GRPO's advantage within the part of the group whose rewards vary most. Biased.",
+    unbiased=False, min_group_size=2, target="kept_part",
+)  # fmt: skip
+def pods(
+    rewards_PG: Array, context: BaselineContext, *, share: float = 0.25, epsilon: float = 1e-4
+) -> Array:
     """PODS (Xu et al. 2025, arXiv 2504.13818), max-variance: `group_std` of a part of the group.
 
     Of the G completions the m = `share` G (rounded, at least 2) of largest variance of the rewards
@@ -160,7 +201,12 @@ def pods(rewards_PG: Array, context: BaselineContext, *, share: float, epsilon: 
     return result
 
 
-def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "(r - group mean) / (group mean + epsilon). Biased; for large G towards g/V, the "
+    "gradient of E[log V].",
+    unbiased=False, min_group_size=2, target="g_over_v",
+)  # fmt: skip
+def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
     """MaxRL (arXiv 2602.02710): `A_i = (r_i - rbar) / (rbar + epsilon)`, 0 where every reward is 0.
 
     Biased: for large groups its mean goes to g(x) / V(x), the gradient of E[log V]. For 0/1 rewards
@@ -181,6 +227,10 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Arr
     return quotient(centre(rewards_PG), rewards_PG.mean(axis=1, keepdims=True) + epsilon)
 
 
+@rule(
+    "Length-weighted mean reward of the group's other completions. Unbiased.",
+    unbiased=True, min_group_size=2, needs={"lengths_PG"},
+)  # fmt: skip
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     """OPO without the completion itself: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
 
@@ -197,6 +247,10 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - others_PG / (lengths_PG.sum(axis=1, keepdims=True) - lengths_PG)
 
 
+@rule(
+    "Length-weighted mean reward of the whole group, as OPO is shipped. Biased.",
+    unbiased=False, min_group_size=2, needs={"lengths_PG"},
+)  # fmt: skip
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
     """OPO as it is shipped (Hao et al. 2025, verl): `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
 
@@ -211,17 +265,23 @@ def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - mean_P1 / lengths_PG.sum(axis=1, keepdims=True)
 
 
+@rule(
+    "KRPO: rewards less a Kalman filter that runs through the group, over its std (arXiv "
+    "2505.07527). Biased by one factor alone.",
+    unbiased=False, min_group_size=2, target="multiple_of_g",
+)  # fmt: skip
 def krpo(
     rewards_PG: Array,
     context: BaselineContext,
     *,
-    process_variance: float,
-    measurement_variance: float,
-    epsilon: float,
+    process_variance: float = 1e-5,
+    measurement_variance: float = 1e-2,
+    epsilon: float = 1e-8,
 ) -> Array:
     """KRPO (Wang et al. 2025, arXiv 2505.07527), as its authors code it: a Kalman baseline.
 
-    It runs through the group's rewards from x = 0 and P = 1, with Q and R the two variances:
+    It runs through the group's rewards from x = 0 and P = 1, with Q and R the two variances, whose
+    values and that of epsilon are the authors':
 
         P' = P + Q,   K = P' / (P' + R),   x <- x + K (r_i - x),   P <- (1 - K) P'
         A_i = (r_i - x) / (sqrt(P) + epsilon)

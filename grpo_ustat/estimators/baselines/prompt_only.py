@@ -8,9 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import require
+from grpo_ustat.estimators.baselines.registry import rule
 from grpo_ustat.records import Array, BaselineContext
 
 
+@rule(
+    "REINFORCE: no baseline. Unbiased.",
+    unbiased=True, min_group_size=1, prompt_only=True,
+)  # fmt: skip
 def none(rewards_PG: Array, context: BaselineContext) -> Array:
     """REINFORCE (Williams 1992), "vanilla" in the paper: `A_i = r_i`.
 
@@ -22,7 +27,11 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG.copy()
 
 
-def constant(rewards_PG: Array, context: BaselineContext, *, value: float) -> Array:
+@rule(
+    "One number for all prompts. Unbiased.",
+    unbiased=True, min_group_size=1, prompt_only=True,
+)  # fmt: skip
+def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5) -> Array:
     """One number for all prompts (Williams 1992): `A_i = r_i - value`.
 
     Unbiased: the number is fixed beforehand.
@@ -33,6 +42,10 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float) -> Ar
     return rewards_PG - value
 
 
+@rule(
+    "V(x) from budget.value_completions fresh completions per prompt. Unbiased.",
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
+)  # fmt: skip
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """The paper's oracle: `A_i = r_i - V(x)`, V from completions outside the group.
 
@@ -45,6 +58,10 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - require(context.value_P, "value_P", "oracle")[:, None]
 
 
+@rule(
+    "E[q Z]/E[q] from budget.value_completions fresh completions per prompt. Unbiased.",
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
+)  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
     """The prompt-only baseline of least variance (Greensmith et al. 2004, Hao et al. 2025).
 
@@ -69,6 +86,10 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
     return np.divide(weighted_P, total_P, out=np.zeros_like(total_P), where=total_P > 0)
 
 
+@rule(
+    "The reward of one greedy completion per prompt. Unbiased.",
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
+)  # fmt: skip
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
     """ReMax (Li et al. 2023): `A_i = r_i - r(greedy completion of x)`.
 

@@ -1,154 +1,117 @@
-"""All rules by name, and the one way to call them."""
+"""All rules by name, how one of ours is declared, and the one way to call them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import entry_points
+from typing import TypeVar
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines import batch, group, prompt_only, several, stateful
 from grpo_ustat.estimators.baselines.base import Baseline
 from grpo_ustat.records import Array, BaselineContext
 
-_prompt_only_rule = partial(Baseline, unbiased=True, min_group_size=1, prompt_only=True)
-_batch_rule = partial(Baseline, unbiased=False, couples_prompts=True)
-_LENGTHS = frozenset({"lengths_PG"})
-_EPSILON = ("epsilon",)
+Rule = TypeVar("Rule", bound=Callable[..., Array])
 
 PLUGIN_GROUP = "grpo_ustat.baselines"  # entry points, each a `Baseline` of the same name
 
 
 class _Rules(dict[str, Baseline]):
-    """Rules by name; one of an installed package is loaded when it is first looked up.
+    """Our rules by name, and, where it is looked up, that of an installed package, which is none of
+    the keys.
 
     Raises:
         KeyError: no rule has this name.
         TypeError: the entry point is no `Baseline` of this name, or cannot be called as rules are.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaded: dict[str, Baseline] = {}
+
     def __missing__(self, name: str) -> Baseline:
-        rule = entry_points(group=PLUGIN_GROUP)[name].load()
-        if not isinstance(rule, Baseline) or rule.name != name:
+        if name not in self._loaded:
+            self._loaded[name] = _load(name)
+        return self._loaded[name]
+
+
+def _load(name: str) -> Baseline:
+    """The rule that an installed package offers by this name, see `_Rules`."""
+    rule = entry_points(group=PLUGIN_GROUP)[name].load()
+    if not isinstance(rule, Baseline) or rule.name != name:
+        raise TypeError(
+            f"entry point {name} of {PLUGIN_GROUP} is {rule!r:.80}: it must be a Baseline of "
+            f"name {name!r}"
+        )
+    takes = inspect.signature(rule.advantage)
+    try:
+        takes.bind("rewards_PG", "context")
+    except TypeError as error:
+        raise TypeError(
+            f"{name} takes {takes!s:.120}: write it as (rewards_PG, context), options behind these "
+            "as option=default"
+        ) from error
+    defaults: dict[str, object] = {**rule.options}
+    for option, default in defaults.items():
+        if not isinstance(default, (int, float)):
             raise TypeError(
-                f"entry point {name} of {PLUGIN_GROUP} is {rule!r:.80}: it must be a Baseline of "
-                f"name {name!r}"
+                f"option {option} of {name} is {default!r:.80}: its default is a number"
             )
-        takes = inspect.signature(rule.advantage)
-        options = [option for option in rule.options if option not in rule.of_memory]
-        try:
-            takes.bind("rewards_PG", "context", **dict.fromkeys(options))
-        except TypeError as error:
-            called = ", ".join(("rewards_PG", "context", *options))
-            raise TypeError(f"{name} takes {takes!s:.120}: write it as ({called})") from error
-        self[name] = rule
-        return rule
+    return rule
 
 
-BASELINES = _Rules(
-    (rule.name, rule)
-    for rule in (
-        _prompt_only_rule("none", prompt_only.none),
-        Baseline("leave_one_out", group.leave_one_out, unbiased=True, min_group_size=2),
-        Baseline("group_mean", group.group_mean, unbiased=False, min_group_size=2),
-        _prompt_only_rule("oracle", prompt_only.oracle, needs=frozenset({"value_P"})),
-        _prompt_only_rule("constant", prompt_only.constant, options=("value",)),
-        _prompt_only_rule(
-            "running_mean", stateful.running_mean,
-            needs=frozenset({"running"}), options=("decay",), of_memory=("decay",),
-        ),
-        _prompt_only_rule("optimal", prompt_only.optimal, needs=frozenset({"optimal_P"})),
-        _prompt_only_rule("remax", prompt_only.remax, needs=frozenset({"greedy_P"})),
-        _prompt_only_rule(
-            "critic", stateful.critic, needs=frozenset({"critic_P"}),
-            options=("decay", "ridge"), of_memory=("decay", "ridge"),
-        ),
-        Baseline(
-            "group_std", group.group_std, unbiased=False, min_group_size=2, target="g_over_sigma",
-            options=_EPSILON,
-        ),
-        Baseline(
-            "maxrl", group.maxrl, unbiased=False, min_group_size=2, target="g_over_v",
-            options=_EPSILON,
-        ),
-        Baseline("opo", group.opo, unbiased=True, min_group_size=2, needs=_LENGTHS),
-        Baseline("opo_self", group.opo_self, unbiased=False, min_group_size=2, needs=_LENGTHS),
-        _batch_rule(
-            "batch_std", batch.batch_std, min_group_size=2, target="multiple_of_g",
-            options=_EPSILON,
-        ),
-        _batch_rule(
-            "reinforce_pp", batch.reinforce_pp, min_group_size=1, target="multiple_of_g",
-            needs=_LENGTHS, options=_EPSILON,
-        ),
-        _batch_rule(
-            "reinforce_pp_baseline", batch.reinforce_pp_baseline, min_group_size=2,
-            target="multiple_of_g", needs=_LENGTHS, options=_EPSILON,
-        ),
-        Baseline(
-            "james_stein", batch.james_stein, unbiased=True, couples_prompts=True,
-            min_group_size=2, min_prompts=3, options=_EPSILON,
-        ),
-        Baseline(
-            "jspo", batch.jspo, unbiased=True, couples_prompts=True,
-            min_group_size=2, min_prompts=3, options=_EPSILON,
-        ),
-        _batch_rule(
-            "beta", batch.beta, min_group_size=2, target="g_over_density",
-            options=("minimum", "maximum", "ceiling"),
-        ),
-        _batch_rule(
-            "spo", stateful.spo, min_group_size=1, target="multiple_of_g",
-            needs=frozenset({"tracker_P"}),
-            options=("epsilon", "rho_min", "rho_max", "half_distance"),
-            of_memory=("rho_min", "rho_max", "half_distance"),
-        ),
-        Baseline(
-            "group_std_jackknife", group.group_std_jackknife, unbiased=False, min_group_size=3,
-            target="g_over_sigma", options=_EPSILON,
-        ),
-        Baseline(
-            "leave_one_out_std", group.leave_one_out_std, unbiased=False, min_group_size=3,
-            target="g_over_sigma", options=_EPSILON,
-        ),
-        Baseline(
-            "quantile", group.quantile, unbiased=False, min_group_size=2, target="g_over_sigma",
-            options=("level", "epsilon"),
-        ),
-        Baseline(
-            "pods", group.pods, unbiased=False, min_group_size=2, target="kept_part",
-            options=("share", "epsilon"),
-        ),
-        _batch_rule(
-            "length_weighted", batch.length_weighted, min_group_size=2,
-            target="weighted_by_length", needs=_LENGTHS, options=("power", "epsilon"),
-        ),
-        _batch_rule(
-            "ebpo", stateful.ebpo, min_group_size=2, target="multiple_of_g",
-            needs=frozenset({"history"}), options=_EPSILON,
-        ),
-        Baseline(
-            "krpo", group.krpo, unbiased=False, min_group_size=2, target="multiple_of_g",
-            options=("process_variance", "measurement_variance", "epsilon"),
-        ),
-        _batch_rule(
-            "gdpo", several.gdpo, min_group_size=2, target="sum_g_over_sigma",
-            needs=frozenset({"rewards_PGF", "reward_weights_F"}), options=_EPSILON,
-        ),
-    )
-)  # fmt: skip
+BASELINES = _Rules()
 
 
-OURS = tuple(BASELINES)
+def rule(
+    words: str,
+    *,
+    unbiased: bool,
+    min_group_size: int,
+    min_prompts: int = 1,
+    prompt_only: bool = False,
+    couples_prompts: bool = False,
+    needs: Collection[str] = (),
+    memory: Mapping[str, float] | None = None,
+    target: str = "expected_reward",
+) -> Callable[[Rule], Rule]:
+    """A decorator that puts a function, as it is, among `BASELINES` by its own name.
+
+    This is all that a rule of ours needs: command line, `--help` and studies read it there. Another
+    package offers a `Baseline`.
+
+    Args:
+        words: what `--help` says of it, its first sentence alone where that is long.
+        unbiased, min_group_size, min_prompts, prompt_only, couples_prompts, needs, memory, target:
+            see `Baseline`.
+    """
+
+    def declare(advantage: Rule) -> Rule:
+        name = advantage.__name__
+        BASELINES[name] = Baseline(
+            name,
+            advantage,
+            unbiased=unbiased,
+            min_group_size=min_group_size,
+            min_prompts=min_prompts,
+            prompt_only=prompt_only,
+            couples_prompts=couples_prompts,
+            needs=frozenset(needs),
+            memory=memory or {},
+            target=target,
+            words=words,
+        )
+        return advantage
+
+    return declare
 
 
 def own_rules(names: Iterable[str] | None = None) -> set[str]:
     """Rules that installed packages offer, of these names or all; ours cannot be replaced."""
-    if names is not None and set(OURS).issuperset(names):
+    if names is not None and BASELINES.keys() >= set(names):
         return set()
-    offered = entry_points(group=PLUGIN_GROUP).names.difference(OURS)
+    offered = entry_points(group=PLUGIN_GROUP).names.difference(BASELINES)
     return offered if names is None else offered.intersection(names)
 
 
@@ -161,7 +124,7 @@ def advantages(
     """Advantages of a baseline by name, shape [P, G], float64.
 
     Args:
-        name: a key of `BASELINES`.
+        name: of a rule of `BASELINES`.
         rewards_PG: rewards of all prompts of the batch, float64.
         context: what else the rule reads.
         options: the rule's options, exactly those of `Baseline.options`.
@@ -173,7 +136,7 @@ def advantages(
     assert rewards_PG.ndim == 2 and rewards_PG.dtype == np.float64
     check_options(name, options)
     check_shape(name, *rewards_PG.shape)
-    rule_options = {key: value for key, value in options.items() if key not in rule.of_memory}
+    rule_options = {key: value for key, value in options.items() if key not in rule.memory}
     return rule.advantage(rewards_PG, context, **rule_options)
 
 

@@ -10,9 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import quotient, require
+from grpo_ustat.estimators.baselines.registry import rule
 from grpo_ustat.records import Array, BaselineContext
 
 
+@rule(
+    "Moving average of past batches, from 0, used before the update. Unbiased given the past.",
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"running"}, memory={"decay": 0.95},
+)  # fmt: skip
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
@@ -33,6 +38,11 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
     return decay * running + (1 - decay) * float(rewards_PG.mean())
 
 
+@rule(
+    "Linear value head fitted on past batches, discounted by decay; training only. Unbiased.",
+    unbiased=True, min_group_size=1, prompt_only=True, needs={"critic_P"},
+    memory={"decay": 0.9, "ridge": 1.0},
+)  # fmt: skip
 def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     """A learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
@@ -44,12 +54,18 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - require(context.critic_P, "critic_P", "critic")[:, None]
 
 
-def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "Per-prompt tracker of past rewards, then whitened over the batch; training only. Biased.",
+    unbiased=False, min_group_size=1, couples_prompts=True, needs={"tracker_P"},
+    memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
+)  # fmt: skip
+def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """SPO (Xu and Ding 2025): `r_i - tracker(x)`, minus its batch mean, over (std + epsilon).
 
     Before the batch's mean and std it is unbiased given the past; these hold the completion's own
     reward, which makes it biased by a scale and by O(1/(P G)) in direction. The std has divisor
-    P G - 1, as in the authors' code (epsilon 1e-8). Groups of one are enough.
+    P G - 1, as in the authors' code (epsilon 1e-8). Groups of one are enough. With rho_min 0.875
+    the tracker's start is worth 8 draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
@@ -61,7 +77,13 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array
     return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
 
 
-def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+@rule(
+    "EBPO: the group's mean shrunken to that of the batch, by variances of all rewards so "
+    "far, then over the batch's std (arXiv 2602.05165). Biased.",
+    unbiased=False, min_group_size=2, couples_prompts=True, needs={"history"},
+    target="multiple_of_g",
+)  # fmt: skip
+def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """EBPO (Han et al. 2026, arXiv 2602.05165v1, algorithm 1): the group's mean shrunken to the
     policy's, `b(x) = (1 - S) rbar + S mu`, then (A - mean) / (std + epsilon) over the batch.
 
@@ -74,7 +96,7 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Arra
     rewards keep a gradient, of the batch's mean. Biased: rbar, S, mean and std hold the
     completion's own reward; for a given S the part before the std is only short, by
     `(1 - S)/G + S/(P G)`. Divisors, which the paper leaves open: the numbers themselves in sigma^2
-    and tau^2, P G - 1 in the std.
+    and tau^2, P G - 1 in the std; nor does it give epsilon.
 
     >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
     >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
