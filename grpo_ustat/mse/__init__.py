@@ -1,1 +1,1 @@
-"""What `mse` does: score pools, what they tell, Monte Carlo, and the study that runs them."""
+"""Room of `mse`: score pools, statistics from them, Monte Carlo, and the study that runs them."""

@@ -11,14 +11,14 @@ from grpo_ustat.runs.status import PlannedRun
 
 
 def load_run() -> Run:
-    """The function that makes one run; importing it here loads torch only when it is needed."""
+    """Return the function that makes one run; its import loads torch only when it is needed."""
     from grpo_ustat.mse.study import run
 
     return run
 
 
 def show_costs(points: Sequence[PlannedRun]) -> None:
-    """What planned runs would cost."""
+    """Print the costs of planned runs."""
     from grpo_ustat.costs import table
     from grpo_ustat.mse.plan import plan
 
@@ -26,7 +26,7 @@ def show_costs(points: Sequence[PlannedRun]) -> None:
 
 
 def preload(config: MseConfig) -> Sequence[str]:
-    """What local workers of a study import."""
+    """List the modules that local workers of a study import."""
     samples = config.sampling_workers > 1 and not config.imports_pool
     return ["grpo_ustat.mse.pool"] if samples else []
 
@@ -35,7 +35,7 @@ COMMAND = Command("mse", load_run, show_costs, "study", preload)
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Run the console script."""
     run_command(COMMAND)
 
 

@@ -1,6 +1,7 @@
-"""A pool in the metric of AdamW's step: its completions scored once more, every entry in units of
-the root of v, see `policy.scores.metric` and `mse.second_moments`.
+"""A pool in the metric of AdamW's step.
 
+Its completions are scored once more, every entry in units of the root of v, see
+`policy.scores.metric` and `mse.second_moments`.
 Closed forms are unbiased in a metric that does not depend on the completions: entries that these
 moved more than others would count less than they should. So each half of the questions, those at
 even and at odd places, is measured with v of the other, and what is reported is the mean of the two
@@ -35,26 +36,26 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.runs.files import atomic_write
 
-SUMS = ("squares", "means", "squared_means")  # of `GroupGradients`, in a half's file
+# Fields of `GroupGradients` that the file of a half holds.
+SUMS = ("squares", "means", "squared_means")
 
 
 def adam_pool(
     config: MseConfig, prompts: list[Prompt], plain: ScorePool, plain_folder: Path, folder: Path
 ) -> tuple[ScorePool, WorkCost, float]:
-    """The completions of a pool, with scores in the metric of AdamW's step.
+    """Score the completions of a pool in the metric of AdamW's step.
 
     What is made stays in `folder`, so that an interrupted study goes on.
 
     Args:
-        config: the study's configuration.
-        prompts: its questions.
+        prompts: the study's questions.
         plain: the pool of these completions, as `build_pool` makes it.
-        plain_folder: where that one is kept.
-        folder: for this one.
+        plain_folder: the folder of the plain pool.
+        folder: the folder of the new pool.
 
     Returns:
-        The pool, what it took beyond the plain one, and how far G* depends on what is not known of
-        v, see `second_moments.shift`.
+        The pool, its cost beyond the plain one, and how far G* depends on what is not known of v,
+        see `second_moments.shift`.
     """
     count, size = 2 * (len(prompts) // 2), plain.rewards_PN.shape[1]
     prompts, rewards_PN = prompts[:count], plain.rewards_PN[:count]
@@ -99,8 +100,9 @@ def group_gradients(
     group_size: int,
     temperature: float,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The leave-one-out gradient of each of the N // G disjoint groups of a question's completions,
-    on the CPU; none of a group of equal rewards, whose gradient is 0.
+    """Yield the leave-one-out gradients of the N // G disjoint groups of a question's completions.
+
+    They are on the CPU. A group of equal rewards, whose gradient is 0, yields none.
     """
     for first in range(0, len(rewards_N) - group_size + 1, group_size):
         index = np.arange(first, first + group_size)
@@ -152,7 +154,7 @@ def _file(store: PoolStore, half: int) -> Path:
 
 
 def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:
-    """The sums of one half of `count` questions, of `groups` groups each."""
+    """Read the sums of one half of `count` questions, of `groups` groups each."""
     file = _file(store, half)
     try:
         tensors = load_file(file)

@@ -41,80 +41,70 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
-BLOCK = 64  # questions whose sketches are taken to float64 at once: 30 MB of the default budget
-CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # values of G
+# Questions whose sketches are taken to float64 at once: 30 MB of the default budget.
+BLOCK = 64
+# Values of G.
+CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One point of a curve: an estimator in a setting.
-
-    Attributes:
-        baseline: the estimator's rule.
-        group_size: its G.
-        setting: how a batch's questions are drawn, see `estimators.minibatch.decompose`.
-        num_prompts: how many questions a batch has.
-    """
+    """One point of a curve: an estimator in a setting."""
 
     baseline: str
     group_size: int
+    # The way in which a batch's questions are drawn, see `estimators.minibatch.decompose`.
     setting: str
+    # Questions of a batch.
     num_prompts: int
 
     @property
     def key(self) -> str:
-        """The name of the point's mean squared error in `ClosedForm.statistics`."""
+        """Name of the point's mean squared error in `ClosedForm.statistics`."""
         return f"mse/{self.baseline}/{self.group_size}/{self.setting}/{self.num_prompts}"
 
     @property
     def ratio_key(self) -> str:
-        """The name of the point's error over the oracle's, all else equal, in
-        `ClosedForm.statistics`.
+        """Name of the point's error over the oracle's in `ClosedForm.statistics`.
+
+        All else is equal.
         """
         return f"ratio/{self.key.removeprefix('mse/')}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the closed forms are to compute.
-
-    Attributes:
-        points: the curves' points.
-        options: the options of every baseline, by the baseline's name.
-        questions: m, how many questions the whole pool has.
-        sample: whether the questions are a sample: C1 and ||grad J||^2 are then the population's,
-            C1 with divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
-        costs: the costs of a prompt and of a completion, by the name of their unit; each gives a
-            best group size at a fixed budget.
-    """
+    """A request for closed forms: points of curves, and the population that they are of."""
 
     points: list[CurvePoint]
+    # The options of every baseline, by the baseline's name.
     options: Mapping[str, Mapping[str, float]]
+    # m, the number of questions of the whole pool.
     questions: int
+    # True if the questions are a sample: C1 and ||grad J||^2 are then the population's, C1 with
+    # divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
     sample: bool
+    # The costs of a prompt and of a completion, by the name of their unit; each gives a best group
+    # size at a fixed budget.
     costs: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """All statistics of a pool by name, each with its interval; plain numbers beside them.
+    """All statistics of a pool by name, each with its interval; plain numbers beside them."""
 
-    Attributes:
-        statistics: see `_statistics`; `mse/...` are the curves' points, see `CurvePoint.key`, and
-            `ratio/...` their errors over the oracle's. Both errors of a ratio are from the same
-            delete-one pools, so that its interval, on the log scale, is a paired one. Over
-            questions alone: `gstar`, at a fixed cost `gstar_NAME`; `noise/G` and `noise_tokens/G`
-            are n_c in rollouts and in tokens, `prompt_share/G` the share of the noise from prompts
-            (see `estimators.scaling`); G is one of `CURVE_SIZES`, or `best`: G*, of `noise_tokens`
-            the best G at a fixed number of tokens.
-        parts: (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of every point.
-        law: C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
-        tails: of the squared score norms, and of A_0, A_V and C3 whose parts decide the curves.
-    """
-
+    # See `_statistics`. `mse/...` are the curves' points, see `CurvePoint.key`, and `ratio/...`
+    # their errors over the oracle's. Both errors of a ratio are from the same delete-one pools, so
+    # that its interval, on the log scale, is a paired one. Only over questions: `gstar`, at a fixed
+    # cost `gstar_NAME`; `noise/G` and `noise_tokens/G` are n_c in rollouts and in tokens,
+    # `prompt_share/G` the share of the noise from prompts (see `estimators.scaling`). G is one of
+    # `CURVE_SIZES`, or `best`: G*, of `noise_tokens` the best G at a fixed number of tokens.
     statistics: dict[str, Interval]
+    # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of every point.
     parts: dict[CurvePoint, tuple[float, ...]]
+    # C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
     law: ScalingLaw
+    # Of the squared score norms, and of A_0, A_V and C3, whose parts decide the curves.
     tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
@@ -122,13 +112,12 @@ class ClosedForm:
 
 
 def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
-    """Every statistic of the pool.
+    """Compute every statistic of the pool.
 
     Args:
         pool: N >= 4 completions of each of m questions.
-        request: what to compute.
-        interval: `completions`, given the questions, or `questions`, as a sample of questions, of
-            fewer than 4 of which nothing is known: NaN.
+        interval: `completions`, given the questions, or `questions`, as a sample of questions;
+            fewer than 4 questions tell nothing: NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
     # each question's unbiased estimates by name, [m]: every statistic is of their means
@@ -162,7 +151,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
-        """1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
+        """Return 1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
         return 1 + 1 / excess if excess > 0 else math.inf
 
     estimate, low, high = intervals["vanilla_excess"]
@@ -183,7 +172,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
 
 
 def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> dict[str, Interval]:
-    """G* and the noise scale, for new questions."""
+    """Compute G* and the noise scale, for new questions."""
     best = law.gstar()
     intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     for name, of_unit in costs.items():
@@ -200,14 +189,15 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 
 
 def _decided(best: Interval) -> float:
-    """G* if its interval has both ends, else NaN: where its place is not known, the least error is
-    understated.
+    """Return G* if its interval has both ends, else NaN.
+
+    Where the place of G* is not known, the least error is understated.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 
 
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
-    """A_b of constant, ReMax and running mean: baselines that one completion hardly moves.
+    """Compute A_b of constant, ReMax and running mean: baselines that a completion hardly moves.
 
     A running mean settles, at a fixed policy, at b = mean over questions of V. With o the part of b
     from the other questions, `b = o + V/m`: products with this question's own V are those of its
@@ -240,7 +230,10 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
 
 
 def _statistics(means: Arrays, between: Array | float, count: int, request: Request) -> Arrays:
-    """All statistics by name, elementwise in `means` and `between` = S/m^2; `count` is m."""
+    """Compute all statistics by name, elementwise in `means` and `between` = S/m^2.
+
+    `count` is m.
+    """
     grad_sq = means["g_sq"] / count + between
     c1 = means["g_sq"] - grad_sq
     at_hand = grad_sq
@@ -296,7 +289,7 @@ def _point_moments(
 def _delete_one_completion(
     pool: ScorePool, per_question: Arrays, means: Arrays, with_others_P: Array, request: Request
 ) -> Arrays:
-    """Every statistic without completion i of question x, [m, N]."""
+    """Compute every statistic without completion i of question x, [m, N]."""
     count, size = pool.rewards_PN.shape
     moments = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
     delete_one = {f.name: getattr(moments, f.name) for f in fields(moments)}
@@ -317,7 +310,10 @@ def _delete_one_completion(
 
 
 def _change_between(pool: ScorePool) -> Array:
-    """<ghat_x without i - ghat_x, sum_{y != x} ghat_y>, [m, N], from the completions' sketches."""
+    """Compute the change of <ghat_x, sum_{y != x} ghat_y> without completion i of x, [m, N].
+
+    It is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, from the completions' sketches.
+    """
     z, n = pool.rewards_PN, pool.rewards_PN.shape[1]
     sz = z.sum(axis=1, keepdims=True)
     weights = (n * z - sz) / (n * (n - 1))
@@ -337,7 +333,7 @@ def _change_between(pool: ScorePool) -> Array:
 
 
 def _with_others(pool: ScorePool, metric: int) -> Array:
-    """<ghat_x, sum_{y != x} ghat_y> among the questions of a metric, [m/K]."""
+    """Compute <ghat_x, sum_{y != x} ghat_y> among the questions of a metric, [m/K]."""
     count, step = len(pool.rewards_PN), BLOCK * pool.metrics
     blocks = [slice(x, x + step, pool.metrics) for x in range(metric, count, step)]
     total_R = np.zeros(pool.gradients_of(slice(1)).shape[1])
@@ -355,13 +351,14 @@ def _features(pool: ScorePool, rows: slice) -> Array:
 
 
 def _by_metric(values_P: Array, metrics: int) -> Array:
-    """The questions of each of K metrics, [K, m/K, ...]."""
+    """Split values into the questions of each of K metrics, [K, m/K, ...]."""
     return np.stack([values_P[k::metrics] for k in range(metrics)])
 
 
 def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
-    """Every statistic without question x, [K, h] of h questions in each of K metrics: the mean over
-    the metrics, that of x without it.
+    """Compute every statistic without question x, [K, h] of h questions in each of K metrics.
+
+    It is the mean over the metrics, the metric of x without x.
     """
     count, (metrics, h) = request.questions, with_others_Kh.shape
     means: Arrays = {}

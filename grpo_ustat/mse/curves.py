@@ -15,11 +15,12 @@ from grpo_ustat.mse.closed_form import (
 from grpo_ustat.mse.rules import RuleError
 from grpo_ustat.runs import study_parts as parts
 
-EXPECTED_REWARD = "gradient of the expected reward"  # the target of every error
+# The target of every error.
+EXPECTED_REWARD = "gradient of the expected reward"
 
 
 def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.CurveRow]:
-    """One row per baseline and group size, of each question of the study once."""
+    """Return one row per baseline and group size, of each question of the study once."""
     return [
         _formula_row(point, statistics, "closed_form", config.study.interval)
         for point in statistics.parts
@@ -29,11 +30,11 @@ def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.Cu
 def all_groups_rows(
     config: MseConfig, errors: list[RuleError], population: ClosedForm
 ) -> list[parts.CurveRow]:
-    """One row per baseline and group size, of n rollouts of new questions, in the order of the
-    configuration.
+    """Return one row per baseline and group size, of n rollouts of new questions.
+
+    Rows are in the order of the configuration.
 
     Args:
-        config: the study's configuration.
         errors: from all groups of the pool.
         population: closed forms over questions, with the points of the other rules.
     """
@@ -56,8 +57,9 @@ def all_groups_rows(
 
 
 def oracle_ratios(statistics: ClosedForm) -> list[parts.OracleRatio]:
-    """One row per baseline other than the oracle and group size; no ratio where the oracle's error
-    is not above 0.
+    """Return one row per baseline other than the oracle and group size.
+
+    There is no ratio where the oracle's error is not above 0.
     """
     return [
         parts.OracleRatio(
@@ -70,7 +72,7 @@ def oracle_ratios(statistics: ClosedForm) -> list[parts.OracleRatio]:
 
 
 def monte_carlo_rows(curves_by_rule, statistics: ClosedForm, prompts: int) -> list[parts.CurveRow]:
-    """One row per baseline and group size; intervals are conditional on these questions."""
+    """Return one row per baseline and group size; intervals are conditional on these questions."""
     target_sq = statistics["grad_sq_at_hand"]
     return [
         _row(
@@ -85,7 +87,7 @@ def monte_carlo_rows(curves_by_rule, statistics: ClosedForm, prompts: int) -> li
 def _formula_row(
     point: CurvePoint, statistics: ClosedForm, method: str, interval: str
 ) -> parts.CurveRow:
-    """The row of a point that has a closed form."""
+    """Return the row of a point that has a closed form."""
     bias2, variance, energy, cross, target_sq = statistics.parts[point]
     name = "grad_sq_at_hand" if point.setting == "all_questions_once" else "grad_sq"
     mse = statistics[point.key]
@@ -108,7 +110,7 @@ def _row(point: CurvePoint, mse: Interval, **others: Any) -> parts.CurveRow:
 def _comparable(
     mse: Interval, cosine: float | None, best: float | None, target_sq: Interval
 ) -> dict[str, float | None]:
-    """The columns free of scale; null where ||grad J||^2 is not surely above 0."""
+    """Return the columns free of scale; null where ||grad J||^2 is not surely above 0."""
     if not target_sq.low > 0:
         return {"relative_mse": None, "best_scalar_mse": None, "cosine": None}
     relative = mse.estimate / target_sq.estimate

@@ -1,4 +1,4 @@
-"""A study in which all rewards are one and the same: what became of its completions, no errors."""
+"""A study in which all rewards are equal: counts of its completions' outcomes, no errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from grpo_ustat.tasks.base import extracted
 def equal_rewards_result(
     config: MseConfig, equal: EqualRewards, left_out: dict[str, int]
 ) -> EqualRewardsResult:
-    """The content of `result.json`, without curves and intervals of the gradient.
+    """Return the content of `result.json`, without curves and intervals of the gradient.
 
     Args:
-        config: the study's configuration.
-        equal: its prompts and completions.
-        left_out: questions by the reason why they were left out.
+        left_out: numbers of questions by the reason why they were left out.
     """
     parts = [part for parts in equal.stored for part in parts]
     cost = sum((part.work_cost for part in parts), WorkCost())
@@ -64,9 +62,10 @@ def equal_rewards_result(
 
 
 def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCounts:
-    """The reward, the number of completions, and how many were cut, held no answer, were wrong or
-    right: each counts once, where the data set's own reward is 0 or 1; answers of an imported pool
-    are not read.
+    """Count the completions, and those that were cut, held no answer, were wrong or right.
+
+    Each counts once, where the data set's own reward is 0 or 1. Answers of an imported pool are not
+    read.
     """
     first = equal.stored[0][0]
     reward = float(weighted_sum(first.rewards_NF[0], np.array(config.weights)))
@@ -98,10 +97,9 @@ def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCount
 
 
 def equal_rewards_sentence(counts: CompletionCounts, cut_at: int | None) -> str:
-    r"""What became of the completions.
+    r"""Return a sentence on the outcomes of the completions.
 
     Args:
-        counts: see `completion_counts`.
         cut_at: `max_completion_length`; None: they were made elsewhere.
 
     >>> counts = CompletionCounts(reward=0.0, completions=64, cut=40, no_answer=20, wrong=4)
@@ -111,7 +109,8 @@ def equal_rewards_sentence(counts: CompletionCounts, cut_at: int | None) -> str:
     """
     at = "" if cut_at is None else f" at max_completion_length={cut_at}"
     of = "of the others " * bool(counts.cut)
-    phrases = {  # of one, of several
+    # Of a single completion, of several.
+    phrases = {
         "cut": (f"was cut{at}", f"were cut{at}"),
         "no_answer": (f"{of}holds no answer", f"{of}hold no answer"),
         "wrong": ("is wrong", "are wrong"),

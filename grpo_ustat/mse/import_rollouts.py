@@ -45,9 +45,11 @@ from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
 
-LEAST_LOGPROB_GAP = 0.002  # below which no other temperature is nearer than rounding
+# Nats a token; below this gap no other temperature is nearer by more than rounding.
+LEAST_LOGPROB_GAP = 0.002
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-MOST_CHECKED_COMPLETIONS = 64  # completions whose log-probabilities are compared with the model's
+# Completions whose log-probabilities are compared with the model's.
+MOST_CHECKED_COMPLETIONS = 64
 
 
 def import_pool(
@@ -70,7 +72,8 @@ def import_pool(
     policy = configured_policy(config.policy_options)
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
-        policy = replace(policy, special_tokens=False)  # the template has written them
+        # The template has written them.
+        policy = replace(policy, special_tokens=False)
     elif config.prompt.template_options:
         raise ConfigError(
             f"prompt.template_options={config.prompt.template_options} are of a chat template, and "
@@ -118,9 +121,9 @@ def import_pool(
 
 
 def repeated_sentence(rollouts: list[Rollout]) -> str:
-    """How many completions are written twice or more for their prompt, word for word; "" where
-    none is. It begins with a space.
+    """Return a sentence on completions that are written twice or more for their prompt.
 
+    They are equal word for word. The sentence begins with a space; it is "" where there are none.
     >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:49]
     ' 2 of the 3 completions are there more than once,'
     """
@@ -137,7 +140,7 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
 
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
-    """The rows of `config.pool`; which of them ended is known or follows from `study.cut_at`."""
+    """Read the rows of `config.pool`; their ends are logged or follow from `study.cut_at`."""
     assert config.pool is not None  # `config.imports_pool`
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
@@ -179,8 +182,9 @@ def _check_template(policy: Policy, config: MseConfig) -> None:
 
 
 def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
-    """The text that the model read: the prompt itself, or a conversation in the chat template, up
-    to the beginning of the answer.
+    """Return the text that the model read, up to the beginning of the answer.
+
+    It is the prompt itself, or a conversation in the chat template.
     """
     if isinstance(rollout.prompt, str):
         return rollout.prompt
@@ -202,9 +206,11 @@ def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
 
 
 def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[str, list[Rollout]]:
-    """The first `study.questions` prompts with equally many completions each; prints how many were
-    left out. Of the sizes that at least half of the prompts have, it is the one that keeps most
-    completions, so that a few small groups are dropped, and do not trim all others.
+    """Return the first `study.questions` prompts, with equally many completions each.
+
+    Of the sizes that at least half of the prompts have, it takes the one that keeps most
+    completions, so that a few small groups are dropped, and do not trim all others. It prints how
+    many were left out.
     """
     questions, needed = config.study.questions, LEAST_COMPLETIONS
     if config.compares_by_groups:
@@ -220,7 +226,7 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
         )
 
     def completions(size: int) -> int:
-        """Number of completions where each prompt has `size`."""
+        """Count the completions where each prompt has `size`."""
         return size * len([group for group in enough if len(group) >= size][:questions])
 
     median = sorted(map(len, enough), reverse=True)[(len(enough) - 1) // 2]
@@ -249,7 +255,7 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
 def _tokenise(
     prompts: list[Prompt], groups: list[list[Rollout]], policy: Policy, config: MseConfig
 ) -> Rollouts:
-    """Prompts and completions as tokens, an end token where a completion ended.
+    """Turn prompts and completions into tokens, with an end token where a completion ended.
 
     Without a column `ended`, completions of `study.cut_at` tokens and more were cut. Tokens are
     those of the text: where the policy had split it otherwise, their number may differ by a few.
@@ -317,8 +323,9 @@ def _padded(
     policy: Policy,
     config: MseConfig,
 ) -> Rollouts:
-    """The tokens of all completions as one array, with which of them the policy wrote and what the
-    sampler's log-probabilities were, where these are known of every completion.
+    """Gather the tokens of all completions in one array, and mark those that the policy wrote.
+
+    The sampler's log-probabilities are added where they are known of every completion.
     """
     flat = [rollout for group in groups for rollout in group]
     tokens = np.zeros((ended_PN.size, max(map(len, completion_ids))), dtype=np.int64)
@@ -363,9 +370,11 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 
 
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
-    """Refuse rollouts that the model did not write so: its log-probabilities of their tokens are
-    far from the sampler's, which were logged, or less than half as far at another temperature. At
-    most MOST_CHECKED_COMPLETIONS completions are read.
+    """Refuse rollouts that the model did not write, or that it wrote at another temperature.
+
+    Its log-probabilities of their tokens are then far from the sampler's, which were logged, or
+    less than half as far at another temperature. At most MOST_CHECKED_COMPLETIONS completions are
+    read.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED_COMPLETIONS, count)).astype(int))
@@ -399,8 +408,7 @@ class EndTokens:
     (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
 
     Args:
-        policy: the model that wrote them.
-        config: of the study, for messages.
+        policy: the model that wrote the completions.
     """
 
     def __init__(self, policy: Policy, config: MseConfig):
@@ -418,14 +426,15 @@ class EndTokens:
                 self.of_turns = written[0] if written[0] in ends else only
 
     def closed(self, ids: list[int], prompt: str, is_turn: bool, place: str) -> list[int]:
-        """The tokens of a completion that ended, up to its end token, which is added where its text
-        has none.
+        """Return the tokens of a completion that ended, up to its end token.
+
+        The end token is added where the text has none.
 
         Args:
-            ids: of its text.
+            ids: tokens of its text.
             prompt: the text that the model read.
-            is_turn: whether the prompt was logged as a conversation.
-            place: of its row, for messages.
+            is_turn: True if the prompt was logged as a conversation.
+            place: file and row, for messages.
         """
         for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
             if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():

@@ -1,4 +1,4 @@
-"""Why a study does not tell what a rollout of a loss is worth, in words that name its fields."""
+"""Reasons why a study does not tell the worth of a rollout of a loss, in the study's fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from grpo_ustat.estimators.losses import FROM_A_POOL, LossRow
 
 
 def refusal_line(row: LossRow) -> str | None:
-    """The reason of an absent worth; None where the loss is measured."""
+    """Return the reason of an absent worth; None where the loss is measured."""
     if row.reason is None:
         return None
     kind, needed, found = row.reason

@@ -46,36 +46,35 @@ from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-MOST_ROWS = 512  # completions that are scored side by side
-SKETCH_SIZE = 262139  # numbers kept of a gradient, a prime; smaller models are kept in full
+# Completions that are scored side by side.
+MOST_ROWS = 512
+# Numbers kept of a gradient, a prime; gradients of smaller models are kept in full.
+SKETCH_SIZE = 262139
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The gradient's error of one baseline at one group size.
+    """The gradient's error of one baseline at one group size."""
 
-    Attributes:
-        mse: with its interval over replicates and reference blocks.
-        bias2, variance: its two parts.
-        replicates: independent groups per question behind it.
-        cosine: <E ghat, grad J> / sqrt(E||ghat||^2 ||grad J||^2).
-        best_scalar_mse: the MSE of the best multiple of the estimate.
-    """
-
+    # With its interval over replicates and reference blocks; `bias2` and `variance` are its parts.
     mse: Interval
     bias2: float
     variance: float
+    # Independent groups per question behind it.
     replicates: int
+    # <E ghat, grad J> / sqrt(E||ghat||^2 ||grad J||^2).
     cosine: float | None
+    # The MSE of the best multiple of the estimate.
     best_scalar_mse: float | None
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """Reference blocks [H, D], what baselines read, and what corrects the oracle's estimated V."""
+    """The reference gradient, in H blocks, and what baselines read."""
 
     blocks_HD: np.ndarray
     context: BaselineContext
+    # Correction for the oracle's estimated V, see `_value_excess`.
     excess: float
 
 
@@ -95,14 +94,11 @@ def monte_carlo(
     group_sizes: Sequence[int],
     prompts: list[Prompt],
 ) -> tuple[dict[tuple[str, int], Curve], WorkCost]:
-    """Curves by (baseline, group size) from `budget.replicates` replicates, and what they took.
+    """Compute curves by (baseline, group size) from `budget.replicates` replicates, and their cost.
 
     Args:
-        sampling: with what every process samples.
-        budget: how many completions.
+        sampling: the settings with which every process samples.
         options: of each baseline, by its name.
-        group_sizes: every G of the curves.
-        prompts: the study's questions.
     """
     needs = frozenset().union(*(BASELINES[name].needs for name in options))
     reference, reference_cost = _reference(sampling, budget, needs, prompts)
@@ -149,12 +145,13 @@ def _reference(
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
-    """What an estimated v adds to the squared error in place of V, 1/P^2 sum_x (A_v - A_V);
-    unbiased given v.
+    """Estimate the squared error that an estimated v adds in place of V, 1/P^2 sum_x (A_v - A_V).
 
-    Over the draws behind v its mean is D/K. The reference's completions are independent of v.
+    It is unbiased given v. Over the draws behind v its mean is D/K. The reference's completions are
+    independent of v.
     """
-    moments = norm_moments(q_PN, rewards_PN, np.zeros(len(q_PN)))  # its ||g||^2 is not used
+    # ||g||^2 is not used.
+    moments = norm_moments(q_PN, rewards_PN, np.zeros(len(q_PN)))
     a_v_hat = moments.a_0 - 2 * value_P * moments.m1 + value_P**2 * moments.m0
     return float((a_v_hat - moments.a_v).mean() / len(value_P))
 
@@ -162,7 +159,7 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
 def _context(
     items: list[list[Prompt]], sampling: StudySampling, size: int, needs: frozenset[str]
 ) -> Iterator:
-    """What baselines may read beside the group, estimated from completions outside every replicate.
+    """Estimate what baselines may read beside the group, from completions outside every replicate.
 
     At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
     used as it is; only the oracle's price of an estimated V is subtracted.
@@ -210,7 +207,7 @@ def _blocks(
 def _gradients(
     policy: Policy, rollouts: Rollouts, weights_CPG: np.ndarray, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`sum_{p,i} w_cpi s_pi` for every c, [C, D] float64, and squared score norms [P, G].
+    """Compute `sum_{p,i} w_cpi s_pi` for every c, [C, D] float64, and squared score norms [P, G].
 
     Of a model with more than 262 139 parameters, unbiased sketches of so many numbers: an inner
     product is off by about 0.2 % of the product of the norms.
@@ -291,14 +288,11 @@ def group_weights(
     context: BaselineContext,
     options: Mapping[str, float],
 ) -> np.ndarray:
-    """Weights of the estimates of disjoint groups: shape [L // G, P, L], zero outside the group.
+    """Compute the weights of the estimates of disjoint groups, [L // G, P, L], 0 outside the group.
 
     Args:
         rewards_PL: rewards of L completions of each of P prompts.
-        baseline: name.
-        group_size: G.
         context: what the baseline reads, `lengths_PG` and `rewards_PGF` of all L completions.
-        options: of the baseline.
     """
     prompts, largest = rewards_PL.shape
     groups = largest // group_size
@@ -322,7 +316,7 @@ def curve(
     sum_sq: float,
     excess: float = 0.0,
 ) -> Curve:
-    """MSE, bias^2 and variance of R replicates against H reference blocks.
+    """Compute MSE, bias^2 and variance of R replicates against H reference blocks.
 
     Args:
         squared_R: ||ghat_r||^2.

@@ -1,7 +1,6 @@
-"""What a rollout is worth that another policy wrote, an earlier checkpoint or a sampler that is not
-quite the model, and what it is worth where a loss penalises leaving a reference model.
+"""Efficiency of rollouts sampled by another policy: an earlier checkpoint or an inexact sampler.
 
-The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
+Losses that penalise leaving a reference model are measured here, too. The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
 each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
 kind of vector. What they are compared with is unbiased at that policy: its own completions where it
 can write some, else the same ones, each weighted by its exact ratio.
@@ -50,53 +49,48 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
-LEAST_EFFECTIVE = 0.2  # share of the completions that must count where their ratios are exact
-LEAST_BOUNDED = 0.6  # effective share up to which few weights decide it, which are not drawn yet
+# Share of the completions that must count where their ratios are exact.
+LEAST_EFFECTIVE = 0.2
+# Effective share up to which few weights decide it, which may not be drawn yet.
+LEAST_BOUNDED = 0.6
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far the policy at hand is from the one that wrote the completions.
+    """Distance of the policy at hand from the one that wrote the completions."""
 
-    Attributes:
-        kl: of the latter from the former, nats a token.
-        tokens: effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
-        completions_D: that of the completions under the product of their tokens' ratios, of all
-            questions and without each of them.
-    """
-
+    # Of the latter from the former, nats a token.
     kl: Interval
+    # Effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
     tokens: Interval
+    # The same share of the completions under the product of their tokens' ratios, of all questions
+    # and without each of them.
     completions_D: Array
 
     @property
     def completions(self) -> Interval:
-        """The effective share of the completions."""
+        """Effective share of the completions."""
         return self.completions_at(CONFIDENCE)
 
     def completions_at(self, level: float) -> Interval:
-        """The same with an interval at a level."""
+        """Compute the effective share of the completions with an interval at a level."""
         return _share_interval(self.completions_D, level)
 
 
 @dataclass(frozen=True)
 class OffPolicy:
-    """What rollouts that another policy wrote are worth.
+    """Worths of rollouts that another policy wrote."""
 
-    Attributes:
-        question: lag, gap or penalty, see `runs.study_parts.OffPolicy`.
-        drift: how far the two are apart.
-        rows: of each loss at each G.
-        judged: losses of which claims are judged, see `MeasuredLosses.judged`.
-        compared: the pool of what they are compared with.
-        weighted: the pool of the losses with each kind of token weights.
-    """
-
+    # lag, gap or penalty, see `runs.study_parts.OffPolicy`.
     question: str
     drift: Drift
+    # Of each loss at each G.
     rows: list[LossRow]
+    # Losses of which claims are judged, see `MeasuredLosses.judged`.
     judged: Mapping[str, Loss]
+    # The pool of the unbiased estimate that losses are compared with.
     compared: ScorePool
+    # The pool of the losses with each kind of token weights.
     weighted: Mapping[TokenWeights, ScorePool]
 
 
@@ -124,15 +118,14 @@ def off_policy_worths(
     rollouts: Sequence[Rollouts],
     folder: Path,
 ) -> tuple[OffPolicy, WorkCost]:
-    """What a rollout of each loss is worth at `study.policy`, or with `study.corrections`.
+    """Measure the worth of a rollout of each loss at `study.policy`, or with `study.corrections`.
 
     Args:
-        config: the study's configuration.
-        pool: its pool, drawn by `model` or read from a file.
-        prompts: its questions.
-        rollouts: the completions of each, in order, with the sampler's log-probabilities where a
-            file has them.
-        folder: of the run; what is scored stays there.
+        pool: the study's pool, drawn by `model` or read from a file.
+        prompts: the study's questions.
+        rollouts: the completions of each question, in order, with the sampler's log-probabilities
+            where a file has them.
+        folder: the run's folder; what is scored stays there.
     """
     study, budget = config.study, config.budget
     is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
@@ -183,8 +176,9 @@ def _scored(
     rewards_PN: Array,
     folder: Path,
 ) -> tuple[dict[TokenWeights, list[WeightedPart]], WorkCost]:
-    """The completions of every question, scored with each way of weighing their tokens; what the
-    folder has already is not scored again.
+    """Score the completions of every question with each way of weighing their tokens.
+
+    What the folder has already is not scored again.
     """
     study, at_hand = config.study, replace(config, model=config.later_model)
     reference_weights = weights_fingerprint(config.reference_model.model_name_or_path)
@@ -202,13 +196,13 @@ def _scored(
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
 
     def logprobs_of(model: ModelConfig) -> list[Array | None]:
-        """Log-probabilities of every question's completions under a model."""
+        """Compute log-probabilities of every question's completions under a model."""
         options, temperature = replace(config.policy_options, model=model), config.temperature
         title = f"log-probabilities of {model.name}"
         found, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
         return [logprobs_NT for _, logprobs_NT in sorted(found, key=lambda pair: pair[0])]
 
-    # None: those of the policy at hand, which are known as it scores
+    # None: log-probabilities of the policy at hand, which are computed as it scores.
     written: list[Array | None] = [None] * len(items)
     reference = written
     if config.imports_pool:
@@ -239,7 +233,7 @@ def _scored(
 def stored_completions(
     config: MseConfig, prompts: Sequence[Prompt], pool: Path, size: int
 ) -> list[Rollouts]:
-    """The first completions of every question that a pool's folder keeps, without texts."""
+    """Read the first completions of every question that a pool's folder keeps, without texts."""
     policy = configured_policy(config.policy_options)
     stored = PoolStore(pool, draws_of(config)).completions(prompts, size)
     return [
@@ -259,7 +253,7 @@ def _logprobs(
 
 
 def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -> Array:
-    """Log-probabilities of one question's completions, 0 on padding, [N, T]."""
+    """Compute log-probabilities of one question's completions, 0 on padding, [N, T]."""
     (prompt,) = rollouts.prompts
     read = policy.encode([prompt.text])
     if prompt.kind != "imported" and read != rollouts.prompt_tokens:
@@ -315,14 +309,10 @@ def weighted_part(
     """Score one question's completions, their tokens weighted.
 
     Args:
-        policy: whose scores are taken.
-        rollouts: the completions.
-        rewards_N: their rewards.
-        sampler: what wrote them.
-        sketch: of the scores.
-        weights: of the tokens.
+        policy: the policy whose scores are taken.
+        sampler: the settings of what wrote the completions.
         own_NT, old_NT, reference_NT: log-probabilities under the policy, under the one that wrote
-            them, and under the reference.
+            the completions, and under the reference.
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
@@ -331,7 +321,8 @@ def weighted_part(
             token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
             for kind in weights.kinds
         ])  # fmt: skip
-    counted = np.flatnonzero(factors_VT.any(axis=1))  # of others the score is 0
+    # The score of the others is 0.
+    counted = np.flatnonzero(factors_VT.any(axis=1))
     gram_VV = np.zeros((len(factors_VT), len(factors_VT)))
     features_VR = np.zeros((len(factors_VT), sketch.dimension), np.float32)
     if len(counted):
@@ -351,7 +342,8 @@ def weighted_part(
             "is too far from the one that scores them, use an earlier study.policy"
         )
     ratio_NT = np.exp(change_NT) * counts_NT
-    scaled_N = np.exp(total_N - total_N.max())  # a product may be beyond what numbers hold
+    # A product may be beyond what numbers hold.
+    scaled_N = np.exp(total_N - total_N.max())
     drift = [
         ratio_NT.sum(), np.square(ratio_NT).sum(), counts_NT.sum(),
         total_N.max(), scaled_N.sum(), np.square(scaled_N).sum(),
@@ -370,7 +362,7 @@ def weighted_part(
 
 
 def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
-    """The pool with the scores of weighted tokens."""
+    """Return the pool with the scores of weighted tokens."""
     features_PVR = np.stack([part.features_VR for part in parts])
     return ScorePool(
         rewards_PN=np.stack([part.rewards_N for part in parts]),
@@ -384,7 +376,7 @@ def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPar
 
 
 def _drift(sums_PS: Array, count: int) -> Drift:
-    """How far the two policies are apart, with intervals for new questions.
+    """Compute the distance of the two policies, with intervals for new questions.
 
     Args:
         sums_PS: of each question, see `WeightedPart.drift`.
@@ -392,7 +384,8 @@ def _drift(sums_PS: Array, count: int) -> Drift:
     """
     tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
     kl_D = np.concatenate([[sums_PS[:, 6].sum()], sums_PS[:, 6].sum() - sums_PS[:, 6]]) / tokens_D
-    scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())  # which no share depends on
+    # No share depends on this scale.
+    scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())
     counts_P = np.full(len(sums_PS), float(count))
     tokens = effective_share(*sums_PS[:, :3].T)
     completions = effective_share(scale_P * sums_PS[:, 4], scale_P**2 * sums_PS[:, 5], counts_P)
@@ -401,6 +394,6 @@ def _drift(sums_PS: Array, count: int) -> Drift:
 
 
 def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
-    """The interval of a share, from 0 on where the largest weights may not be drawn yet."""
+    """Compute a share's interval, from 0 on where the largest weights may not be drawn yet."""
     interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
     return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)

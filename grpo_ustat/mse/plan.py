@@ -1,4 +1,4 @@
-"""A planned study as costs see it: what it samples, scores and keeps."""
+"""A planned study as costs see it: its samples, scores and kept pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.runs.status import PlannedRun
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """One study, with what it costs."""
+    """Return the plan of one study, with its costs."""
     config: MseConfig = planned.config
     device, ranks, workers = config.launch.device, config.launch.num_processes, shared_by(config)
     expected, completions = study_cost(config), config.budget.pool_completions
@@ -27,7 +27,8 @@ def plan(planned: PlannedRun) -> Plan:
         else "One process has this memory, and vLLM has what "
         f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it."
     )
-    gpus = workers if device == "cuda" else ranks  # workers of a named one share it
+    # Workers of a GPU that is named share it.
+    gpus = workers if device == "cuda" else ranks
     return Plan(
         command="mse",
         settings={
@@ -57,20 +58,21 @@ def plan(planned: PlannedRun) -> Plan:
 
 
 def shared_by(config: MseConfig) -> int:
-    """How many processes share out a study: its ranks, or its local workers."""
+    """Count the processes that share out a study: its ranks, or its local workers."""
     ranks = config.launch.num_processes
     return ranks if ranks > 1 else config.sampling_workers
 
 
 def study_cost(config: MseConfig) -> Cost:
-    """N completions of each question.
+    """Compute the cost of a study: N completions of each question.
 
     monte_carlo adds, a question: `replicates` groups of the largest size and
     reference_completions, and value_completions where a baseline needs them.
     """
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
-    policies = 1 if config.study.policy is None else 2  # that write completions
+    # Policies that write completions.
+    policies = 1 if config.study.policy is None else 2
     pools = policies
     if config.measured.is_off_policy:  # with inner products of all kinds of vectors
         kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}

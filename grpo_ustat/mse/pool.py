@@ -1,4 +1,4 @@
-"""Build the score pool: N scored completions of every question, shared out and kept on disk."""
+"""The score pool: N scored completions of every question, shared out and kept on disk."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.terminal.progress import Notice
 
-MOST_BATCHES_A_CHUNK, LEAST_CHUNKS = 4, 16  # see `_chunks_to_sample`
+# See `_chunks_to_sample`.
+MOST_BATCHES_A_CHUNK, LEAST_CHUNKS = 4, 16
 
 
 class EqualRewards(Exception):
     """All rewards of a pool are one and the same: nothing to score, no gradient to measure.
 
-    Attributes:
-        prompts: of the pool.
-        stored: the parts of each.
+    Args:
+        prompts: the pool's.
+        stored: the parts of each prompt.
     """
 
     def __init__(self, prompts: list[Prompt], stored: list[list[Completions]]):
@@ -67,8 +68,7 @@ class EqualRewards(Exception):
 def build_pool(
     config: MseConfig, prompts: list[Prompt], folder: Path, completions: int | None = None
 ) -> tuple[ScorePool, WorkCost]:
-    """Completions of every prompt, sampled, scored and kept; only what is missing is made.
-
+    """Sample, score and keep completions of every prompt; only what is missing is made.
     Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
     the pool depends neither on the number of processes nor on where it was interrupted. Several
     studies may fill one pool at once; what is missing where one kept a shorter part of a question
@@ -76,13 +76,10 @@ def build_pool(
     `_score_chunks`.
 
     Args:
-        config: the study's configuration.
-        prompts: its questions.
-        folder: of the pool.
-        completions: N, `budget.pool_completions` unless given.
+        completions: N; None: `budget.pool_completions`.
 
     Returns:
-        The pool, and what all of it took.
+        The pool, and the cost of all of it.
 
     Raises:
         ConfigError: the folder holds other draws, or the model does not fit.
@@ -93,11 +90,12 @@ def build_pool(
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
-    """Fill a pool as `build_pool` does, by this job's part of the chunks alone; jobs may share a
-    folder at once.
+    """Fill a pool as `build_pool` does, but only this job's part of the chunks.
+
+    Jobs may share a folder at once.
 
     Returns:
-        How many of the prompts have all their completions now, in this part and the others.
+        The number of prompts, in this part and the others, that have all their completions now.
     """
     size = config.budget.pool_completions
     store = _fill(config, prompts, folder, size)
@@ -137,8 +135,10 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
 
 
 def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
-    """Rewards of the unscored completions: one, or none if there are no completions. None if all
-    must be scored: rewards differ, or scored parts exist, whose unscored copies are deleted.
+    """Return the set of distinct rewards of the unscored completions, or None if all are scored.
+
+    The set has one element, or none if there are no completions. All must be scored if rewards
+    differ, or if scored parts exist, whose unscored copies are deleted.
     """
     if store.kind == SCORED:
         store.delete_unscored()
@@ -148,21 +148,18 @@ def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
 
 
 def _complete_questions(store: PoolStore, prompts: list[Prompt], size: int) -> int:
-    """How many of the prompts have `size` completions in the pool."""
+    """Count the prompts that have `size` completions in the pool."""
     kind = store.kind
     return store.stored_completions(prompts, size, kind).count(size)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about model and prompts, known before anything is sampled.
+    """Facts about model and prompts, known before anything is sampled."""
 
-    Attributes:
-        parameters: that scores cover.
-        prompt_tokens: mean length of a prompt.
-    """
-
+    # Number of parameters that scores cover.
     parameters: int
+    # Mean length of a prompt.
     prompt_tokens: float
 
 
@@ -172,11 +169,9 @@ def model_facts(
     weights: int | None = None,
     one_completion: int | None = None,
 ) -> ModelFacts:
-    """Count parameters and tokens.
+    """Count parameters and tokens, and refuse a policy that does not fit on its GPU.
 
     Args:
-        options: of the policy.
-        prompts: the study's.
         weights: bytes of the policy; None: unknown.
         one_completion: bytes of scoring one completion beside them; None: unknown.
     """
@@ -191,13 +186,13 @@ def model_facts(
 
 
 def greedy_rewards(sampling: StudySampling, prompts: list[Prompt]) -> Array:
-    """Reward of each prompt's greedy completion, [P]."""
+    """Draw each prompt's greedy completion and return its reward, [P]."""
     (rewards_P,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), sampling)
     return rewards_P
 
 
 def _greedy(items: list[list[Prompt]], sampling: StudySampling) -> Iterator[WorkCost | Array]:
-    """The work of `greedy_rewards`, for a process of its own."""
+    """Do the work of `greedy_rewards`, for a process of its own."""
     _, engine, task = start_sampler(sampling)
     for prompts in items:
         rewards_P, cost = greedy_rewards_with_cost(sampling.sampler, engine, task, prompts)
@@ -208,7 +203,7 @@ def _greedy(items: list[list[Prompt]], sampling: StudySampling) -> Iterator[Work
 def greedy_rewards_with_cost(
     sampler: SamplerOptions, engine: Engine, task: Task, prompts: list[Prompt]
 ) -> tuple[Array, WorkCost]:
-    """Rewards of the prompts' greedy completions, [P], and the cost of these."""
+    """Return the rewards of the prompts' greedy completions, [P], and their cost."""
     greedy = Sampling.of(sampler, "greedy", greedy=True)
     rollouts, cost = sample_with_cost(engine, prompts, 1, greedy)
     rewards_P1F, judge_cost = reward_completions(task, rollouts)
@@ -217,7 +212,7 @@ def greedy_rewards_with_cost(
 
 
 def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]:
-    """Rewards of every completion, [P, G, F], and how many could not be judged."""
+    """Compute the rewards of every completion, [P, G, F], and count those that were not judged."""
     rewards_PGF = rewards(task, rollouts)
     return rewards_PGF, WorkCost(**task.take_counts())
 
@@ -230,8 +225,7 @@ def _chunks_to_sample(
     size: int,
     kind: str = SCORED,
 ) -> list[tuple[int, list[int]]]:
-    """(first missing completion, questions) of every chunk that has any to make of this kind.
-
+    """List (first missing completion, questions) of the chunks that have any to make of this kind.
     Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
     side; on an accelerator up to MOST_BATCHES_A_CHUNK times as much, where waiting completions take
@@ -262,12 +256,12 @@ def _score_chunks(
     size: int,
     seen: set[tuple[float, ...]] | None,
 ) -> Iterator[WorkCost | Notice]:
-    """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`; say
-    after the first one where many were cut.
+    """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`.
+
+    A notice after the first chunk says if many were cut.
 
     Args:
-        items, prompts, store, size: what is missing, and where to.
-        sampling, budget: with what, and how much is kept of scores.
+        items: the chunks, as `_chunks_to_sample` lists them.
         seen: the rewards so far, at most one, see `_rewards_so_far`. As long as there is no other,
             here and in the folder, chunks are stored unscored and kept in memory; with the first
             other one they are scored, in order. None: all are scored at once.
@@ -324,14 +318,12 @@ def _score_chunks(
 def read_pool(
     store: PoolStore, prompts: list[Prompt], size: int, weights: Sequence[float] = (1.0,)
 ) -> tuple[ScorePool, WorkCost]:
-    """The pool of all prompts, each with `size` completions, and its cost.
+    """Read the pool of all prompts, each with `size` completions, and its cost.
 
     Inner products between parts, which were scored apart, come from the sketches. Files are read
     one question after the other into the pool's own arrays, and nothing else of them is kept.
 
     Args:
-        store: its files.
-        prompts: its questions.
         size: N.
         weights: of the reward functions in their sum.
 
@@ -345,7 +337,8 @@ def read_pool(
     # one part's sums are float32 as they are, several parts' are added in float64
     wide = np.float64 if any(len(spans) > 1 for spans in store.parts(prompts)) else np.float32
     arrays: dict[str, np.ndarray] = {}
-    complete = 0  # questions
+    # Number of questions.
+    complete = 0
     for row, parts in enumerate(store.completions(prompts, size)):
         complete += sum(len(part.rewards_N) for part in parts) == size
         for part in parts:
@@ -411,10 +404,10 @@ def read_pool(
 def sample_with_cost(
     engine: Engine, prompts: list[Prompt], size: int, sampling: Sampling, **key: int
 ) -> tuple[Rollouts, WorkCost]:
-    """Rollouts of `engine.sample` and their cost; progress counts a completion only once it is
-    scored.
+    """Sample rollouts by `engine.sample` and measure their cost.
 
-    `key` holds the `first` or the `step` of `sample`.
+    Progress counts a completion only once it is scored. `key` holds the `first` or the `step` of
+    `sample`.
     """
     start = time.perf_counter()
     rollouts = engine.sample(prompts, size, sampling, **key)

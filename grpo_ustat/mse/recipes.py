@@ -1,4 +1,4 @@
-"""What a rollout of each published recipe is worth, a whole loss at its own group size."""
+"""Worth of a rollout of each published recipe, a whole loss at its own group size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recipe_worths(
     draws: int,
     seed: int,
 ) -> list[LossRow]:
-    """What a rollout of each recipe is worth, for new questions, by the name of the recipe.
+    """Measure the worth of a rollout of each recipe, for new questions, by the recipe's name.
 
     An update holds whole groups: its n is the largest multiple of the recipe's G up to `rollouts`.
     The unbiased estimate that it is judged against has the same n; its error is n's alone, so that
@@ -28,14 +28,13 @@ def recipe_worths(
     measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in 97.5 %.
 
     Args:
-        pool: N scored completions of each question.
         max_completion_length: tokens after which a completion is cut.
-        group_sizes: of the study.
         rollouts: n of the study.
         draws, seed: see `loss_worths`.
     """
     rows: dict[str, LossRow] = {}
-    updates: dict[int, dict[str, Loss]] = {}  # recipes by n
+    # Recipes by n.
+    updates: dict[int, dict[str, Loss]] = {}
     for name, recipe in RECIPES.items():
         loss, size = recipe.loss(max_completion_length), recipe.group_size
         count = rollouts // size * size or rollouts

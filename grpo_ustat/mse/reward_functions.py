@@ -1,4 +1,4 @@
-"""What each reward function says by itself, from the same scored completions: C1, C2, C3 and G*."""
+"""Statistics of each reward function by itself, from the same completions: C1, C2, C3 and G*."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUM_NAME = "weighted sum"
 
 
 def function_pool(pool: ScorePool, f: int) -> ScorePool:
-    """The same completions, judged by function f alone."""
+    """Return the same completions, judged only by function f."""
     assert pool.rewards_PNF is not None and pool.centred_sums_PFR is not None
     return replace(
         pool,
@@ -34,14 +34,14 @@ def function_pool(pool: ScorePool, f: int) -> ScorePool:
 def function_statistics(
     pool: ScorePool, names: list[str], population: ClosedForm, request: Request
 ) -> Iterator[tuple[str, float | None, dict[str, Interval]]]:
-    """(name, weight, statistics) of each function, in its own scale, and of their weighted sum; NaN
-    of one that never varies within a prompt.
+    """Yield (name, weight, statistics) of each function and of their weighted sum.
+
+    A function is measured in its own scale. Statistics are NaN if it never varies within a prompt.
 
     Args:
         pool: with the rewards of every function.
-        names: of the functions.
         population: closed forms of the weighted sum, over questions.
-        request: that of `population`.
+        request: the request of `population`.
     """
     assert pool.rewards_PNF is not None and pool.reward_weights_F is not None
     for f, (name, weight) in enumerate(zip(names, pool.reward_weights_F, strict=True)):
@@ -57,8 +57,9 @@ def function_statistics(
 
 
 def function_correlations(pool: ScorePool, names: list[str]) -> Iterator[tuple[str, str, Interval]]:
-    """(first, second, correlation within prompts) of every pair of functions that vary, over
-    questions.
+    """Yield (first, second, correlation within prompts) of every pair of functions that vary.
+
+    Intervals are over questions.
     """
     assert pool.rewards_PNF is not None
     for f, g in combinations(range(len(names)), 2):

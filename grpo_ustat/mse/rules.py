@@ -27,24 +27,19 @@ from grpo_ustat.runs.study_parts import NotMeasured
 
 @dataclass(frozen=True)
 class RuleError:
-    """The error of a rule's update at one group size.
-
-    Attributes:
-        baseline, group_size: the rule and its G.
-        mse: with its interval for new questions.
-        bias2, variance: its parts.
-        energy, cross, target_sq: E||ghat||^2, <E ghat, grad J> and ||grad J||^2.
-        draws: groups drawn of each question, or pairs of batches; None where all groups count.
-    """
+    """The error of a rule's update at one group size."""
 
     baseline: str
     group_size: int
+    # With its interval for new questions; `bias2` and `variance` are its parts.
     mse: Interval
     bias2: float
     variance: float
+    # E||ghat||^2, <E ghat, grad J> and ||grad J||^2.
     energy: float
     cross: float
     target_sq: float
+    # Groups drawn of each question, or pairs of batches; None where all groups count.
     draws: int | None
 
 
@@ -56,15 +51,12 @@ def rule_errors(
     draws: int,
     seed: int,
 ) -> tuple[list[RuleError], list[NotMeasured]]:
-    """Errors of rules at every G, and those that a pool does not tell.
+    """Compute the errors of rules at every G, and list those that a pool does not tell.
 
     Args:
-        pool: scored completions.
         rules: options by rule.
-        group_sizes: every G.
         rollouts: n of an update.
         draws: pairs of batches behind rules that couple the questions of a batch.
-        seed: of draws.
     """
     losses = [Loss(name, name, options, "sum", 1) for name, options in rules.items()]
     rows = [LossRow(loss, size, rollouts, None) for loss in losses for size in group_sizes]
