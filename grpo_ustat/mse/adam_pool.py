@@ -2,6 +2,7 @@
 
 Its completions are scored once more, every entry in units of the root of v, see
 `policy.scores.metric` and `mse.second_moments`.
+
 Closed forms are unbiased in a metric that does not depend on the completions: entries that these
 moved more than others would count less than they should. So each half of the questions, those at
 even and at odd places, is measured with v of the other, and what is reported is the mean of the two

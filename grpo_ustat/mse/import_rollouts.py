@@ -124,6 +124,7 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
     """Return a sentence on completions that are written twice or more for their prompt.
 
     They are equal word for word. The sentence begins with a space; it is "" where there are none.
+
     >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:49]
     ' 2 of the 3 completions are there more than once,'
     """

@@ -1,9 +1,11 @@
 """Efficiency of rollouts sampled by another policy: an earlier checkpoint or an inexact sampler.
 
-Losses that penalise leaving a reference model are measured here, too. The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
+Losses that penalise leaving a reference model are measured here, too.
+
+The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
 each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
-kind of vector. What they are compared with is unbiased at that policy: its own completions where it
-can write some, else the same ones, each weighted by its exact ratio.
+kind of vector. They are compared with an estimate that is unbiased at that policy: its own
+completions where it can write some, else the same ones, each weighted by its exact ratio.
 """
 
 from __future__ import annotations

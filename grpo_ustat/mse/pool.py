@@ -69,6 +69,7 @@ def build_pool(
     config: MseConfig, prompts: list[Prompt], folder: Path, completions: int | None = None
 ) -> tuple[ScorePool, WorkCost]:
     """Sample, score and keep completions of every prompt; only what is missing is made.
+
     Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
     the pool depends neither on the number of processes nor on where it was interrupted. Several
     studies may fill one pool at once; what is missing where one kept a shorter part of a question
@@ -226,6 +227,7 @@ def _chunks_to_sample(
     kind: str = SCORED,
 ) -> list[tuple[int, list[int]]]:
     """List (first missing completion, questions) of the chunks that have any to make of this kind.
+
     Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
     side; on an accelerator up to MOST_BATCHES_A_CHUNK times as much, where waiting completions take

@@ -53,19 +53,25 @@ from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 from grpo_ustat.tasks.base import extracted
 
-MOST_SAMPLED_COMPLETIONS = 2000  # completions of a study's completions.parquet
-SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
-PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")  # question, first and number of its completions
-SPELT = {None: "null", True: "true", False: "false"}  # on a command line
-SCORING_PACKAGES = ("torch", "transformers")  # packages that a completion and its score depend on
+# Completions of a study's completions.parquet.
+MOST_SAMPLED_COMPLETIONS = 2000
+# Kinds of parts, by the ends of their names.
+SCORED, UNSCORED = ".safetensors", ".unscored"
+# Question, first and number of its completions.
+PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")
+# Spelling of values on a command line.
+SPELT = {None: "null", True: "true", False: "false"}
+# Packages that a completion and its score depend on.
+SCORING_PACKAGES = ("torch", "transformers")
 
 
 Stored = TypeVar("Stored", bound=Completions)
 
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
-    """The settings that decide a pool's completions and scores; studies that agree in them share a
-    pool.
+    """Return the settings that decide a pool's completions and scores.
+
+    Studies that agree in them share a pool.
     """
     keys = drop_neutral_keys(asdict(config))
     chosen = ("model", "dataset", "prompt", "seed", "temperature", "max_completion_length")
@@ -89,8 +95,10 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
 def prompt_date(
     pool: Path, output_root: Path | None = None, draws: Mapping[str, Any] | None = None
 ) -> datetime:
-    """The moment whose date a chat template writes into the prompts of a pool, kept there: when it
-    was begun, or a pool of the same draws below the output root, whose completions are then reused.
+    """Return the moment whose date a chat template writes into a pool's prompts, and keep it there.
+
+    It is when the pool was begun, or a pool of the same draws below the output root, whose
+    completions are then reused.
     """
     kept = [pool / PROMPT_DATE]
     if output_root is not None:
@@ -105,7 +113,7 @@ def prompt_date(
 
 
 def _pools_below(root: Path) -> list[Path]:
-    """The notes of the pools that studies of this output root have in their run folders."""
+    """List the notes of the pools that studies of this output root have in their run folders."""
     return sorted((root.resolve() / "mse").glob("*/*/pool/pool.json"))
 
 
@@ -122,7 +130,7 @@ class PoolStore:
 
     @cached_property
     def _mark(self) -> str:
-        """What parts say of these settings."""
+        """Fingerprint of these settings, which parts record."""
         return fingerprint(self.draws)
 
     def open(self) -> None:
@@ -179,7 +187,7 @@ class PoolStore:
                 )
 
     def _marks(self) -> set[str | None]:
-        """Fingerprints of the settings that the readable parts record."""
+        """Collect the fingerprints of the settings that the readable parts record."""
         marks: set[str | None] = set()
         for path in [*self._files(SCORED), *self._files(UNSCORED)]:
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
@@ -194,12 +202,13 @@ class PoolStore:
 
     @property
     def kind(self) -> str:
-        """The kind of parts in use: scored ones as soon as one exists."""
+        """Kind of parts in use: scored ones as soon as one exists."""
         return SCORED if any(self._files(SCORED)) else UNSCORED
 
     def unscored_rewards(self) -> set[tuple[float, ...]]:
-        """The rewards that occur in unscored parts, each by every reward function; what is damaged
-        has none, and is named by `read`.
+        """Collect the rewards that occur in unscored parts, each by every reward function.
+
+        A damaged part has none; `read` names it.
         """
         seen: set[tuple[float, ...]] = set()
         for path in self._files(UNSCORED):
@@ -213,8 +222,9 @@ class PoolStore:
             path.unlink(missing_ok=True)
 
     def parts(self, prompts: Sequence[Prompt], kind: str = SCORED) -> list[list[tuple[int, int]]]:
-        """(first, count) of each stored part of every question, in order; they have no gaps, from 0
-        on. All are from one look at the folder, which may hold tens of thousands of files.
+        """List (first, count) of each stored part of every question, in order, without gaps from 0.
+
+        All are from one look at the folder, which may hold tens of thousands of files.
         """
         spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for path in self._files(kind):
@@ -225,7 +235,7 @@ class PoolStore:
     def stored_completions(
         self, prompts: Sequence[Prompt], size: int, kind: str = SCORED
     ) -> list[int]:
-        """How many of each question's first `size` completions are stored."""
+        """Count each question's stored completions among the first `size`."""
         stored_P: list[int] = []
         for spans in self.parts(prompts, kind):
             stored = max((first + count for first, count in spans if first < size), default=0)
@@ -239,11 +249,11 @@ class PoolStore:
         return stored_P
 
     def has_part(self, prompt: Prompt, first: int, count: int) -> bool:
-        """Whether this very part is stored, scored."""
+        """Return True if this very part is stored, scored."""
         return self._path(prompt, first, count).exists()
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
-        """Files, and completions in each, of the questions' first `size` completions."""
+        """List the files, and completions in each, of the questions' first `size` completions."""
         kind = self.kind
         return [
             (self._path(prompt, first, count, kind), count)
@@ -265,18 +275,19 @@ class PoolStore:
             save_file(arrays, staged, facts)
 
     def read(self, prompt: Prompt, first: int, count: int) -> Part:
-        """One scored part."""
+        """Read one scored part."""
         return self._read(self._path(prompt, first, count), count, Part)
 
     def weighted_part(self, prompt: Prompt, count: int) -> WeightedPart:
-        """The part of a question whose tokens are weighted; see `read` for what is raised."""
+        """Read the part of a question whose tokens are weighted; see `read` for what is raised."""
         return self._read(self._path(prompt, 0, count), count, WeightedPart)
 
     def completions(
         self, prompts: Sequence[Prompt], size: float = math.inf
     ) -> Iterator[list[Completions]]:
-        """Yield the stored parts of one question after the other, in order, those that begin below
-        `size`: scored, or all unscored.
+        """Yield the stored parts of one question after the other, in order.
+
+        They are those that begin below `size`: scored, or all unscored.
         """
         kind = self.kind
         record = Part if kind == SCORED else Completions
@@ -307,7 +318,7 @@ class PoolStore:
 
 
 def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
-    """The gap of all parts, by their tokens; None where the model itself sampled."""
+    """Average the gaps of all parts over their tokens; None where the model itself sampled."""
     if gaps[0] is None:
         return None
     gap_K, tokens_K = np.array(gaps).T
@@ -315,7 +326,7 @@ def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
 
 
 def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
-    """The rewards that occur, each by every reward function.
+    """Return the rewards that occur, each by every reward function.
 
     >>> distinct_rewards(np.array([[0.0, 1.0], [0.0, 1.0]]))
     {(0.0, 1.0)}
@@ -324,7 +335,7 @@ def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
 
 
 def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str]:
-    """A file's part, the facts beside it, and the digest of its arrays."""
+    """Read a file's part, the facts beside it, and the digest of its arrays."""
     with safe_open(path, framework="numpy") as file:
         facts = file.metadata() or {}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -336,22 +347,21 @@ def reuse_pool(
 ) -> str:
     """Take over the completions that a study of the same output root has drawn of the same policy.
 
-    Of all such pools the one with the most of what is asked for; its files are linked where the
-    file system can, so that each run folder stays whole when the other is deleted.
+    Of all such pools the one with the most of what is asked for is taken. Its files are linked
+    where the file system can, so that each run folder stays whole when the other is deleted.
 
     Args:
-        output_root: below which the studies are.
         draws: of this study, see `draws_of`.
         folder: of this study's own pool, below its run folder.
-        prompts: the study's.
-        size: completions of each that are asked for, N.
+        size: N, the completions of each prompt that are asked for.
 
     Returns:
         A line on what was taken over; "" where there is nothing.
     """
     root = output_root.resolve()
     if root not in folder.resolve().parents:
-        return ""  # a run folder placed elsewhere
+        # The run folder was placed elsewhere.
+        return ""
     own = PoolStore(folder, draws)
     draws = json.loads(json.dumps(draws))
     best, most = folder, sum(count for _, count in own.usable_parts(prompts, size))
@@ -378,13 +388,13 @@ def reuse_pool(
 
 @cache
 def scored_with() -> str:
-    """Versions of the packages that scores are computed with here."""
+    """Return the versions of the packages that scores are computed with here."""
     installed = versions()
     return ", ".join(f"{name} {installed[name]}" for name in SCORING_PACKAGES)
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
-    """Checksum of arrays: names, dtypes, shapes and bytes."""
+    """Compute a checksum of arrays: names, dtypes, shapes and bytes."""
     total = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         total.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -393,7 +403,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those of the sorted (first, count) that follow each other from 0 on.
+    """Return those of the sorted (first, count) that follow each other from 0 on.
 
     >>> _gapless([(0, 4), (0, 8), (4, 2), (8, 8)])
     [(0, 4), (4, 2)]
@@ -414,9 +424,10 @@ def _stem(prompt: Prompt) -> str:
 def leave_sample(
     sampling: StudySampling, prompts: list[Prompt], pool: Path, folder: Path, is_imported: bool
 ) -> None:
-    """Write completions.parquet: the first few completions of every question, or of evenly spaced
-    ones; the study goes on without it where the disk refuses. Answers of imported completions are
-    not read.
+    """Write completions.parquet: the first few completions of every question, or of evenly spaced.
+
+    The study goes on without it where the disk refuses. Answers of imported completions are not
+    read.
     """
     prompts = prompts[:: -(-len(prompts) // MOST_SAMPLED_COMPLETIONS)]
     count, store = MOST_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})

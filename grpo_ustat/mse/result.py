@@ -1,4 +1,4 @@
-"""What a study reports beside its curves: the scaling law, Assumption 2, policy and cost."""
+"""Results of a study beside its curves: the scaling law, Assumption 2, policy and cost."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ NORMS = {
     "euclidean": "Euclidean",
     "adam": "of AdamW's step, v that of steps of {} rollouts in groups of {},",
 }
-TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
+# Measured by scripts/benchmarks/precision.py.
+TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}
 
 
 def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
-    """The request for the curves of this study."""
+    """Return the request for the curves of this study."""
     questions = len(pool.rewards_PN)
     points = [
         CurvePoint(name, size, "all_questions_once", questions)
@@ -73,8 +74,9 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
 
 
 def of_population(config: MseConfig, request: Request) -> Request:
-    """The request for what a training step is asked of, new questions, with curves at
-    `study.rollouts` rollouts to compare rules without a closed form with.
+    """Return the request for new questions, the population of a training step.
+
+    It has curves at `study.rollouts` rollouts to compare rules without a closed form with.
     """
     rollouts = config.study.rollouts
     points = [
@@ -106,24 +108,21 @@ def study_result(
     left_out: dict[str, int],
     remarks: str,
 ) -> StudyResult:
-    """The content of `result.json`.
+    """Return the content of `result.json`.
 
     Args:
-        config: the study's configuration.
-        pool: the scored completions.
-        statistics: their closed forms, of the curves.
-        population: the same over questions: what generalises to training.
-        request: of `population`.
+        statistics: closed forms of the pool, for the curves.
+        population: closed forms over questions, which generalise to training.
+        request: the request of `population`.
         curves: rows of all methods.
-        losses: what a rollout of each is worth.
+        losses: worths of a rollout of each loss.
         recipes: the same of published losses, each at its own G.
-        off_policy: what one is worth that another policy wrote; None: not asked for.
+        off_policy: worths of rollouts that another policy wrote; None: not asked for.
         verdicts: on published claims.
-        facts: of the model; see `model_facts`.
-        pool_cost, replicate_cost: what the pool and Monte Carlo took.
-        moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
-        refusals: rules without a row of `all_groups`, and why.
-        left_out: questions by the reason why they were left out.
+        pool_cost, replicate_cost: costs of the pool and of Monte Carlo.
+        moved: the shift of G* in AdamW's metric, see `second_moments`; None in another metric.
+        refusals: rules without a row of `all_groups`, with reasons.
+        left_out: numbers of questions by the reason why they were left out.
         remarks: sentences on the pool, after the verdict.
     """
     total_cost = pool_cost + replicate_cost
@@ -181,7 +180,7 @@ def study_result(
 
 
 def study_cost(cost: WorkCost) -> parts.StudyCost:
-    """The cost, as `result.json` has it."""
+    """Return the cost as `result.json` has it."""
     return parts.StudyCost(
         rollouts=cost.rollouts, tokens=cost.tokens, judge_timeouts=cost.timeouts,
         judge_failures=cost.failures, seconds_generate=cost.seconds_generate,
@@ -190,16 +189,19 @@ def study_cost(cost: WorkCost) -> parts.StudyCost:
 
 
 def precision(config: MseConfig) -> parts.Precision:
-    """In what the scores were computed; with TF32 the relative error of a squared score norm, the
-    median over completions, and of their sum, at most, on three policies.
+    """Return the precision in which the scores were computed.
+
+    With TF32 it has the relative error of a squared score norm, the median over completions, and of
+    their sum, at most, on three policies.
     """
     error = TF32_ERROR if config.computes_tf32 else None
     return parts.Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
 
 
 def metric_text(config: MseConfig) -> str:
-    """Sentences on another metric than the Euclidean over all parameters, with a space before them;
-    "" without.
+    """Return sentences on a metric other than the Euclidean over all parameters.
+
+    They begin with a space; "" without such a metric.
     """
     text = ""
     if config.study.metric == "adam":
@@ -223,7 +225,7 @@ def metric_text(config: MseConfig) -> str:
 
 
 def tf32_text(config: MseConfig) -> str:
-    """A sentence on the error of TF32, with a space before it; "" without."""
+    """Return a sentence on the error of TF32, with a space before it; "" without TF32."""
     if not config.computes_tf32:
         return ""
     norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
@@ -234,7 +236,7 @@ def tf32_text(config: MseConfig) -> str:
 
 
 def _clip(interval: Interval, low: float, high: float) -> Interval:
-    """The part of an interval that the quantity can reach."""
+    """Return the part of an interval that the quantity can reach."""
     return Interval(*(min(max(x, low), high) if math.isfinite(x) else x for x in interval))
 
 
@@ -269,7 +271,7 @@ def _scaling(population: ClosedForm, rollouts: int) -> parts.Scaling:
 
 
 def _noise(population: ClosedForm) -> parts.Noise:
-    """The noise scale of leave_one_out at every G, and at its least, see `estimators.scaling`."""
+    """Return leave_one_out's noise scale at every G and at its least, see `estimators.scaling`."""
 
     def numbers(name: str) -> dict[str, Interval]:
         keys = {"rollouts": "noise", "tokens": "noise_tokens", "prompt_share": "prompt_share"}
@@ -293,7 +295,7 @@ def _noise(population: ClosedForm) -> parts.Noise:
 
 
 def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
-    """What a rollout of each loss is worth, see `estimators.worth`."""
+    """Return the rows of losses with the worth of a rollout of each, see `estimators.worth`."""
     every = asdict(RowFilter())
     return [
         parts.LossWorth(
@@ -315,7 +317,7 @@ def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
 
 
 def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
-    """What rollouts are worth that another policy wrote."""
+    """Return the worths of rollouts that another policy wrote."""
     writer = Path(config.model.name).name
     if off_policy.question == "gap":
         writer = f"the sampler of {Path(str(config.pool)).name}"
@@ -333,7 +335,7 @@ def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
 
 
 def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:
-    """What dynamic sampling costs at every G that the pool has, see `kept_groups`."""
+    """Compute the cost of dynamic sampling at every G that the pool has, see `kept_groups`."""
     rows = []
     for size in CURVE_SIZES:
         if size > pool.rewards_PN.shape[1]:
@@ -346,7 +348,7 @@ def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.Dyn
 
 
 def _allocation(pool: ScorePool) -> list[parts.Allocation]:
-    """What unequal group sizes do to the error, see `allocation_savings`."""
+    """Compute the change of the error by unequal group sizes, see `allocation_savings`."""
     return [
         parts.Allocation(
             plan=row.plan, group_size=row.group_size, change=row.change, in_sample=row.in_sample
@@ -358,8 +360,9 @@ def _allocation(pool: ScorePool) -> list[parts.Allocation]:
 def reward_functions(
     config: MseConfig, pool: ScorePool, population: ClosedForm, request: Request
 ) -> tuple[list[parts.RewardFunction] | None, list[parts.RewardCorrelation] | None]:
-    """Every reward function by itself and their weighted sum, and every pair's correlation; None
-    where there is one function.
+    """Measure every reward function by itself, their weighted sum, and every pair's correlation.
+
+    None where there is one function.
     """
     if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
         return None, None
@@ -376,12 +379,12 @@ def reward_functions(
 
 
 def _scaled_size(best: Interval) -> float | None:
-    """G* where its interval has both ends; elsewhere the least noise scale is not known."""
+    """Return G* where its interval has both ends; elsewhere the least noise scale is unknown."""
     return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
 
 
 def _unbounded_reason(low: float) -> str:
-    """Why the interval of G* has no upper end."""
+    """Return the reason why the interval of G* has no upper end."""
     if not math.isfinite(low):
         return (
             "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
@@ -394,8 +397,10 @@ def _unbounded_reason(low: float) -> str:
 def _assumption(
     statistics: ClosedForm, population: ClosedForm, pool: ScorePool
 ) -> parts.Assumption2:
-    """Assumption 2 and the ordering, for new questions; refuted where it is at the questions at
-    hand: a hypothesis on every question.
+    """Return the results on Assumption 2 and on the ordering, for new questions.
+
+    The assumption is a hypothesis on every question, so it is refuted where the questions at hand
+    refute it.
     """
     refuted = refutes_assumption2(statistics["share"], statistics["corr"])
     statistics = statistics if len(pool.rewards_PN) < LEAST_QUESTIONS else population
@@ -432,8 +437,9 @@ def _metric(
     population: ClosedForm,
     moved: float | None,
 ) -> parts.Metric:
-    """The norm in which gradients were measured, and the tails of the score norms over all
-    completions.
+    """Return the norm in which gradients were measured, and the tails of all score norms.
+
+    The tails are over all completions.
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
@@ -461,8 +467,9 @@ def _metric(
 def policy_facts(
     config: MseConfig, own_PN: Array, lengths_PN: Integers, pool_cost: WorkCost
 ) -> parts.PolicyFacts:
-    """Accuracy, length and cut share of the policy; `own_PN` are rewards by the data set's own
-    function.
+    """Compute accuracy, length and cut share of the policy.
+
+    `own_PN` are rewards by the data set's own function.
     """
     return parts.PolicyFacts(
         name=config.model.name,

@@ -1,4 +1,4 @@
-"""What writes a study's completions, and how far it is from the model that scores them."""
+"""The sampler of a study's completions, and its distance from the model that scores them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
 from grpo_ustat.tasks.base import Task
 
-MOST_LOGPROB_GAP = 0.05  # nats a token, between a sampler and the same model
-_STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}  # vLLM, at most one
+# Nats a token, between a sampler and the same model.
+MOST_LOGPROB_GAP = 0.05
+# vLLM, at most one.
+_STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}
 
 
 def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
-    """The configured policy, the engine that samples from it, and the task that judges.
+    """Return the configured policy, the engine that samples from it, and the task that judges.
 
     vLLM is started once in a process, where its first completions are needed: a study that extends
     its pool or draws replicates, and the next study of a sweep over the same model, go on with the
@@ -38,7 +40,8 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
         )
     needs = [options, sampler.rollout, sampler.rows, sampler.max_completion_length]
     if "vllm" not in _STARTED_ENGINES or _STARTED_ENGINES["vllm"][0] != needs:
-        _STARTED_ENGINES.clear()  # its memory is needed for the next one
+        # The next engine needs the memory of this one.
+        _STARTED_ENGINES.clear()
         policy = configured_policy(options)
         check_vllm_reads(policy.model, sampler.rollout.name, f"model={options.model.name}")
         _STARTED_ENGINES["vllm"] = (needs, policy, make_engine(sampler, options.model, policy))
@@ -47,12 +50,11 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
 
 
 def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
-    """Mean absolute difference of the policy's log-probabilities and the sampler's, nats a token.
+    """Average the absolute gap of the policy's and the sampler's log-probabilities, nats a token.
 
     Args:
-        policy: what is said to have written them.
         rollouts: with `logprobs_PGT`.
-        index: of the completions that are read, flat.
+        index: flat indices of the completions that are read.
         temperature: divides the logits.
     """
     assert rollouts.logprobs_PGT is not None
@@ -69,8 +71,9 @@ def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperatu
 
 
 def sampler_text(name: str, gap: float) -> str:
-    """A sentence on how far the sampler is from the model that scores, with a warning where that is
-    more than rounding; it begins with a space.
+    """Return a sentence on the distance of the sampler from the model that scores.
+
+    It is a warning where that is more than rounding. It begins with a space.
 
     >>> sampler_text("vllm", 0.0004)
     " Completions are vllm's: its log-probabilities are 0.0004 nats a token from the model's own."

@@ -26,20 +26,22 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Prompt, Rollouts
 
-COMPARED_COMPLETIONS = 4  # of a question's part; there sampler and model are compared
+# Completions of a question's part on which sampler and model are compared.
+COMPARED_COMPLETIONS = 4
 
-CHECKED_TOKENS = 64  # of a completion whose score is compared with plain differentiation
+# Tokens of a completion whose score is compared with plain differentiation.
+CHECKED_TOKENS = 64
 
 
 def score_sketches(budget: StudyBudget, policy: Policy) -> tuple[Sketch, Sketch]:
-    """Sketches of a completion's score and of sums of scores, the latter with more numbers."""
+    """Make sketches of a completion's score and of sums of scores, the latter with more numbers."""
     sizes = parameter_sizes(policy.model)
     features = Sketch(sizes, budget.feature_sketch)
     return features, Sketch(sizes, budget.gradient_sketch, signs=features.signs)
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
-    """The cost of sampling one question's completions, before they are scored."""
+    """Compute the cost of sampling one question's completions, before they are scored."""
     return WorkCost(
         rollouts=rollouts.mask_PGT.shape[1],
         tokens=int(rollouts.lengths_PG[row].sum()),
@@ -56,7 +58,7 @@ def completions_of(
     sampler: SamplerOptions,
     cost: WorkCost,
 ) -> Completions:
-    """One question's completions as a pool keeps them unscored, see `score_part`."""
+    """Return one question's completions as a pool keeps them unscored, see `score_part`."""
     gap, count = None, len(rewards_NF)
     if sampler.rollout.name != "local" and rollouts.logprobs_PGT is not None:
         read = row * count + np.unique(np.linspace(0, count - 1, COMPARED_COMPLETIONS).astype(int))
@@ -86,13 +88,12 @@ def score_part(
     """Score one question's completions.
 
     Args:
-        policy: whose scores are taken.
+        policy: the policy whose scores are taken.
         rollouts: completions of all questions.
         row: the question's place among them.
         rewards_NF: the rewards of its completions by every reward function.
-        sampler: what wrote them.
         sketches: see `score_sketches`.
-        cost: what the completions took so far; scoring is added.
+        cost: the cost of the completions so far; scoring is added.
         metric: of the scores; None: Euclidean.
     """
     start = time.perf_counter()
@@ -108,12 +109,13 @@ def score_part(
         pooled=sketches[1],
         metric=metric,
     )
-    assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
+    # `gram`, `features` and `pooled` ask for them.
+    assert scores.gram_BB is not None
     assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
     dtype = str(policy.model.dtype).removeprefix("torch.")
     finite_NN = np.isfinite(gram_NN)
-    # a score that is not finite spoils the inner products of all others, too
+    # A score that is not finite spoils the inner products of all others, too.
     for i in [*np.flatnonzero(~finite_NN.diagonal()), *np.flatnonzero(~finite_NN.all(axis=1))]:
         raise ConfigError(
             f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
@@ -134,7 +136,7 @@ def score_part(
 def stored_rollouts(
     policy: Policy, prompt: Prompt, parts: list[Completions]
 ) -> tuple[Rollouts, np.ndarray]:
-    """The completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
+    """Return the completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
     length = max(part.tokens_NT.shape[1] for part in parts)
     tokens_NT = np.concatenate(
         [np.pad(part.tokens_NT, ((0, 0), (0, length - part.tokens_NT.shape[1]))) for part in parts]
@@ -152,8 +154,9 @@ def stored_rollouts(
 
 
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
-    """Compare scores with plain differentiation on the two shortest completions, of which at most
-    CHECKED_TOKENS; refuse what cannot fit.
+    """Compare scores with plain differentiation on the two shortest completions.
+
+    At most CHECKED_TOKENS of each are compared. A batch that cannot fit is refused.
     """
     check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
     prompt_R = np.repeat(list(map(len, rollouts.prompt_tokens)), rollouts.mask_PGT.shape[1])
@@ -172,7 +175,7 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
 
 
 def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
-    """About how many rows of so many tokens can be scored at once in the free memory."""
+    """Estimate the number of rows of so many tokens that the free memory can score at once."""
     free, row = free_bytes(policy.model.device), score_bytes(policy.model, tokens, by_layer)
     return free // row
 

@@ -1,4 +1,4 @@
-r"""v, what AdamW's second moments settle at in a run of n rollouts in groups of G, from a pool.
+r"""Limit v of AdamW's second moments in a run of n rollouts in groups of G, from a pool.
 
 A step's gradient ghat is the mean of B = n/G leave-one-out gradients u, each of a group of G
 completions of a prompt of its own. Entry by entry
@@ -21,32 +21,34 @@ import torch
 from grpo_ustat.estimators.intervals import Interval
 
 Entries = dict[str, torch.Tensor]
-PRIOR_QUESTIONS = 1.0  # questions, see `GroupGradients.second_moments`
-OTHER_PRIOR_QUESTIONS = 1 / 3  # see `shift`
-LARGEST_SHIFT, LARGEST_INTERVAL_SHARE = 0.2, 0.3  # see `is_uncertain`
+# See `GroupGradients.second_moments`.
+PRIOR_QUESTIONS = 1.0
+# See `shift`.
+OTHER_PRIOR_QUESTIONS = 1 / 3
+# See `is_uncertain`.
+LARGEST_SHIFT, LARGEST_INTERVAL_SHARE = 0.2, 0.3
 
 
 @dataclass
 class GroupGradients:
-    """Sums over questions of the gradients u_xk of their disjoint groups, by parameter name; no
-    question's own are kept.
+    """Sums over questions of the gradients u_xk of their disjoint groups, by parameter name.
 
-    Attributes:
-        groups: K >= 2, of each question.
-        questions: m, so far.
-        squares, means, squared_means: the sums over questions of mean_k u_xk^2, of mean_k u_xk and
-            of (mean_k u_xk)^2.
+    No question's own gradients are kept.
     """
 
+    # K >= 2, of each question.
     groups: int
+    # m, so far.
     questions: int = 0
+    # Sums over questions of mean_k u_xk^2, of mean_k u_xk and of (mean_k u_xk)^2.
     squares: Entries = field(default_factory=dict)
     means: Entries = field(default_factory=dict)
     squared_means: Entries = field(default_factory=dict)
 
     def add(self, gradients: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Add a question by the gradients of those of its groups whose rewards differ; that of the
-        others is 0.
+        """Add a question by the gradients of those of its groups whose rewards differ.
+
+        The gradients of the others are 0.
         """
         self.questions += 1
         mean: Entries = {}
@@ -59,12 +61,14 @@ class GroupGradients:
             _add(self.squared_means, name, u.square())
 
     def parts(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Unbiased estimates, of a parameter's entries, of (grad J)_j^2, C1_j and the variance
-        of u_j given the prompt, C2_j/G + C3_j/(G (G-1)).
+        """Estimate (grad J)_j^2, C1_j and the variance of u_j given the prompt, without bias.
+
+        Estimates are of a parameter's entries; the variance is C2_j/G + C3_j/(G (G-1)).
 
         The groups of a question share its gradient g and no completion, those of different
         questions neither: products of different questions' means have the mean (grad J)_j^2, those
         of two groups of a question g_j^2.
+
         """
         m, k = self.questions, self.groups
         squares, squared_means = self.squares[name], self.squared_means[name]
@@ -75,7 +79,7 @@ class GroupGradients:
     def second_moments(
         self, name: str, prompts: int, prior: float = PRIOR_QUESTIONS
     ) -> torch.Tensor:
-        """v of a parameter's entries, for steps of B = `prompts` groups.
+        """Estimate v of a parameter's entries, for steps of B = `prompts` groups.
 
         Unbiased but for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
         moved towards the parameter's mean with the weight of `prior` questions. Without that, an
@@ -93,7 +97,7 @@ def _add(sums: Entries, name: str, value: torch.Tensor) -> None:
 
 
 def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
-    """How much log(G* - 1) grows where a parameter's mean has a third of its weight in v.
+    """Compute the growth of log(G* - 1) if a parameter's mean has a third of its weight in v.
 
     That weight is a convention: v is known well enough where nothing depends on it. G* - 1 =
     sqrt(C3/C1) is taken in proportion to the root of the variance of u given the prompt over C1;
@@ -118,7 +122,7 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
 
 
 def is_uncertain(moved: float, best: Interval) -> bool:
-    """Whether the interval of G* is likely to cover the G* of AdamW's step in less than 90 %.
+    """Return True if G*'s interval is likely to cover the G* of AdamW's step in less than 90 %.
 
     It is where `moved`, the `shift`, is above 0.2 or not a number, or above 0.3 of the distance of
     the estimate of log(G* - 1) from its lower end. The limits were chosen by simulation; in
@@ -133,7 +137,7 @@ def is_uncertain(moved: float, best: Interval) -> bool:
 
 
 def uncertain_text(moved: float, best: Interval) -> str:
-    """A warning where `is_uncertain`, with a space before it, else ""."""
+    """Return a warning where `is_uncertain`, with a space before it, else ""."""
     if not is_uncertain(moved, best):
         return ""
     by = f" by {math.expm1(moved):+.0%}" if math.isfinite(moved) else ""

@@ -69,7 +69,8 @@ from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
-MOST_LOSS_SENTENCES = 3  # on a terminal; tables and page have all losses
+# On a terminal; tables and page have all losses.
+MOST_LOSS_SENTENCES = 3
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -77,8 +78,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
     Returns:
         The first curve's mean squared error at the first group size; None where all rewards are
-        equal, and where `study.part` asked for a part of the pool alone, which leaves no run
-        folder.
+        equal, and where `study.part` asked only for a part of the pool, which leaves no run folder.
     """
     console = Console(quiet=not is_main())
     if config.study.part is not None:
@@ -87,7 +87,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         return None
     result = main_only(folder.result)
     if result is None:
-        with folder.lock():  # which another process may have finished just now
+        # Another process may have finished the study just now.
+        with folder.lock():
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
@@ -147,7 +148,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def fill_part(config: MseConfig) -> str:
-    """Fill part `study.part` of the pool; returns a text on what the pool has and lacks."""
+    """Fill part `study.part` of the pool, and return a text on what the pool has and lacks."""
     assert config.pool is not None  # `config.fills_part`
     pool = Path(config.pool)
     main_only(PoolStore(pool, draws_of(config)).open)
@@ -163,8 +164,9 @@ def fill_part(config: MseConfig) -> str:
 
 
 def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
-    """Build the pool, run the methods, and return the result; where all rewards are equal, no
-    method has anything to measure.
+    """Build the pool, run the methods, and return the result.
+
+    Where all rewards are equal, no method has anything to measure.
     """
     left_out, moved, rollouts = {}, None, None
     pool_folder = folder / "pool"
@@ -264,9 +266,10 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
 
 
 def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
-    """The study's prompts, and how many questions were left out by reason; refuses too few or too
-    long prompts. A date that the chat template writes is that of the pool's first day; without a
-    pool, today's.
+    """Return the study's prompts, and the numbers of questions that were left out by reason.
+
+    It refuses too few or too long prompts. A date that the chat template writes is that of the
+    pool's first day; without a pool, today's.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
     if pool is not None and reads_clock(tokenizer):
@@ -286,7 +289,7 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
 def _pool(
     config: MseConfig, prompts: list[Prompt], pool_folder: Path, facts: ModelFacts
 ) -> tuple[ScorePool, ClosedForm, WorkCost]:
-    """The pool and its closed forms."""
+    """Return the pool, its closed forms and its cost."""
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
         greedy_P = greedy_rewards(config.sampling, prompts)

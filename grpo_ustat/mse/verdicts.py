@@ -32,9 +32,12 @@ from grpo_ustat.runs.claims import FAMILY_ERROR, holm_adjust
 from grpo_ustat.runs.study_parts import FAILS, HOLDS, UNDECIDED, UNMEASURED, ClaimVerdict
 
 USUAL_SIZE, LARGE_SIZE = 8, 64
-TOLERANCE = 0.1  # of rollouts, or of an error
-STEP, SPLITS = 8192, (16, 32, 64)  # rollouts of a step, and its group sizes, of arXiv 2510.01135
-VARIANCE_SHARE = 0.9  # top-p of RAGEN-2
+# Share of rollouts, or of an error.
+TOLERANCE = 0.1
+# Rollouts of a step, and its group sizes, of arXiv 2510.01135.
+STEP, SPLITS = 8192, (16, 32, 64)
+# top-p of RAGEN-2.
+VARIANCE_SHARE = 0.9
 NO_DIRECTION = "its direction is not known from these questions"
 FILTERED = Loss("filtered", "leave_one_out", {}, "sum", 1,
                 rows=RowFilter(reward_variance_share=VARIANCE_SHARE))  # fmt: skip
@@ -43,15 +46,12 @@ BY_MEAN = Loss("mean over each completion's tokens", "leave_one_out", {}, "grpo"
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim before the correction for all of them; the fields of `ClaimVerdict`.
-
-    Attributes:
-        interval_at: the number's interval by level; None where it is not measured.
-    """
+    """A claim before the correction for all of them; the fields of `ClaimVerdict`."""
 
     claim: str
     source: str
     measured: str
+    # The number's interval by level; None where it is not measured.
     interval_at: Callable[[float], Interval] | None = None
     least: float = -math.inf
     most: float = math.inf
@@ -68,15 +68,15 @@ def claim_verdicts(
     seed: int,
     off_policy: OffPolicy | None = None,
 ) -> list[ClaimVerdict]:
-    """Every claim, with its number and what is said of it, for new questions.
+    """Judge every claim by its number, for new questions.
 
     Args:
-        pool: the scored completions.
-        population: their closed forms over questions.
+        population: closed forms of the pool over questions.
         group_sizes: of the study; losses are judged at that next to 8 in ratio.
         rollouts: n of an update.
         draws, seed: see `loss_worths`.
-        off_policy: of rollouts that another policy wrote, or another sampler.
+        off_policy: worths of rollouts that another policy wrote, or another sampler; None: not
+            measured.
     """
     size = min(group_sizes, key=lambda one: abs(math.log(one / USUAL_SIZE)))
     judged = [
@@ -110,7 +110,7 @@ def claim_verdicts(
 
 
 def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
-    """Which part of the noise comes from the choice of prompts."""
+    """Measure the part of the noise that comes from the choice of prompts."""
     at = population.law.equal_noise_size()
     beside = f"a half at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
     return [
@@ -127,7 +127,7 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
 
 
 def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
-    """Whether hard prompts get too low an advantage."""
+    """Measure the bias of the advantages of hard prompts, which a claim calls too low."""
     claim = Judged(
         "in mixed groups hard prompts get too low advantages",
         "arXiv 2601.08521",
@@ -154,7 +154,7 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
 
 
 def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int) -> list[Judged]:
-    """The reward-variance filter, and the mean over each completion's tokens."""
+    """Measure the reward-variance filter, and the mean over each completion's tokens."""
     where = f"n = {rollouts}, G = {size}"
     claims = {
         FILTERED: Judged(
@@ -201,7 +201,7 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
 
 
 def _of_the_step(population: ClosedForm) -> list[Judged]:
-    """A step of 8192 rollouts, and how it is split."""
+    """Measure a step of 8192 rollouts, and its splits into groups."""
     law, source = population.law, "arXiv 2510.01135"
     best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
     splits = ", ".join(
@@ -230,7 +230,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
 def _of_ratios(
     off_policy: OffPolicy, size: int, rollouts: int, draws: int, seed: int
 ) -> list[Judged]:
-    """Rollouts of an earlier policy or another sampler, and the level of their ratios."""
+    """Measure rollouts of an earlier policy or another sampler, and the level of their ratios."""
     drift, weighted = off_policy.drift, off_policy.weighted
     shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
         drift.completions
@@ -247,7 +247,7 @@ def _of_ratios(
         errors = loss_errors(off_policy.compared, measured, rollouts, draws, seed, weighted)
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
-        """Worth of a rollout of the second loss in those of the first."""
+        """Return the worth, by level, of a rollout of the second loss in those of the first."""
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
         if not both or not all(error.known for error in both):
             return None
@@ -312,19 +312,19 @@ def _of_ratios(
 def _over(
     worth_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
 ) -> Interval:
-    """A worth over a share, the ends of their intervals joined."""
+    """Divide a worth by a share, the ends of their intervals joined."""
     value, low, high = worth_at(_of_two(level))
     share = share_at(_of_two(level))
     return Interval(value / share.estimate, low / share.high, high / share.low)
 
 
 def _of_two(level: float) -> float:
-    """The level of each of two intervals that hold together at a level (Bonferroni)."""
+    """Return the level of each of two intervals that hold together at a level (Bonferroni)."""
     return (1 + level) / 2
 
 
 def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
-    """Whether replacing groups of equal rewards saves rollouts."""
+    """Measure the error saved by replacing groups of equal rewards."""
     claim = Judged(
         "replacing groups of equal rewards saves rollouts",
         "DAPO, arXiv 2503.14476",
@@ -346,7 +346,7 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
 
 
 def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
-    """What p(1-p) and length say of the noise."""
+    """Measure the correlations of p(1-p) and of length with the noise."""
     count, completions = pool.rewards_PN.shape
     of_variance = Judged(
         "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
@@ -378,7 +378,7 @@ def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
 
 
 def _text(interval: Interval, decimals: int = 2) -> str:
-    """An estimate with its interval.
+    """Format an estimate with its interval.
 
     >>> _text(Interval(0.5, 0.25, 1.0)), _text(Interval(4.54, 4.1, math.inf), 1)
     ('0.50 [0.25, 1.00]', '4.5 [4.1, infinity)')
@@ -389,7 +389,7 @@ def _text(interval: Interval, decimals: int = 2) -> str:
 
 
 def _percent(extra: Interval) -> str:
-    """A share in percent with its interval.
+    """Format a share in percent with its interval.
 
     >>> _percent(Interval(0.104, -0.004, 0.2))
     '+10 % [+0, +20]'
@@ -399,5 +399,5 @@ def _percent(extra: Interval) -> str:
 
 
 def _hundredths(extra: Interval) -> list[float]:
-    """In whole percent, without a negative 0."""
+    """Round to whole percent, without a negative 0."""
     return [round(100 * x) + 0.0 if math.isfinite(x) else x for x in extra]
