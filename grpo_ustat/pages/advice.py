@@ -12,32 +12,31 @@ from grpo_ustat.pages.findings import GroupSizeCosts, group_size_costs
 from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
-TOLERABLE_EXTRA_ERROR = 0.3  # extra error that a size to keep may have at most, by the upper end
+# Largest extra error of a size to keep, by the upper end of its interval.
+TOLERABLE_EXTRA_ERROR = 0.3
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do with the group size.
+    """Advice on the group size."""
 
-    Attributes:
-        verdict: `keep`, `raise`, `lower`, `choose` (no group size was given to judge) or
-            `not enough data`.
-        sentence: the answer, in one or two sentences.
-        details: further lines: other sizes, what the intervals speak of, what is not known.
-        next: a command to copy, or what else to do next.
-        numbers: what the sentence says, by name, for programs.
-    """
-
+    # `keep`, `raise`, `lower`, `choose` (no group size was given to judge) or `not enough data`.
     verdict: str
+    # The answer, in one or two sentences.
     sentence: str
+    # Further lines: other sizes, the scope of the intervals, what is not known.
     details: list[str]
+    # A command to copy, or another next step in words.
     next: str
+    # The numbers of the sentence, by name, for programs.
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
 def rollouts_in_groups(group_size: int | None, rollouts: int) -> int:
-    """The number of rollouts where the group size divides it, else the group size times the power
-    of 2 that comes nearest to it.
+    """Return the number of rollouts, or the nearest one of whole groups.
+
+    It is as given where the group size divides it, else the group size times the power of 2 that
+    comes nearest to it.
 
     >>> rollouts_in_groups(8, 256), rollouts_in_groups(6, 256), rollouts_in_groups(512, 256)
     (256, 192, 512)
@@ -52,17 +51,17 @@ def rollouts_in_groups(group_size: int | None, rollouts: int) -> int:
 def group_size_advice(
     law: ScalingLaw, gstar: Interval, group_size: int | None, rollouts: int
 ) -> tuple[str, str, dict[str, Any]]:
-    """Whether another group size has a smaller error at the same number of rollouts.
+    """Judge if another group size has a smaller error at the same number of rollouts.
 
-    "Raise" and "lower" are said only where the interval of the extra error at `group_size` is above
+    "Raise" and "lower" are printed only if the interval of the extra error at `group_size` is above
     0; that interval holds for all sizes and their best one together, see
-    `ScalingLaw.extra_error`. "Keep" is said of the size that is decided, and of another where
-    that interval reaches 0 and ends below 30 %.
+    `ScalingLaw.extra_error`. "Keep" is printed of the size that is decided, and of another if that
+    interval contains 0 and ends below 30 %.
 
     Args:
         law: with the errors of C1, C2 and C3.
         gstar: G* as it is published.
-        group_size: in use; None: none is.
+        group_size: the size in use; None: none is.
         rollouts: n of a training step.
 
     Returns:
@@ -128,20 +127,22 @@ def group_size_advice(
 
 
 def _three_numbers(name: str, interval: Interval) -> dict[str, float | None]:
-    """An interval by the names of its numbers, None where one is not finite."""
+    """Return an interval by the names of its numbers, None where one is not finite."""
     values = (value if math.isfinite(value) else None for value in interval)
     return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 
 def _surely_worse(law: ScalingLaw, group_size: int, reference: int) -> float:
-    """Lower end of the extra error at `group_size`; below any where there is none."""
+    """Return the lower end of the extra error at `group_size`; -inf where there is none."""
     low = law.extra_error(group_size, reference).low
     return low if math.isfinite(low) else -math.inf
 
 
 def pair_advice(gstar: Interval) -> str:
-    """A sentence for num_generations = 2, where C2 and C3 have only a sum. That groups of 3 have at
-    most the error of pairs needs no data: C3 >= 2 C1 for any policy, see `estimators.groups`.
+    """Return a sentence for num_generations = 2, where C2 and C3 have only a sum.
+
+    Groups of 3 have at most the error of pairs without any data: C3 >= 2 C1 for any policy, see
+    `estimators.groups`.
 
     Args:
         gstar: from the low end of its lower bound to the high end of its upper bound.
@@ -157,7 +158,7 @@ def pair_advice(gstar: Interval) -> str:
 
 
 def other_sizes(costs: GroupSizeCosts) -> str:
-    """The extra error of every admissible size up to 64, in a line.
+    """Return a line with the extra error of every admissible size up to 64.
 
     >>> from grpo_ustat.estimators.intervals import Interval
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}

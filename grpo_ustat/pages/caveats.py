@@ -1,4 +1,4 @@
-"""What to beware of in a run's numbers, a sentence each, for its summary and for its terminal."""
+"""Caveats on a run's numbers, a sentence each, for its summary and for its terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from grpo_ustat.estimators.intervals import Tails, heavy_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.terminal.streams import percentage
 
-WARNING = " WARNING: "  # what begins each within a summary
-OFTEN_CUT_SHARE = 0.1  # share of completions, from which on a run says at once that they were cut
+# The beginning of each warning within a summary.
+WARNING = " WARNING: "
+# Share of completions from which on a run says at once that they were cut.
+OFTEN_CUT_SHARE = 0.1
 
 
 def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
-    """What a run's summary says before its warnings, and each of these.
+    """Split a run's summary into the text before its warnings, and each of these.
 
     >>> summary_and_warnings("Best G is 8. WARNING: few questions. WARNING: heavy tails.")
     ('Best G is 8.', ['WARNING: few questions.', 'WARNING: heavy tails.'])
@@ -23,12 +25,12 @@ def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
 
 
 def often_cut(clipped_ratio: float) -> bool:
-    """Whether so many completions were cut that a run should say so at once."""
+    """Return True if so many completions were cut that a run should say so at once."""
     return clipped_ratio >= OFTEN_CUT_SHARE
 
 
 def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
-    """What a share of cut completions means, and what to set.
+    """Return a sentence on a share of cut completions, with the setting that helps.
 
     >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
     '31 % of the first 256 completions were cut at max_completion_length=96'
@@ -41,7 +43,7 @@ def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
 
 
 def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | None) -> str:
-    """A sentence where many completions `of` something were cut: they rarely hold an answer.
+    """Return a warning if many completions `of` something were cut: they rarely hold an answer.
 
     Without a length, they were cut elsewhere.
     """
@@ -57,7 +59,7 @@ def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | 
 
 
 def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
-    """A sentence where answers could not be judged: they earned nothing, right or wrong."""
+    """Return a warning if answers could not be judged: they earned nothing, right or wrong."""
     if not timeouts + failures:
         return ""
     return (
@@ -67,8 +69,10 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
 
 
 def heavy_warning(completions: Tails, questions: Tails) -> str:
-    """A sentence where intervals are likely to cover less than 90 %, see `Tails.heavy`, those for
-    new questions first; none where no value carries a variance, as where all rewards are equal.
+    """Return a warning if intervals are likely to cover less than 90 %, see `Tails.heavy`.
+
+    Intervals for new questions come first. There is none where no value carries a variance, as
+    where all rewards are equal.
 
     Args:
         completions, questions: the tails over which intervals are, of each kind.
@@ -83,7 +87,7 @@ def heavy_warning(completions: Tails, questions: Tails) -> str:
 
 
 def zero_scores_sentence(pool: ScorePool) -> str:
-    """A sentence on how many scores are exactly 0, with a leading space; "" if none is."""
+    """Return a sentence on the number of scores that are exactly 0, with a leading space, or ""."""
     zero, count = int((pool.sq_norm_PN == 0).sum()), pool.sq_norm_PN.size
     if not zero:
         return ""
@@ -94,14 +98,15 @@ def zero_scores_sentence(pool: ScorePool) -> str:
 
 
 def packages_sentence(packages: dict[str, int], installed: str) -> str:
-    """Which completions other versions of the packages scored, and how to have one version alone.
+    """Return a sentence on completions that other versions of the packages scored, or "".
+
+    It says how to have only one version.
 
     >>> packages_sentence({"torch 2.13.0": 32}, "torch 2.13.0")
     ''
 
     Args:
-        packages: completions by the versions that scored them.
-        installed: the versions of now.
+        packages: numbers of completions by the versions that scored them.
     """
     other = {name: count for name, count in packages.items() if name != installed}
     if not other:

@@ -33,13 +33,17 @@ LINE_STYLES = {"closed_form": "-", "all_groups": "-", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
 EXTRA_ERROR = "extra error at the same rollouts, %"
-APART = 1.3  # group sizes whose names and costs do not overlap
-TOP_PERCENT = 105  # of the axis of extra errors: twice the error and a bit
+# Ratio of group sizes whose names and costs do not overlap.
+APART = 1.3
+# Top of the axis of extra errors: twice the error and a bit.
+TOP_PERCENT = 105
 
 
 def mse_figure(folder: Path, result: dict[str, Any]) -> None:
-    """One study's MSE against group size, below it as a multiple of the oracle's, a column of
-    panels per setting; `figure.{pdf,svg,png}`.
+    """Draw one study's MSE against group size, `figure.{pdf,svg,png}`.
+
+    There is a column of panels per setting; the lower panels show the MSE as a multiple of the
+    oracle's.
     """
     rows = result["curves"]
     settings = list(dict.fromkeys(row["setting"] for row in rows))
@@ -80,7 +84,7 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
 
 
 def bands_text(results: Sequence[dict[str, Any]]) -> str:
-    """What the bands of errors and ratios are."""
+    """Return a note on the bands of errors and ratios."""
     words = dict.fromkeys(
         INTERVAL_WORDS[row["interval"]] for one in results for row in one["curves"]
     )
@@ -89,7 +93,7 @@ def bands_text(results: Sequence[dict[str, Any]]) -> str:
 
 
 def scaling_figure(folder: Path, result: dict[str, Any], rollouts: int) -> None:
-    """What each G costs at n = `rollouts` of a step; `scaling.{pdf,svg,png}`."""
+    """Draw the cost of each G at n = `rollouts` of a step, `scaling.{pdf,svg,png}`."""
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
         scaling_panel(axes, result["scaling"], rollouts)
@@ -111,11 +115,12 @@ def _study_title(result: dict[str, Any]) -> str:
 def joint_mse_figure(
     folder: Path, name: str, studies: Sequence[RunRecord], notes: Sequence[str]
 ) -> None:
-    """The paper's Figure 4: a panel per policy, see `widest_setting`, below it as a multiple of
-    the oracle's; `<name>.{pdf,svg,png}`.
+    """Draw the paper's Figure 4, `<name>.{pdf,svg,png}`: a panel per policy.
+
+    The panel shows one setting, see `widest_setting`; below it is the MSE as a multiple of the
+    oracle's.
 
     Args:
-        folder, name: where to.
         studies: finished ones.
         notes: lines under the figure.
     """
@@ -163,11 +168,11 @@ def joint_mse_figure(
 def joint_fixed_n_figure(
     folder: Path, name: str, studies: Sequence[RunRecord], notes: Sequence[str]
 ) -> None:
-    """What each G costs at a fixed number of rollouts, a panel per policy, a line of panels or
-    more per data set.
+    """Draw the cost of each G at a fixed number of rollouts, a panel per policy.
+
+    Each data set has a line of panels, or several.
 
     Args:
-        folder, name: where to.
         studies: finished ones.
         notes: lines under the figure.
     """
@@ -190,7 +195,7 @@ def joint_fixed_n_figure(
 
 
 def panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Studies in lines of panels, each line of one data set, all in the order that they have."""
+    """Arrange studies in lines of panels, each line of one data set, in the order of the studies."""
     by_dataset: dict[str | None, list[RunRecord]] = {}
     for run in studies:
         by_dataset.setdefault(run.dataset, []).append(run)
@@ -202,7 +207,7 @@ def panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def panel_title(run: RunRecord) -> str:
-    """Policy, accuracy or mean reward, data set and pool of a study."""
+    """Return policy, accuracy or mean reward, data set and pool of a study."""
     result = run.final_result
     policy = result["policy"]
     seed = f", seed {run.config['seed']}" if run.config["seed"] else ""
@@ -215,7 +220,7 @@ def panel_title(run: RunRecord) -> str:
 
 
 def widest_setting(result: dict[str, Any]) -> str:
-    """The setting that has most of a study's baselines, the first of such."""
+    """Return the setting that has most of a study's baselines, the first of such."""
     baselines: dict[str, set[str]] = {}
     for row in result["curves"]:
         baselines.setdefault(row["setting"], set()).add(row["baseline"])
@@ -223,7 +228,7 @@ def widest_setting(result: dict[str, Any]) -> str:
 
 
 def batch_text(row: dict[str, Any]) -> str:
-    """What the batch of a row of a curve is.
+    """Describe the batch of a row of a curve.
 
     >>> batch_text({"setting": "all_questions_once", "num_prompts": 500, "group_size": 4})
     'all 500 questions x G completions'
@@ -237,12 +242,14 @@ def batch_text(row: dict[str, Any]) -> str:
 
 
 def ratio_rows(result: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """Errors over the oracle's in one setting: those of the study, with their paired intervals;
-    of curves without any, such as those of all groups, the plain ratio to the same method's oracle.
+    """Return errors over the oracle's in one setting, with their paired intervals.
+
+    Curves without any, such as those of all groups, have the plain ratio to the same method's
+    oracle.
 
     Returns:
         Rows of `baseline`, `group_size`, `ratio`, `ratio_low`, `ratio_high` and `unbiased`; a ratio
-        of None is missing. None at all where every ratio is.
+        of None is missing. There are no rows where every ratio is missing.
     """
     curves = [row for row in result["curves"] if row["setting"] == setting]
     unbiased = {row["baseline"]: row["unbiased"] for row in curves}
@@ -263,7 +270,7 @@ def ratio_rows(result: dict[str, Any], setting: str) -> list[dict[str, Any]]:
 
 
 def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Curves of one setting, a line per method and baseline, bands 95 %."""
+    """Draw the curves of one setting, a line per method and baseline, bands 95 %."""
     keys = dict.fromkeys((row["method"], row["baseline"]) for row in rows)
     several = len({method for method, _ in keys}) > 1
     for method, name in keys:
@@ -299,11 +306,9 @@ def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Errors over the oracle's, a line per baseline with its paired 95 % band.
+    """Draw errors over the oracle's, a line per baseline with its paired 95 % band.
 
-    Args:
-        axes: where to.
-        rows: see `ratio_rows`.
+    `rows` are as `ratio_rows` returns them.
     """
     axes.axhline(1.0, color=STYLE["oracle"][0], linewidth=1.2)
     for name in dict.fromkeys(row["baseline"] for row in rows):
@@ -340,8 +345,9 @@ def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[float], list[float]]:
-    """Both ends of a band on a logarithmic axis: an end at 0 lies outside the picture, a missing
-    end leaves a gap.
+    """Return both ends of a band on a logarithmic axis.
+
+    An end at 0 lies outside the picture, a missing end leaves a gap.
     """
     ends = [
         (math.nan, math.nan)
@@ -353,10 +359,12 @@ def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[fl
 
 
 def scaling_panel(axes: Axes, scaling: dict[str, Any], rollouts: int) -> None:
-    """One study's extra error at a fixed number of rollouts, in percent of the error at the best
-    group size that divides them: a curve over all sizes with simultaneous bands, dots at the sizes
-    that divide. Where G* has an interval with two ends the dots say their costs, a dashed line and
-    a grey band stand at G*; else a dotted line stands at what it is at least.
+    """Draw one study's extra error at a fixed number of rollouts.
+
+    It is in percent of the error at the best group size that divides them: a curve over all sizes
+    with simultaneous bands, dots at the sizes that divide. If the interval of G* has two ends, the
+    dots are labelled with their costs, and a dashed line and a grey band mark G*; else a dotted
+    line marks the lower end of G*.
     """
     law = ScalingLaw.of_result(scaling)
     costs = group_size_costs(law, divisible_rollouts(rollouts))

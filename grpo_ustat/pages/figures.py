@@ -1,4 +1,4 @@
-"""What all figures share: fonts, colours, markers, lines below, and files (PDF, SVG, PNG)."""
+"""Common parts of all figures: fonts, colours, markers, lines below, and files (PDF, SVG, PNG)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.terminal.console import excerpt, visible
 
 matplotlib.use("Agg")
-logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every glyph table
+# fontTools reports every glyph table.
+logging.getLogger("fontTools").setLevel(logging.WARNING)
 
-STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
+# Okabe-Ito colours, and markers that differ in grey too.
+STYLE = {
     "none": ("#D55E00", "s", "vanilla (no baseline)"),
     "leave_one_out": ("#0072B2", "o", "GRPO (leave_one_out)"),
     "group_mean": ("#56B4E9", "v", "group mean (biased)"),
     "oracle": ("#009E73", "D", "oracle"),
 }
-OTHER_COLOURS = (  # Tol's muted scheme
+# Tol's muted scheme.
+OTHER_COLOURS = (
     "#CC6677", "#332288", "#DDCC77", "#117733", "#882255", "#44AA99", "#999933", "#AA4499",
     "#88CCEE",
 )  # fmt: skip
@@ -38,14 +41,15 @@ FONTS: dict[Any, Any] = {
     "svg.hashsalt": "grpo_ustat",  # the same numbers make the same file
 }  # fmt: skip
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
-MOST_CHARACTERS, MOST_LINES = 200, 40  # of a line, and lines of a text
+# Characters of a line, and lines of a text.
+MOST_CHARACTERS, MOST_LINES = 200, 40
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
-    """Colour, marker and label of a rule, the same in every figure.
+    """Return colour, marker and label of a rule, the same in every figure.
 
-    A rule of somebody's own, which need not be installed where it is drawn, has those that its name
-    stands for: a colour of one of our rules with the marker of another.
+    A user's rule, which need not be installed where it is drawn, has those that its name selects: a
+    colour of one of our rules with the marker of another.
     """
     if name in STYLE:
         return STYLE[name]
@@ -64,12 +68,12 @@ def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
 
 
 def legend_label(name: str) -> str:
-    """A name as a legend shows it: matplotlib leaves out names that begin with `_`."""
+    """Return a name as a legend shows it: matplotlib leaves out names that begin with `_`."""
     return f" {name}" if name.startswith("_") else name
 
 
 def series_style(name: str, place: int) -> tuple[str, str]:
-    """Colour and marker of a series: of a baseline its own, of others those of their place."""
+    """Return colour and marker of a series: a baseline has its own, others those of their place."""
     rule = name.split("baseline=")[-1]
     if name.startswith("baseline=") and rule in BASELINES:
         return baseline_style(rule, unbiased=True)[:2]
@@ -77,14 +81,14 @@ def series_style(name: str, place: int) -> tuple[str, str]:
 
 
 def line_style(place: int) -> tuple[str, str]:
-    """Colour and marker of the i-th of lines that have no names of their own."""
+    """Return colour and marker of the i-th of lines that have no names of their own."""
     styles = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
     styles += zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)
     return styles[place % len(styles)]
 
 
 def panels_wide(count: int) -> int:
-    """How many panels stand side by side, so that type is legible at the width of a page's text.
+    """Return the number of panels in a line that keeps type legible at the width of a page's text.
 
     >>> [panels_wide(count) for count in range(1, 8)]
     [1, 2, 2, 2, 3, 3, 3]
@@ -107,8 +111,10 @@ def note(figure: Figure, lines: Sequence[str], width: float) -> None:
 
 
 def show_names_as_texts(figure: Figure) -> None:
-    """Make all texts of a figure plain: formulas are read in numbers along its axes alone, long
-    lines are cut, and invisible characters are spelt out.
+    """Make all texts of a figure plain.
+
+    Formulas are read only in numbers along its axes, long lines are cut, and invisible characters
+    are spelt out.
     """
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):

@@ -35,35 +35,35 @@ WHY_FIXED_ROLLOUTS = (
     "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
     "fewer prompts, so one G is best."
 )
-WORTHWHILE_SAVING = 0.05  # share of the error; less does not pay for drawing groups anew
-HELPFUL_SAVING = 0.05  # share of the error; plans of unequal groups that save less do not help
-USUAL_SIZE = 8  # TRL's G where none is chosen
+# Share of the error; a smaller saving does not pay for drawing groups anew.
+WORTHWHILE_SAVING = 0.05
+# Share of the error; plans of unequal groups that save less do not help.
+HELPFUL_SAVING = 0.05
+# TRL's default G.
+USUAL_SIZE = 8
 # The number at which nine in ten studies decide is printed up to so many times that of half.
 USEFUL_RATIO = 10
-NEIGHBOUR_OFFSETS = (-1, 1)  # of the best admissible G, whose costs the sentence names
+# Neighbours of the best admissible G whose costs the sentence names.
+NEIGHBOUR_OFFSETS = (-1, 1)
 
 
 @dataclass(frozen=True)
 class GroupSizeCosts:
-    """The extra error of every admissible group size at a fixed number of rollouts.
+    """The extra error of every admissible group size at a fixed number of rollouts."""
 
-    Attributes:
-        rollouts: n of a step.
-        best: the admissible G, one that divides n, to take.
-        extra: MSE at G over MSE at `best`, less 1, by G; intervals of 95 % that hold together, see
-            `ScalingLaw.extra_error`, NaN where C1 to C3 have none.
-        tolerance: the error at `best` is within so much of the least one, as a share; None: not
-            decided.
-    """
-
+    # n of a step.
     rollouts: int
+    # The admissible G, one that divides n, to take.
     best: int
+    # MSE at G over MSE at `best`, less 1, by G; simultaneous 95 % intervals, see
+    # `ScalingLaw.extra_error`, NaN where C1 to C3 have none.
     extra: Mapping[int, Interval]
+    # The error at `best` is within this share of the least one; None: not decided.
     tolerance: float | None = None
 
 
 def group_size_costs(law: ScalingLaw, rollouts: int) -> GroupSizeCosts:
-    """What each admissible group size costs.
+    """Compute the cost of each admissible group size.
 
     Args:
         law: with the errors of C1, C2 and C3.
@@ -79,12 +79,12 @@ def group_size_costs(law: ScalingLaw, rollouts: int) -> GroupSizeCosts:
 
 
 def is_decided(scaling: Mapping[str, Any]) -> bool:
-    """Whether G* is known and its interval has both ends."""
+    """Return True if G* is known and its interval has both ends."""
     return all(scaling[f"gstar{end}"] is not None for end in ("", "_low", "_high"))
 
 
 def decision_sentence(result: Mapping[str, Any], rollouts: int) -> str:
-    """Which G is best and what its neighbours cost, or how much is missing to say so.
+    """Return the best G and the costs of its neighbours, or how much data is missing for them.
 
     Args:
         result: content of the study's `result.json`.
@@ -101,7 +101,7 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int) -> str:
 
 
 def study_answer(result: Mapping[str, Any], rollouts: int) -> str:
-    """Which G is best, what its neighbours cost, and how much of a step is noise.
+    """Return the study's answer: the best G, the costs of its neighbours, the noise of a step.
 
     Args:
         result: content of the study's `result.json`.
@@ -111,7 +111,7 @@ def study_answer(result: Mapping[str, Any], rollouts: int) -> str:
 
 
 def best_size_sentence(result: Mapping[str, Any]) -> str:
-    """G* with its interval, or how much is missing to say it.
+    """Return a sentence on G* with its interval, or on how much data is missing for it.
 
     Args:
         result: content of the study's `result.json`.
@@ -130,7 +130,7 @@ def best_size_sentence(result: Mapping[str, Any]) -> str:
 
 
 def _prompts_text(half: float, most: float) -> str:
-    """With how many prompts such studies decide.
+    """Return the numbers of prompts with which such studies decide, in words.
 
     >>> _prompts_text(130, 300)
     'half of such studies decide with 130 prompts, nine in ten with 300'
@@ -146,7 +146,7 @@ def _prompts_text(half: float, most: float) -> str:
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
-    """The best admissible G and the extra error of its neighbours.
+    """Return a sentence on the best admissible G and the extra error of its neighbours.
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
     >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
@@ -181,13 +181,13 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 
 
 def noise_sentence(result: Mapping[str, Any], rollouts: int, group_size: int | None = None) -> str:
-    """How much of a step is noise, and what more or fewer rollouts would do.
+    """Return a sentence on the noise of a step, and on the effect of more or fewer rollouts.
 
     Args:
         result: content of the study's `result.json`.
         rollouts: n of a training step.
-        group_size: G; None: the best one that divides n, or 8 where it is not decided. Of the
-            sizes that the result has, the nearest.
+        group_size: G; None: the best one that divides n, or 8 where it is not decided. The nearest
+            of the sizes that the result has is used.
     """
     if result["assumption2"].get("corr") is None:
         return ""
@@ -202,7 +202,7 @@ def noise_sentence(result: Mapping[str, Any], rollouts: int, group_size: int | N
 
 
 def further_findings(result: Mapping[str, Any]) -> list[str]:
-    """At most three further findings, a line each: Assumption 2, dynamic sampling, unequal groups.
+    """Return at most three more findings: Assumption 2, dynamic sampling, unequal groups.
 
     Args:
         result: content of the study's `result.json`.
@@ -218,8 +218,9 @@ def further_findings(result: Mapping[str, Any]) -> list[str]:
 
 
 def assumption2_sentence(result: Mapping[str, Any]) -> str:
-    """Whether Assumption 2 fails, and which of vanilla and GRPO is better; "" where neither is
-    known.
+    """Return a sentence on Assumption 2 and on the better of vanilla and GRPO.
+
+    It is "" where neither is known.
     """
     assumption = result["assumption2"]
     corr, difference = (row_interval(assumption, name) for name in ("corr", "av_minus_a0"))
@@ -246,11 +247,11 @@ def assumption2_sentence(result: Mapping[str, Any]) -> str:
 
 
 def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None = None) -> str:
-    """Whether dynamic sampling pays; "" where it is not known.
+    """Return a sentence on the benefit of dynamic sampling; "" where it is not known.
 
     Args:
         result: content of the study's `result.json`.
-        group_size: G; None: 8, of the measured sizes the nearest.
+        group_size: G; None: the measured size nearest to 8.
     """
     rows = result.get("dynamic_sampling")
     if not rows:
@@ -266,10 +267,10 @@ def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None 
 
 
 def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE) -> str:
-    """Whether groups of unequal size would save error.
+    """Return a sentence on the error saved by groups of unequal size; "" for too small a pool.
 
     Args:
-        result: content of the study's `result.json`; "" where the pool is too small.
+        result: content of the study's `result.json`.
         group_size: mean G, of the measured ones.
     """
     rows = [row for row in result.get("allocation") or [] if row["group_size"] == group_size]
@@ -286,7 +287,7 @@ def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE)
 
 
 def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
-    """C1, C2, C3 and ||grad J||^2 of monitored steps, rows of `metrics.jsonl`, [4, S]."""
+    """Return C1, C2, C3 and ||grad J||^2 of monitored steps, rows of `metrics.jsonl`, [4, S]."""
     values_4S = [[row.get(f"monitor/{name}") for row in rows] for name in CONSTANTS_AND_GRADIENT]
     return np.array(values_4S, float)
 
@@ -294,13 +295,13 @@ def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:
-    """`noise_text` of a training run, averaged over the second half of its monitored steps; "" of
-    fewer than 4 such steps.
+    """Return `noise_text` of a training run, averaged over the last half of its monitored steps.
+
+    It is "" if that half has fewer than 4 steps.
 
     Args:
         metrics: rows of `metrics.jsonl`.
-        group_size: G of the run.
-        rollouts: n of its steps.
+        rollouts: n of the run's steps.
     """
     keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
     rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]
@@ -313,10 +314,10 @@ def training_noise_sentence(
 
 
 def noise_text(scale: Interval, rollouts: int) -> str:
-    r"""How much of a step is noise, and what twice or half as many rollouts would do.
+    r"""Return a sentence on the noise of a step, and on twice or half as many rollouts.
 
     Args:
-        scale: n_c, in rollouts; "" where nothing is known of it.
+        scale: n_c, in rollouts; the sentence is "" where nothing is known of it.
         rollouts: n of a training step.
 
     >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace("; ", ";\n"))
@@ -346,7 +347,7 @@ def noise_text(scale: Interval, rollouts: int) -> str:
 
 
 def interval_note(result: Mapping[str, Any]) -> str:
-    """What the intervals of the decision speak of."""
+    """Return a sentence on the scope of the decision's intervals."""
     if result["questions"] < LEAST_QUESTIONS:
         return (
             "Intervals of 95 %, of these questions alone: those for new ones take at least "
@@ -359,8 +360,9 @@ def interval_note(result: Mapping[str, Any]) -> str:
 
 
 def prompts_to_decide(result: Mapping[str, Any]) -> tuple[float, float]:
-    """The numbers of prompts with which half and nine in ten of such studies decide, to two digits;
-    see `ScalingLaw.prompts_to_decide`.
+    """Return the numbers of prompts with which half and nine in ten of such studies decide.
+
+    They are rounded to two digits; see `ScalingLaw.prompts_to_decide`.
     """
     if "covariance" not in result["scaling"]:
         return math.inf, math.inf
@@ -374,14 +376,15 @@ def summary_sentences(
     rewards_PN: Array,
     interval: str = "completions",
 ) -> str:
-    """Whether Assumption 2 holds, which ordering follows, why G* has no interval: the summary of a
-    study, from its estimates.
+    """Return the summary of a study, from its estimates.
+
+    It says if Assumption 2 holds, which ordering follows, and why G* has no interval.
 
     Args:
         statistics: by name, of the questions at hand.
         population: the same for new questions.
         rewards_PN: of the pool.
-        interval: what those of `statistics` are over.
+        interval: `completions` or `questions`, over which intervals of `statistics` are.
     """
     if (rewards_PN == rewards_PN[:, :1]).all():
         return (
@@ -399,8 +402,9 @@ def summary_sentences(
 
 
 def missing_size_sentence(best: Interval) -> str:
-    """Why G* has no interval, or one without an upper end; "" where it has both ends: the answer of
-    the study says them (`decision_sentence`).
+    """Return the reason why G* has no interval, or one without an upper end.
+
+    It is "" where it has both ends: the answer of the study says them (`decision_sentence`).
     """
     if best_size(*best) is None:
         return "Not enough data for G*: no group size is decided."
