@@ -68,7 +68,6 @@ class GroupGradients:
         The groups of a question share its gradient g and no completion, those of different
         questions neither: products of different questions' means have the mean (grad J)_j^2, those
         of two groups of a question g_j^2.
-
         """
         m, k = self.questions, self.groups
         squares, squared_means = self.squares[name], self.squared_means[name]

@@ -195,7 +195,7 @@ def joint_fixed_n_figure(
 
 
 def panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Arrange studies in lines of panels, each line of one data set, in the order of the studies."""
+    """Arrange studies in lines of panels, each line of one data set, in the studies' order."""
     by_dataset: dict[str | None, list[RunRecord]] = {}
     for run in studies:
         by_dataset.setdefault(run.dataset, []).append(run)
@@ -308,7 +308,7 @@ def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     """Draw errors over the oracle's, a line per baseline with its paired 95 % band.
 
-    `rows` are as `ratio_rows` returns them.
+    The `rows` are as `ratio_rows` returns them.
     """
     axes.axhline(1.0, color=STYLE["oracle"][0], linewidth=1.2)
     for name in dict.fromkeys(row["baseline"] for row in rows):

@@ -11,20 +11,26 @@ from grpo_ustat.records import LEAST_QUESTIONS, joint_quantity
 from grpo_ustat.runs.record import RunRecord, key_label
 from grpo_ustat.terminal.streams import best_size
 
-CURVE_KEYS = ("method", "setting")  # of a curve, beside its baseline
+# Keys of a curve, beside its baseline.
+CURVE_KEYS = ("method", "setting")
 ENDS = ("", "_low", "_high")
-INTERVAL_WORDS = {  # what an interval speaks of
+# Scopes of intervals.
+INTERVAL_WORDS = {
     "completions": "conditional on these questions",
     "questions": "generalising to new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
 SMALLEST_NOTE = "Bold: the least error of a line among unbiased rules that know no values"
 ALIKE_NOTE = "underlined: its 95 % interval reaches that of the least"
-MOST_BASELINES = 4  # side by side on a terminal of 80 characters
+# Baselines side by side on a terminal of 80 characters.
+MOST_BASELINES = 4
 
 
 def study_tables(result: dict[str, Any]) -> list[Table]:
-    """One study's tables per method and setting: a row per group size, a column per baseline."""
+    """Return one study's tables, one per method and setting.
+
+    A table has a row per group size and a column per baseline.
+    """
     kinds: dict[tuple, list[dict[str, Any]]] = {}
     for row in result["curves"]:
         kinds.setdefault(tuple(row[key] for key in CURVE_KEYS), []).append(row)
@@ -66,12 +72,12 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
 
 
 def mse_text(row: dict[str, Any]) -> str:
-    """An error with its interval below it."""
+    """Format an error with its interval below it."""
     return (with_interval(row, "mse") or "-").replace(" ", "\n", 1)
 
 
 def missing_numbers(result: dict[str, Any]) -> list[str]:
-    """A line for every baseline whose error is missing at some group sizes, with the reason.
+    """Return a line for every baseline without an error at some group sizes, with the reason.
 
     >>> curves = [{"baseline": "oracle", "group_size": g, "mse": None} for g in (2, 4)]
     >>> missing_numbers({"curves": curves})
@@ -89,11 +95,11 @@ def missing_numbers(result: dict[str, Any]) -> list[str]:
 
 
 def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
-    """A row per policy, kind of curve and group size, a column per baseline.
+    """Return a table with a row per policy, kind of curve and group size, a column per baseline.
 
     Args:
         studies: finished ones.
-        study_keys: by which they differ.
+        study_keys: keys by which they differ.
     """
     data = []
     for run in studies:
@@ -142,14 +148,16 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
 
 
 def missing_in(studies: Sequence[RunRecord]) -> list[str]:
-    """Lines on numbers that are missing, each with its study's name, see `missing_numbers`."""
+    """Return lines on missing numbers, each with its study's name, see `missing_numbers`."""
     return [f"{run.label}: {line}" for run in studies for line in missing_numbers(run.final_result)]
 
 
 def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """The unbiased baselines of one group size: the one of least error, True, and those whose
-    interval reaches that of the least, False. Biased rules, whose error is their length, and rules
-    that need the values of the questions do not take part.
+    """Return the best unbiased baselines of one group size.
+
+    They are the baseline of least error, True, and those whose interval reaches that of the least,
+    False. Biased rules, whose error is their length, and rules that need the values of the
+    questions do not take part.
 
     Errors whose intervals are apart are significantly different; those whose intervals meet may be
     so in a paired comparison.
@@ -170,11 +178,13 @@ def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
-    """A row per policy: the scaling law, G* and when GRPO passes vanilla (paper, section 6).
+    """Return a table with a row per policy: the scaling law, G* and the crossover.
+
+    The crossover is the group size at which GRPO passes vanilla (paper, section 6).
 
     Args:
         studies: finished ones.
-        study_keys: by which they differ.
+        study_keys: keys by which they differ.
     """
     rows, data = [], []
     for run in studies:
@@ -216,7 +226,7 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
 
 
 def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
-    """Columns of the CSV files that say which study a row is of."""
+    """Return the columns of the CSV files that name the study of a row."""
     return {
         "run": run.label,
         "differs_in": key_label(run.keys, study_keys),
@@ -226,12 +236,12 @@ def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
 
 
 def policies_quantity(studies: Sequence[RunRecord]) -> str:
-    """What the studies' policies have, an accuracy or a mean reward."""
+    """Return the name of the policies' quantity, an accuracy or a mean reward."""
     return joint_quantity(run.final_result["policy"]["quantity"] for run in studies)
 
 
 def _interval_note(studies: Sequence[RunRecord]) -> str:
-    """What the intervals are over."""
+    """Return a note on the scope of the intervals."""
     curves = [row for run in studies for row in run.final_result["curves"]]
     kinds = dict.fromkeys(INTERVAL_WORDS[row["interval"]] for row in curves)
     return (
@@ -241,14 +251,14 @@ def _interval_note(studies: Sequence[RunRecord]) -> str:
 
 
 def _scopes_text(studies: Sequence[RunRecord]) -> str:
-    """What intervals for new questions speak of, where studies have so many and where not."""
+    """Describe intervals for new questions, where studies have enough of them and where not."""
     scopes = sorted({interval_scope(run.final_result["questions"]) for run in studies})
     few = f" (fewer than {LEAST_QUESTIONS})" * (len(scopes) > 1)
     return f"{' or '.join(scopes)}{few}"
 
 
 def _missing_points(studies: Sequence[RunRecord]) -> list[str]:
-    """Baselines and group sizes that one study has and another has not."""
+    """List baselines and group sizes that one study has and another has not."""
     points = {
         run.label: {(row["baseline"], row["group_size"]) for row in run.final_result["curves"]}
         for run in studies
@@ -263,13 +273,16 @@ def _missing_points(studies: Sequence[RunRecord]) -> list[str]:
 
 
 def _best_size_text(scaling: dict[str, Any]) -> str:
-    """G* and its interval below it; "not decided" where any size may be the best."""
+    """Format G* with its interval below it; "not decided" where any size may be the best."""
     best, low, high = (scaling[f"gstar{end}"] for end in ENDS)
     return (best_size(best, low, high) or "not decided").replace(" [", "\n[")
 
 
 def _estimate_text(row: dict[str, Any], name: str, digits: int | None) -> str:
-    """Estimate and interval below it, to so many digits or three significant ones; null: `-`."""
+    """Format an estimate with its interval below it; null: `-`.
+
+    Numbers have so many decimals, or three significant digits.
+    """
 
     def text(value: float | None) -> str:
         if value is None:

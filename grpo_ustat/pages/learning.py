@@ -1,6 +1,4 @@
-"""How training went: reward, held-out accuracy or mean reward, zero-variance groups and lengths
-over steps.
-"""
+"""Learning curves: reward, held-out accuracy or mean reward, zero-variance groups and lengths."""
 
 from __future__ import annotations
 
@@ -23,42 +21,45 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
 
-CURVES = {  # of metrics.jsonl, under TRL's names
+# Columns of metrics.jsonl, under TRL's names.
+CURVES = {
     "reward": "reward",
     "frac_reward_zero_std": "zero-variance groups, share",
     "completions/mean_length": "length, tokens",
     "completions/clipped_ratio": "completions cut, share",
 }
 GSTAR, ERROR = "monitor/gstar", "monitor/mse"
-MONITORED = {  # where `monitor.gradient_mse_every` is set
+# Columns where `monitor.gradient_mse_every` is set.
+MONITORED = {
     GSTAR: "best group size G* of the gradient",
     ERROR: "MSE of leave_one_out's gradient",
 }
 LABELS = CURVES | MONITORED
 EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
-MOST_POINTS = 40  # of a line at most, but for evaluations
-SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")  # in [0, 1]
+# Points of a line, except of evaluations.
+MOST_POINTS = 40
+# Quantities in [0, 1].
+SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")
 UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
     " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
     "have no upper end, or a far one."
 )
-NO_UPPER_END = 1e9  # where an interval without an upper end is drawn to
-MOST_LINES_WITH_SEEDS = 6  # lines; of more, their seeds would hide them
+# The end to which an interval without an upper end is drawn.
+NO_UPPER_END = 1e9
+# The seeds of more lines would hide the lines.
+MOST_LINES_WITH_SEEDS = 6
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The steps of one run.
+    """The steps of one run."""
 
-    Attributes:
-        series: runs of one series differ in their seed alone and are averaged.
-        metrics: rows of metrics.jsonl.
-        evals: rows of eval.csv of one decoding.
-    """
-
+    # Runs of one series differ only in their seed and are averaged.
     series: str
+    # Rows of metrics.jsonl.
     metrics: Sequence[dict[str, Any]]
+    # Rows of eval.csv of one decoding.
     evals: Sequence[dict[str, Any]]
 
 
@@ -67,17 +68,18 @@ def draw_learning(folder: Path) -> None:
     try:
         run = RunRecord(folder)
         learning_figure(folder, "learning", [Learning("", run.metrics, run.evals)])
-    except Exception as error:  # of any kind: a picture is a view of what the run is
+    # Of any kind: a picture is a view of the run's files.
+    except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"{folder}/learning.* could not be drawn, the run goes on without it: {reason}")
 
 
 def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """A panel per quantity, of each series a bold line, and thin ones of its seeds;
-    `<name>.{pdf,svg,png}`.
+    """Draw a panel per quantity, `<name>.{pdf,svg,png}`.
+
+    Each series has a bold line, and thin ones for its seeds.
 
     Args:
-        folder, name: where to.
         runs: one, or several, of one or several series.
 
     Returns:
@@ -111,10 +113,9 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines for below the figure: what lines and bands are.
+    """Return lines for below the figure that explain lines and bands.
 
-    Args:
-        rows: see `learning_rows`.
+    The `rows` are those of `learning_rows`.
     """
     steps = max((row["steps"] for row in rows), default=1)
     points = f" Points are means of {steps} steps, but for evaluations." if steps > 1 else ""
@@ -140,10 +141,10 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Mean over seeds of every quantity, series and step, with its interval.
+    """Average every quantity of a series at each step over seeds, with an interval.
 
-    Only steps that every run of the series has: a mean over other seeds at every step would show
-    the seeds, not the steps. A run without any row of a quantity is left out of it. Of long runs
+    Steps are those that every run of the series has: a mean over other seeds at every step would
+    show the seeds, not the steps. A run without any row of a quantity is left out of it. Of long runs
     each point is the mean of several steps, taken in each run first.
 
     Returns:
@@ -178,13 +179,14 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def evaluation_name(runs: Sequence[Learning]) -> str:
-    """What the runs' evaluations are, held-out accuracies or mean rewards."""
+    """Return the name of the runs' evaluations, held-out accuracies or mean rewards."""
     return EVALUATIONS[joint_quantity(row["quantity"] for run in runs for row in run.evals)]
 
 
 def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """The curve of every run of a series of several: rows of `series`, `quantity`, `steps` and
-    `values`, each a list over the run's points.
+    """Return the curve of every run of a series of several runs.
+
+    Rows have `series`, `quantity`, `steps` and `values`, the last two lists over the run's points.
     """
     block = _block(runs)
     counts = Counter(run.series for run in runs)
@@ -199,7 +201,7 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def _block(runs: Sequence[Learning]) -> int:
-    """Number of steps that one point averages over."""
+    """Return the number of steps that one point averages over."""
     longest = max((row["step"] for run in runs for row in run.metrics), default=0)
     return max(1, -(-longest // MOST_POINTS))
 
@@ -209,7 +211,7 @@ UNKNOWN: Estimate = (math.nan, None, None)
 
 
 def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
-    """A quantity of one run at each evaluation, or its mean at the last step of each block."""
+    """Return a run's quantity at each evaluation, or its mean at the last step of each block."""
     if quantity in EVALUATIONS.values():
         return {row["step"]: (row["mean_reward"], row["low"], row["high"]) for row in run.evals}
     if quantity == GSTAR:
@@ -239,7 +241,7 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
 
 
 def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
-    """The rows of each block of steps that have C1, C2 and C3, by the block's last step."""
+    """Return the rows of each block of steps that have C1, C2 and C3, by the block's last step."""
     blocks: dict[int, list[dict[str, Any]]] = {}
     for row in run.metrics:
         if all(row.get(f"monitor/{name}") is not None for name in CONSTANTS):
@@ -248,8 +250,10 @@ def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
 
 
 def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
-    """G* of the mean constants of several parts, seeds or steps, with its interval over them: a
-    mean of their own G* would be biased, for `1 + sqrt(C3/C1)` is no linear function.
+    """Compute G* from the mean constants of several parts, seeds or steps, with its interval.
+
+    The interval is over the parts. A mean of their G* would be biased, for `1 + sqrt(C3/C1)` is no
+    linear function.
     """
     means_4N = np.stack([monitored_constants(rows).mean(axis=1) for rows in parts], axis=1)
     ratio = ScalingLaw.of_steps(means_4N).constants_ratio()
@@ -263,12 +267,12 @@ def _panel(
     seeds: Sequence[dict[str, Any]],
     names: Sequence[str],
 ) -> None:
-    """Draw one quantity: a line for every series with thin lines for its seeds or else its band,
-    limited to what the quantity can be: a share lies in [0, 1], a length above 0, a reward
+    """Draw one quantity: a line for every series with thin lines for its seeds, or else its band.
+
+    The axis is limited to possible values: a share lies in [0, 1], a length above 0, a reward
     anywhere.
 
     Args:
-        axes: where to.
         rows: see `learning_rows`.
         seeds: see `seed_rows`; empty: bands.
         names: of the series.
@@ -316,8 +320,9 @@ def _panel(
 
 
 def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: float) -> None:
-    """The interval of G* at every step, a little to the right of it; one without an upper end
-    leaves the picture.
+    """Draw the interval of G* at every step, a little to the right of it.
+
+    An interval without an upper end leaves the picture.
     """
     for row in line:
         if row["low"] is not None:

@@ -1,4 +1,4 @@
-"""What a rollout of each loss is worth: sentences, tables and the figure."""
+"""Worth of a rollout of each loss: sentences, tables and the figure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ LOSS_TYPE_WORDS = {
 }
 # Of a cosine of which nothing is said.
 NOT_KNOWN = "not known"
-FILTER_WORDS = {  # of the keys of a row that say which rows count, where not all do
+# Words for the keys of a row that say which rows count, where not all do.
+FILTER_WORDS = {
     "drop": "zero-variance groups dropped",
     "replace": "zero-variance groups replaced",
     "reward_variance_share": "groups that hold {:g} of the reward variance",
@@ -57,12 +58,13 @@ WORTH_NOTE = (
 )
 NOISE_NOTE = "The share of noise is that of an update's squared norm."
 BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
-APART, ASIDE = 0.12, 0.6  # octaves of G: between losses at one G, and of all of them at most
+# Octaves of G: between losses at one G, and of all of them at most.
+APART, ASIDE = 0.12, 0.6
 AT_BEST = "unbiased ones at their best G"
 
 
 def loss_words(row: Mapping[str, Any]) -> str:
-    """A loss's advantage, what divides its tokens, and which rows count.
+    """Describe a loss by its advantage, the divisor of its tokens, and the rows that count.
 
     >>> row = {"baseline": "group_std", "loss_type": "dapo", "zero_variance_groups": "drop"}
     >>> loss_words(row)
@@ -79,7 +81,7 @@ def loss_words(row: Mapping[str, Any]) -> str:
 
 
 def by_loss(result: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """The rows of each loss of a study, by G."""
+    """Group the rows of a study by loss, each in the order of G."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in result.get("losses", []):
         rows.setdefault(row["loss"], []).append(row)
@@ -89,13 +91,14 @@ def by_loss(result: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 def losses_sentences(
     result: Mapping[str, Any], wrote: str = "", compared: str = "an unbiased one"
 ) -> list[str]:
-    """What a rollout of each loss is worth at G = 8 or the nearest, in which direction it points,
-    and its best G; one sentence for losses of which the same is to be said.
+    """Return sentences on the worth of a rollout of each loss, its direction and its best G.
+
+    The worth is that at G = 8 or the nearest. Losses with the same result share a sentence.
 
     Args:
         result: content of the study's `result.json`, or its `off_policy`.
-        wrote: which policy wrote the rollout, in words.
-        compared: what it is worth is of this.
+        wrote: the policy that wrote the rollout, in words.
+        compared: the rollouts in which worth is counted, in words.
     """
     same: dict[str, list[list[dict[str, Any]]]] = {}
     for rows in by_loss(result):
@@ -109,7 +112,7 @@ def losses_sentences(
 
 
 def nearest_usual(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row of G = 8, or of the nearest."""
+    """Return the row of G = 8, or of the nearest."""
     return min(rows, key=lambda row: abs(math.log(row["group_size"] / USUAL_SIZE)))
 
 
@@ -161,7 +164,7 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]], wrote: str, compared: 
 
 
 def _end_sizes(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """The smallest and the largest G, beyond which a better one may be."""
+    """Return the smallest and the largest G, beyond which a better one may be."""
     sizes = [row["group_size"] for row in rows]
     return min(sizes), max(sizes)
 
@@ -169,13 +172,14 @@ def _end_sizes(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
 def losses_tables(
     result: Mapping[str, Any], wrote: str = "", notes: Sequence[str] = (WORTH_NOTE,)
 ) -> list[Table]:
-    """The worth of a rollout of each loss at each G, some losses side by side; none where no loss
-    was measured.
+    """Return tables of the worth of a rollout of each loss at each G, some losses side by side.
+
+    There are none where no loss was measured.
 
     Args:
         result: content of the study's `result.json`, or its `off_policy`.
-        wrote: which policy wrote the rollout, in words.
-        notes: what worth is.
+        wrote: the policy that wrote the rollout, in words.
+        notes: the definition of worth.
     """
     measured = [rows for rows in by_loss(result) if any("noise" in row for row in rows)]
     return [
@@ -217,7 +221,7 @@ def _worth_table(
 
 
 def not_measured(losses: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """A line for every reason why losses are not measured at some G."""
+    """Return a line for every reason why losses are not measured at some G."""
     missing: dict[str, dict[int, None]] = {}
     for row in (row for rows in losses for row in rows if "reason" in row):
         missing.setdefault(row["reason"], {})[row["group_size"]] = None
@@ -229,8 +233,9 @@ def not_measured(losses: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
 def loss_details(
     result: Mapping[str, Any], wrote: str = "", notes: Sequence[str] = (WORTH_NOTE,)
 ) -> list[Table]:
-    """Every loss at every G: both worths, direction and noise; none where none was measured. For
-    the arguments see `losses_tables`.
+    """Return a table of every loss at every G: both worths, direction and noise.
+
+    It is None where no loss was measured. For the arguments see `losses_tables`.
     """
     rows = [
         [
@@ -257,8 +262,9 @@ def loss_details(
 def losses_figure(
     folder: Path, result: Mapping[str, Any], off_policy: Mapping[str, Any] | None = None
 ) -> None:
-    """The worth of each loss's rollout against G, with its interval; `losses.{pdf,svg,png}`, or
-    `off_policy.*` of those that another policy wrote.
+    """Draw the worth of each loss's rollout against G, with its interval.
+
+    It writes `losses.{pdf,svg,png}`, or `off_policy.*` for rollouts that another policy wrote.
     """
     losses = {rows[0]["loss"]: rows for rows in by_loss(off_policy or result)}
     if not any("noise" in row for rows in losses.values() for row in rows):
@@ -282,10 +288,9 @@ def losses_figure(
 def worth_panel(
     axes: Axes, losses: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
 ) -> list[str]:
-    """Lines of worth against G, where they are decided.
+    """Draw lines of worth against G, where they are decided.
 
     Args:
-        axes: where to.
         losses: the rows of each loss by its name.
         names: of the losses of all panels, whose places give colours and markers.
 
@@ -326,7 +331,7 @@ def worth_panel(
 
 
 def worth_legend(figure: Figure, width: float) -> None:
-    """A legend of all panels above a figure of so many inches; none where they have no line."""
+    """Add a legend of all panels above a figure of so many inches; none where there is no line."""
     labels: dict[str, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
@@ -340,7 +345,7 @@ def worth_legend(figure: Figure, width: float) -> None:
 
 
 def worth_text(value: Interval, gap: str = " ", digits: int = 2) -> str:
-    """A worth or a share with its interval, with so many digits after the point.
+    """Format a worth or a share with its interval, with so many digits after the point.
 
     >>> worth_text(Interval(0.981, 0.961, 1.0021)), worth_text(Interval(math.nan, 0, math.inf))
     ('0.98 [0.96, 1.00]', 'not decided')
@@ -352,7 +357,7 @@ def worth_text(value: Interval, gap: str = " ", digits: int = 2) -> str:
 
 
 def cosine_text(row: Mapping[str, Any], gap: str = " ") -> str:
-    """The cosine of a loss's mean and the gradient, with its interval.
+    """Format the cosine of a loss's mean and the gradient, with its interval.
 
     >>> cosine_text({"unbiased_direction": True})
     'unbiased'

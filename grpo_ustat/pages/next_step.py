@@ -1,4 +1,4 @@
-"""What to type after a study, and the overrides that choose the same policy and study again."""
+"""The command to type after a study, and overrides that choose the same policy and study again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from grpo_ustat.pages.findings import (
 )
 from grpo_ustat.runs.record import study_rollouts
 
-LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
-SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")  # fields of a study that the next one has not
+# At most so many times as many questions are added where a range is wide.
+LARGEST_FOLLOW_UP = 3
+# Fields of a study that the next one does not take over.
+SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
 
 def next_step(
@@ -34,11 +36,10 @@ def next_step(
     folder: Path | None = None,
     rollouts: int | None = None,
 ) -> str:
-    """What to do next, a command where there is one: train with the best G, or study more.
+    """Return the next step, a command where there is one: train with the best G, or study more.
 
     Args:
         result: content of the study's `result.json`.
-        config: the study's configuration.
         folder: of the study, whose pool the next one goes on with; None: it draws its own.
         rollouts: n of a training step, halved where there are too few training questions; None:
             the study's.
@@ -66,7 +67,7 @@ def next_step(
                 f"takes {rollouts // best} or more"
             )
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(result, config, best)}"]
-        # which train refuses, as it draws no group again
+        # `train` refuses `replace`, as it draws no group again.
         replaced, dropped = "zero_variance_groups=replace", "zero_variance_groups=drop"
         loss = [word.replace(replaced, dropped) for word in objective_overrides(config)]
         return command_line("train", *shared, *loss, *sizes)
@@ -90,13 +91,14 @@ def next_step(
 def new_rollouts(
     model: Iterable[str], length: int | None = None, questions: int | None = None
 ) -> str:
-    """The command that draws new rollouts of a checkpoint with the data and the reward of the run
-    that it is of, for a log that is too small. Capitals are what no log says.
+    """Return the command that draws new rollouts of a checkpoint, for a log that is too small.
+
+    It takes the data and the reward of the checkpoint's run. Capitals stand for what no log says.
 
     Args:
         model: overrides that choose the checkpoint and its temperature.
-        length: in tokens, at which its completions were cut.
-        questions: how many; None: as `mse` takes them.
+        length: in tokens, at which its completions were cut; None: unknown.
+        questions: their number; None: as `mse` takes them.
     """
     sizes = [] if questions is None else [
         f"dataset.study_size={questions}", f"study.questions={questions}",
@@ -113,8 +115,9 @@ def new_rollouts(
 
 
 def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
-    """How many questions there can be for studies, and how many there are to train on; inf where
-    only the data set itself knows.
+    """Count the questions that there can be for studies, and those that there are to train on.
+
+    They are inf where only the data set itself knows.
     """
     train = dataset.get("train_size") or math.inf
     if dataset.get("kind") == "one_step":
@@ -134,15 +137,16 @@ def _place(config: Mapping[str, Any]) -> str:
 
 
 def _questions_for_best(result: Mapping[str, Any]) -> int:
-    """With how many questions a study is to be made again, for the best G to be known."""
+    """Return the number of questions of a further study that can tell the best G."""
     half, most = prompts_to_decide(result)
     follow_up = (1 + LARGEST_FOLLOW_UP) * result["questions"]
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
 
 
 def _best_of_loss(result: Mapping[str, Any], config: Mapping[str, Any], best: int) -> int:
-    """The best G of the unbiased gradient, or of the study's own objective where that one is worse
-    for it.
+    """Return the best G of the unbiased gradient.
+
+    If that G is worse for the study's objective, return the best G of the objective.
     """
     name = config.get("objective", {}).get("name")
     rows = [row for row in result.get("losses", []) if row["loss"] == name]
@@ -153,7 +157,7 @@ def _best_of_loss(result: Mapping[str, Any], config: Mapping[str, Any], best: in
 
 
 def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What to do where all rewards are equal, by what became of most completions."""
+    """Return the next step where all rewards are equal, by the outcome of most completions."""
     names = ("right", "cut", "no_answer", "wrong")
     fate = max(names, key=lambda name: equal.get(name, 0))
     if (config.get("pool") or "").endswith(".parquet"):
@@ -180,9 +184,7 @@ def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def policy_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Overrides that choose the model, the questions, the sampling and the rewards of a
-    configuration.
-    """
+    """Return overrides that choose the model, questions, sampling and rewards of a configuration."""
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]
@@ -205,8 +207,9 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def study_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Overrides that choose what a study measures, and on which draws: its rules, sizes, methods,
-    seed, sampler and budget.
+    """Return overrides that choose the measurements of a study, and its draws.
+
+    They are its rules, sizes, methods, seed, sampler and budget.
     """
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
@@ -230,7 +233,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Overrides that choose the objective and its baseline, of a study or of a training run."""
+    """Return overrides that choose the objective and its baseline, of a study or a training run."""
     objective, rule = config.get("objective") or {}, config.get("baseline") or {}
     if objective.get("name") not in OBJECTIVES or rule.get("name") not in BASELINES:
         return []  # a folder of another version, or with a rule of its own
@@ -245,7 +248,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Overrides of the fields of a node that are not as in its file."""
+    """Yield overrides of the fields of a node that differ from its file."""
     for key, value in node.items():
         default = values.get(key)
         if value == default or str(default).startswith("${"):

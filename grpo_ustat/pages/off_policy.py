@@ -1,4 +1,4 @@
-"""Rollouts that another policy wrote, how far it is and what they are worth: words and tables."""
+"""Rollouts that another policy wrote, its distance and their worth: words and tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ DRIFT_NOTE = (
 
 
 def off_policy_sentences(result: Mapping[str, Any]) -> list[str]:
-    """How far the policy is from what wrote the rollouts, and what one of each loss is worth; none
-    where nothing was asked.
+    """Return sentences on the distance of the policy from the writer of the rollouts, and on worth.
+
+    Worth is that of a rollout of each loss. There are none where nothing was asked.
 
     Args:
         result: content of the study's `result.json`.
@@ -39,8 +40,9 @@ def off_policy_sentences(result: Mapping[str, Any]) -> list[str]:
 
 
 def off_policy_tables(result: Mapping[str, Any]) -> list[Table]:
-    """The worth of rollouts that another policy wrote, in short and with all that is known of it;
-    none where nothing was asked.
+    """Return tables of the worth of rollouts that another policy wrote, in short and in full.
+
+    There are none where nothing was asked.
     """
     found = result.get("off_policy")
     if found is None:
@@ -50,7 +52,7 @@ def off_policy_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def share_text(share: Interval) -> str:
-    """A share with its interval in percent.
+    """Format a share with its interval in percent.
 
     >>> share_text(Interval(0.753, 0.721, 0.7963))
     '75 % [72 %, 80 %]'
