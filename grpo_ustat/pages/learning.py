@@ -68,8 +68,8 @@ def draw_learning(folder: Path) -> None:
     try:
         run = RunRecord(folder)
         learning_figure(folder, "learning", [Learning("", run.metrics, run.evals)])
-    # Of any kind: a picture is a view of the run's files.
     except Exception as error:
+        # The picture is a view of the run's files: no failure of it may end the run.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"{folder}/learning.* could not be drawn, the run goes on without it: {reason}")
 
@@ -144,8 +144,8 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
     """Average every quantity of a series at each step over seeds, with an interval.
 
     Steps are those that every run of the series has: a mean over other seeds at every step would
-    show the seeds, not the steps. A run without any row of a quantity is left out of it. Of long runs
-    each point is the mean of several steps, taken in each run first.
+    show the seeds, not the steps. A run without any row of a quantity is left out of it. Of long
+    runs each point is the mean of several steps, taken in each run first.
 
     Returns:
         Rows of `series`, `quantity`, `step` (the last averaged), `steps` (how many), `mean`,
@@ -206,7 +206,8 @@ def _block(runs: Sequence[Learning]) -> int:
     return max(1, -(-longest // MOST_POINTS))
 
 
-Estimate = tuple[float, float | None, float | None]  # value and its interval, None where unknown
+# Value and its interval, None where unknown.
+Estimate = tuple[float, float | None, float | None]
 UNKNOWN: Estimate = (math.nan, None, None)
 
 

@@ -235,7 +235,7 @@ def loss_details(
 ) -> list[Table]:
     """Return a table of every loss at every G: both worths, direction and noise.
 
-    It is None where no loss was measured. For the arguments see `losses_tables`.
+    There is none where no loss was measured. For the arguments see `losses_tables`.
     """
     rows = [
         [

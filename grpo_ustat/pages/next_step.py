@@ -184,7 +184,7 @@ def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def policy_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Return overrides that choose the model, questions, sampling and rewards of a configuration."""
+    """Return overrides that choose model, questions, sampling and rewards of a configuration."""
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]

@@ -33,29 +33,28 @@ from grpo_ustat.terminal.streams import single_line, visible
 
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
-WIDEST_HALF = 800  # pixels of a picture that leaves room for another beside it
-WIDEST_PICTURE = 100_000  # points
+# Pixels of a picture that leaves room for another beside it.
+WIDEST_HALF = 800
+# Points.
+WIDEST_PICTURE = 100_000
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture.
+    """A picture."""
 
-    Attributes:
-        title: above it, and its name for those who do not see it.
-        svg: text of an SVG with a viewBox in points, as matplotlib writes it.
-        caption: below it.
-        data: path, relative to the page, of the CSV that it shows.
-    """
-
+    # Above it, and its name for those who do not see it.
     title: str
+    # Text of an SVG with a viewBox in points, as matplotlib writes it.
     svg: str
+    # Below it.
     caption: str = ""
+    # Path, relative to the page, of the CSV that it shows; None: it shows none.
     data: str | None = None
 
     @cached_property
     def width(self) -> int:
-        """Pixels at the size that it was drawn for.
+        """Width in pixels at the size that it was drawn for.
 
         Raises:
             ValueError: it is no picture.
@@ -71,12 +70,12 @@ class Figure:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is wider than a phone can show by shrinking it."""
+        """True if it is wider than a phone can show by shrinking it."""
         return self.width > WIDEST_HALF
 
     @property
     def address(self) -> str:
-        """The picture itself as a `data:` address."""
+        """Picture itself as a `data:` address."""
         encoded = base64.b64encode(self.svg.encode(errors="replace")).decode()
         return f"data:image/svg+xml;base64,{encoded}"
 
@@ -84,11 +83,9 @@ class Figure:
 def read_figure(
     file: Path, title: str, caption: str = "", data: str | None = None
 ) -> tuple[Figure | None, str]:
-    """The picture of a run, and an empty text; or None, and why it cannot be shown.
+    """Read the picture of a run, an SVG: it and an empty text, or None and why it is not shown.
 
-    Args:
-        file: SVG.
-        title, caption, data: see `Figure`.
+    For `title`, `caption` and `data` see `Figure`.
     """
     try:
         figure = Figure(title, file.read_text(), caption, data)
@@ -100,52 +97,46 @@ def read_figure(
 
 @dataclass(frozen=True)
 class Completions:
-    """What models wrote, to be searched and filtered by reward.
+    """Texts that models wrote, to be searched and filtered by reward."""
 
-    Attributes:
-        rows: with the keys `prompt`, `completion` and `reward`; others, such as `run`, `step`,
-            `advantage`, `length`, `ended`, `prompt_id`, `answer` or `extracted`, are shown too.
-            All rows have the same keys.
-        note: which these are, of how many.
-    """
-
+    # With the keys `prompt`, `completion` and `reward`; others, such as `run`, `step`, `advantage`,
+    # `length`, `ended`, `prompt_id`, `answer` or `extracted`, are shown too. All rows have the same
+    # keys.
     rows: Sequence[Mapping[str, Any]]
+    # A sentence on which completions these are, of how many.
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows, in this order.
+    """The content of a page, in this order; the provenance follows the notes."""
 
-    Attributes:
-        title: of the run or the report.
-        provenance: when, on which machine and by which command; "" where that is not known.
-        answer: to what was asked of the runs, a line for each kind of runs.
-        next_step: mostly a command to copy into a shell; "" shows none.
-        notes: warnings and what is missing, a line each.
-        facts: what was run: names and values.
-        overview: a table that says most of it, above all figures; None where there is none.
-        figures, tables: below the overview.
-        completions: None where there are none.
-        configurations: nested ones, by the run's name: one is shown whole, of several what differs
-            and what all share.
-    """
-
+    # Of the run or the report.
     title: str
+    # To the question asked of the runs, a line for each kind of runs.
     answer: str
+    # Mostly a command to copy into a shell; "" shows none.
     next_step: str = ""
+    # Warnings, and lines on what is missing.
     notes: Sequence[str] = ()
+    # Names and values of what was run.
     facts: Sequence[tuple[str, Cell]] = ()
+    # A table with the main results, above all figures; None where there is none.
     overview: Table | None = None
+    # Below the overview, as the tables are.
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
+    # None where there are none.
     completions: Completions | None = None
+    # Nested ones, by the run's name: one is shown whole; of several, the differing keys and the
+    # shared ones are shown.
     configurations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Time, machine and command; "" where they are not known.
     provenance: str = ""
 
 
 def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The keys whose values differ between runs, `key -> run -> value`.
+    """Return the keys whose values differ between runs, `key -> run -> value`.
 
     Args:
         configurations: nested ones, by the run's name.
@@ -166,8 +157,9 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
 
 
 def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The configuration of a single run as it is; for several runs the keys on which all agree,
-    dotted.
+    """Return the configuration of a single run, or the keys on which several runs agree.
+
+    The former is as it is, the latter are dotted.
 
     >>> shared_configuration({"a": {"seed": 0, "x": {"y": 1}}, "b": {"seed": 1, "x": {"y": 1}}})
     {'x.y': 1}
@@ -179,7 +171,7 @@ def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dic
 
 
 def render(page: Page) -> str:
-    """The page's HTML; equal pages give equal text.
+    """Return the page's HTML; equal pages give equal text.
 
     Raises:
         ValueError: completions have not the same keys, or a figure is no SVG.
@@ -202,7 +194,7 @@ def render(page: Page) -> str:
 
 
 def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:
-    """A line on when, where and by which command a run or a page was made.
+    """Return a line on the time, machine and command by which a run or a page was made.
 
     Args:
         what: the participle that begins it.
@@ -218,7 +210,7 @@ def provenance_line(what: str, time: str, host: str | None, command: str | None)
 
 
 def _printed(page: Page) -> Iterator[str]:
-    """All texts of a page except completions, configuration and differences."""
+    """Yield all texts of a page except completions, configuration and differences."""
     yield from (page.title, page.answer, *page.notes)
     yield from (str(text) for fact in page.facts for text in fact)
     for table in filter(None, (page.overview, *page.tables)):
@@ -230,7 +222,7 @@ def _printed(page: Page) -> Iterator[str]:
 
 
 def _explained(text: str) -> Markup:
-    """The text with the meaning of each symbol where it is pointed at; escaped."""
+    """Return the text, escaped, with the meaning of each symbol where it is pointed at."""
     pieces = (
         escape(piece)
         if meaning is None
@@ -241,8 +233,9 @@ def _explained(text: str) -> Markup:
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for every run and a column for every key whose values differ; or the other way round,
-    where there are more keys than runs.
+    """Return a table with a row for every run and a column for every key whose values differ.
+
+    It is the other way round where there are more keys than runs.
     """
     runs = list(dict.fromkeys(run for values in difference.values() for run in values))
     rows = [
@@ -255,7 +248,7 @@ def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def completions_json(completions: Completions) -> str:
-    """Rows as JSON that is safe within a `script` element: no `<`, no `>`, no `&`, ASCII alone.
+    """Encode rows as JSON that is safe within a `script` element: ASCII without `<`, `>` and `&`.
 
     A prompt that many completions share is written once.
 
@@ -286,8 +279,9 @@ def completions_json(completions: Completions) -> str:
 
 
 def _content_policy(style: str, script: str) -> str:
-    """The page's Content-Security-Policy: a browser may apply its style, run its script and show
-    its own images, nothing else.
+    """Return the page's Content-Security-Policy.
+
+    A browser may apply the page's style, run its script and show its own images, nothing else.
     """
 
     def source(text: str) -> str:
@@ -321,7 +315,7 @@ def _template() -> Template:
     )  # fmt: skip
 
     def beside(path: str) -> str:
-        """A link to a file beside the page, never to another place."""
+        """Return a link to a file beside the page, never to another place."""
         return "./" + quote(path.replace("\\", "/").lstrip("/"))
 
     environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}

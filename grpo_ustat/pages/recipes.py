@@ -1,4 +1,4 @@
-"""Published recipes judged on one policy: what a rollout of a whole loss is worth at its G."""
+"""Published recipes judged on one policy: the worth of a rollout of a whole loss at its G."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from grpo_ustat.pages.losses import AT_BEST, loss_words, not_measured, worth_tex
 from grpo_ustat.pages.tables import Table, row_interval
 from grpo_ustat.terminal.streams import percentage
 
-LARGEST_SIZE = 1024  # of the group sizes among which the best is looked for
+# Largest of the group sizes among which the best is looked for.
+LARGEST_SIZE = 1024
 TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10)
-MANY_TIMES = 3  # the rollouts, from which on they are said in times, not in percent
+# Ratio of rollouts from which on it is printed in times, not in percent.
+MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
 ALONE_NOTE = (
@@ -35,21 +37,18 @@ TOGETHER_NOTE = (
 
 
 class Judged(NamedTuple):
-    """What a rollout of a recipe is worth.
+    """The worth of a rollout of a recipe."""
 
-    Attributes:
-        row: of `result.json`, see `runs.study_parts.LossWorth`.
-        worth: in rollouts of the unbiased gradient at its best G.
-        alone: whether that is of its group size alone.
-    """
-
+    # Of `result.json`, see `runs.study_parts.LossWorth`.
     row: Mapping[str, Any]
+    # In rollouts of the unbiased gradient at its best G.
     worth: Interval
+    # True if the worth is only that of its group size.
     alone: bool
 
 
 def recipes(result: Mapping[str, Any]) -> list[Judged]:
-    """The recipes of this policy, by group size; none where nothing is known of any.
+    """Return the recipes of this policy, by group size; none where nothing is known of any.
 
     Args:
         result: content of the study's `result.json`. One without recipes is judged by the scaling
@@ -69,7 +68,7 @@ def recipes(result: Mapping[str, Any]) -> list[Judged]:
 
 
 def _unmeasured(name: str) -> dict[str, Any]:
-    """The row of a recipe in a study that measured none."""
+    """Return the row of a recipe in a study that measured none."""
     recipe = RECIPES[name]
     loss = recipe.loss(max_completion_length=1)
     row = {"loss": name, "baseline": loss.rule, "loss_type": loss.loss_type}
@@ -79,12 +78,12 @@ def _unmeasured(name: str) -> dict[str, Any]:
 
 
 def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) -> Interval:
-    """The error of leave_one_out at its best G over that at this one, whatever the number of
-    rollouts; NaN where G* is not decided.
+    """Compute the error of leave_one_out at its best G over that at this one.
+
+    It is the same for any number of rollouts, and NaN where G* is not decided.
 
     Args:
         scaling: of `result.json`.
-        group_size: G.
         level: of the intervals of all G together, see `ScalingLaw.extra_error`.
     """
     law = ScalingLaw.of_result(scaling)
@@ -96,7 +95,7 @@ def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) 
 
 
 def recipe_table(result: Mapping[str, Any]) -> Table | None:
-    """A row per recipe; None where nothing is known of any."""
+    """Return a table with a row per recipe; None where nothing is known of any."""
     judged = recipes(result)
     if not judged:
         return None
@@ -126,7 +125,7 @@ def recipe_table(result: Mapping[str, Any]) -> Table | None:
 
 
 def judgement(one: Judged) -> str:
-    """What a recipe's worth means, of what, and how many of its groups count."""
+    """Describe a recipe's worth, its scope, and the share of its groups that count."""
     words = verdict(one.worth)
     if one.alone:
         undecided = "whole loss not decided; " if "noise" in one.row else ""
@@ -140,7 +139,7 @@ def judgement(one: Judged) -> str:
 
 
 def verdict(worth: Interval) -> str:
-    """What a worth against the best means, in words.
+    """Return the meaning of a worth against the best, in words.
 
     >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
     ('takes 25 % more rollouts for the same error', 'takes 20 % fewer rollouts for the same error')
@@ -166,7 +165,7 @@ def verdict(worth: Interval) -> str:
 
 
 def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
-    """What a rollout of each recipe is worth, with intervals; `recipes.{pdf,svg,png}`."""
+    """Draw the worth of a rollout of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
     judged = [one for one in recipes(result) if math.isfinite(one.worth.estimate)]
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")

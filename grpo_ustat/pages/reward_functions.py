@@ -1,4 +1,4 @@
-"""Tables of a study with several reward functions: which G each needs, and how far two agree."""
+"""Tables of a study with several reward functions: the best G of each, and correlations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLUMNS = {"mean": "mean reward", "c1": "C1", "c2": "C2", "c3": "C3", "gstar": "
 
 
 def reward_tables(result: Mapping[str, Any]) -> list[Table]:
-    """One table of the functions and one of their pairs; none where there is one function."""
+    """Return a table of the functions and one of their pairs; none where there is one function."""
     functions, pairs = (result.get(f"reward_{name}") for name in ("functions", "correlations"))
     if not functions:
         return []

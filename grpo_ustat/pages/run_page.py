@@ -1,4 +1,4 @@
-"""The page of a run folder, `report.html`: what the folder holds, finished or not.
+"""The page of a run folder, `report.html`: the folder's content, finished or not.
 
 It is made from files alone, so the same folder makes the same page wherever it is read.
 """
@@ -56,7 +56,8 @@ from grpo_ustat.runs.status import duration_text
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import best_size
 
-METRICS = {  # of metrics.jsonl, and their columns
+# Keys of metrics.jsonl, and their columns.
+METRICS = {
     "step": "step",
     "reward": "reward",
     "frac_reward_zero_std": "zero-variance groups (frac_reward_zero_std)",
@@ -77,14 +78,16 @@ NOISE_COLUMNS = {
     "noise_scale": "noise scale, rollouts", "noise_share": "noise in a step",
     "prompt_share": "of it from prompts",
 }  # fmt: skip
-MOST_STEPS = 200  # that the table of steps holds
+# Rows of the table of steps.
+MOST_STEPS = 200
 WORTHS_CAPTION = "What a rollout of each loss is worth"
 OFF_POLICY_CAPTION = "What a rollout is worth that another policy wrote"
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "What each group size costs at the same number of rollouts"
 PUBLISHED_CAPTION = "What a rollout of each published recipe is worth"
 PREDICTED_CAPTION = "Predictions are lines, measurements markers with 95 % intervals"
-FIGURES = {  # that our runs draw: title, caption, data
+# Figures that our runs draw: title, caption, data.
+FIGURES = {
     "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},
     "mse": {
         "losses": (WORTHS_CAPTION, "", None),
@@ -101,13 +104,13 @@ def leave_page(folder: RunFolder, result: dict[str, Any] | None = None) -> None:
     """Write the run's `report.html`; a failure is a warning, and never costs the run.
 
     Args:
-        folder: of the run.
         result: content of `result.json`, which is written last of all; None while it is unfinished.
     """
     try:
         final = result and result | {"config_hash": folder.config_hash}
         folder.write(NAME, render(run_page(folder.path, final, datetime.now(UTC))))
-    except Exception as error:  # of any kind: the page is a view of what the run is
+    except Exception as error:
+        # The page is a view of the run's files: no failure of it may end the run.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"{folder.path / NAME} could not be made, the run goes on without it: {reason}")
 
@@ -115,10 +118,9 @@ def leave_page(folder: RunFolder, result: dict[str, Any] | None = None) -> None:
 def run_page(
     folder: Path, result: dict[str, Any] | None = None, now: datetime | None = None
 ) -> Page:
-    """The page of a run folder of `train`, `mse` or `gap`.
+    """Return the page of a run folder of `train`, `mse` or `gap`.
 
     Args:
-        folder: of the run.
         result: content of `result.json`, where that is not written yet.
         now: the end of the launch under way; None where none is.
     """
@@ -172,7 +174,7 @@ def run_page(
 
 
 def _result_notes(run: RunRecord) -> list[str]:
-    """The run's own words beside its answer; each warning apart."""
+    """Return the run's notes beside its answer; each warning apart."""
     result = run.result or {}
     if run.command == "gap":
         return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
@@ -195,7 +197,7 @@ def _result_notes(run: RunRecord) -> list[str]:
 
 
 def _figures(run: RunRecord) -> list[Figure]:
-    """Every SVG of the folder, those that our runs draw first."""
+    """Return every SVG of the folder, those that our runs draw first."""
     files = {file.stem: file for file in sorted(run.folder.glob("*.svg"))}
     figures, catalogue = [], FIGURES[run.command]
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):
@@ -211,7 +213,7 @@ def _figures(run: RunRecord) -> list[Figure]:
 
 
 def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
-    """Wall and worker time, starts, commit, versions and fingerprint."""
+    """Return wall and worker time, starts, commit, versions and fingerprint."""
     result = run.result or {}
     cost = result.get("cost") or {}
     wall, own_time = history.wall_seconds(run.launches, now), []
@@ -247,7 +249,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
 
 
 def train_title(run: RunRecord) -> str:
-    """Model, data set, baseline and sizes."""
+    """Return model, data set, baseline and sizes."""
     names = [run.value(key) for key in ("model.name", "dataset.name", "baseline.name")]
     model, dataset, rule = names
     size, rollouts, seed = (run.value(key) for key in ("group_size", "budget.rollouts", "seed"))
@@ -255,7 +257,7 @@ def train_title(run: RunRecord) -> str:
 
 
 def train_answer(run: RunRecord) -> str:
-    """The change of held-out accuracy or mean reward, in one sentence."""
+    """Return the change of held-out accuracy or mean reward, in one sentence."""
 
     def mean(row: dict[str, Any]) -> str:
         return "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
@@ -281,7 +283,7 @@ def train_answer(run: RunRecord) -> str:
 
 
 def train_facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Settings and cost."""
+    """Return settings and cost."""
     result, value = run.result or {}, run.value
     size, rollouts = value("group_size"), value("budget.rollouts")
     rollouts_per_step = as_cell(rollouts)
@@ -321,7 +323,7 @@ def train_facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def train_tables(run: RunRecord) -> list[Table]:
-    """Evaluations and steps."""
+    """Return tables of evaluations and steps."""
     tables = []
     if run.eval_rows:
         name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in run.eval_rows)
@@ -372,7 +374,7 @@ def train_tables(run: RunRecord) -> list[Table]:
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """Places of at most so many of `count`, evenly spaced, with the first and the last.
+    """Return at most so many places of `count`, evenly spaced, with the first and the last.
 
     >>> spaced(3, 5), spaced(9, 3)
     ([0, 1, 2], [0, 4, 8])
@@ -382,6 +384,6 @@ def spaced(count: int, most: int) -> list[int]:
 
 
 def steps_done(run: RunRecord) -> int:
-    """How many steps have left a row."""
+    """Count the steps that have left a row."""
     last = run.metrics[-1]["step"] if run.metrics else 0
     return (run.result or {}).get("steps") or last

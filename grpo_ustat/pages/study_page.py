@@ -1,4 +1,4 @@
-"""What the page of a study says: of a theorem claims and verdicts, of the gradient its errors."""
+"""The page of a study: claims and verdicts of a theorem, or errors of the gradient."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.runs.record import RunRecord, study_rollouts
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
-MOST_ROWS = 200  # that a page holds
-CLAIM_COLUMNS = (  # p-values raw, and corrected for the claims of a study
+# Rows of a table on a page.
+MOST_ROWS = 200
+# p-values are raw, and corrected for the claims of a study.
+CLAIM_COLUMNS = (
     "claim", "predicted", "measured", "95 % interval", "p (Holm)", "verdict", "severity",
 )  # fmt: skip
 FAMILY_RULE = (
@@ -57,7 +59,8 @@ NOISE_COLUMNS = {
     "tokens": "n_c, tokens",
     "prompt_share": "from prompts",
 }
-QUANTITIES = {  # of the scaling law and of Assumption 2
+# Quantities of the scaling law and of Assumption 2.
+QUANTITIES = {
     "c1": "C1", "c2": "C2", "c3": "C3",
     "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
     "gstar_tokens": "G*, tokens",
@@ -69,20 +72,20 @@ QUANTITIES = {  # of the scaling law and of Assumption 2
 
 
 def gap_title(run: RunRecord) -> str:
-    """Which result, on which test problem."""
+    """Return the theorem's name and the test problem."""
     kind, bed = str(run.value("study.kind")), run.value("bed.name")
     return f"{TITLES.get(kind, kind)}, on {bed}, seed {run.value('seed')}"
 
 
 def gap_answer(run: RunRecord) -> str:
-    """The verdict and the study's answer."""
+    """Return the verdict and the study's answer."""
     if run.result is None:
         return "Unfinished: nothing is measured yet."
     return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
 
 
 def gap_facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Test problem and cost."""
+    """Return test problem and cost."""
     if run.result is None:
         return []
     bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
@@ -94,7 +97,7 @@ def gap_facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def gap_tables(run: RunRecord) -> list[Table]:
-    """Predictions beside measurements."""
+    """Return tables of predictions beside measurements."""
     if run.result is None:
         return []
     columns = [*CLAIM_COLUMNS, "how it is decided"]
@@ -109,7 +112,10 @@ def gap_tables(run: RunRecord) -> list[Table]:
 
 
 def claim_cells(claim: dict[str, Any]) -> list[str]:
-    """A claim's cells in `CLAIM_COLUMNS`, on a page, a terminal and in a report; "" is missing."""
+    """Return a claim's cells in `CLAIM_COLUMNS`; "" is missing.
+
+    A page, a terminal and a report show the same cells.
+    """
     return [
         claim["what"],
         number_text(claim["predicted"]),
@@ -122,7 +128,7 @@ def claim_cells(claim: dict[str, Any]) -> list[str]:
 
 
 def number_text(value: float | str) -> str:
-    """A number with four significant digits; a text as it is.
+    """Format a number with four significant digits; a text stays as it is.
 
     >>> number_text(0.123456), number_text("<= 1"), number_text(-0.0)
     ('0.1235', '<= 1', '0')
@@ -131,14 +137,14 @@ def number_text(value: float | str) -> str:
 
 
 def interval_text(claim: dict[str, Any]) -> str:
-    """Interval of a claim; "" where it was enumerated."""
+    """Format the interval of a claim; "" where it was enumerated."""
     if claim["low"] is None or claim["high"] is None:
         return ""
     return f"[{number_text(claim['low'])}, {number_text(claim['high'])}]"
 
 
 def p_value_text(claim: dict[str, Any]) -> str:
-    """p-value of a claim, raw and with Holm's correction; "" where it has none.
+    """Format the p-value of a claim, raw and with Holm's correction; "" where it has none.
 
     >>> p_value_text({"p_value": 0.0312, "holm_p": 0.312}), p_value_text({"p_value": None})
     ('0.0312 (0.312)', '')
@@ -149,13 +155,13 @@ def p_value_text(claim: dict[str, Any]) -> str:
 
 
 def mse_title(run: RunRecord) -> str:
-    """Model, data set and seed."""
+    """Return model, data set and seed."""
     names = (run.value(key) for key in ("model.name", "dataset.name", "seed"))
     return "Gradient MSE study of {} on {}, seed {}".format(*names)
 
 
 def mse_answer(run: RunRecord) -> str:
-    """Which G is best, what its neighbours cost, and how much of a step is noise."""
+    """Return the best G, the costs of its neighbours, and the share of a step that is noise."""
     if run.result is None:
         parts = (run.folder / "pool").glob("*.safetensors")
         scored = len({part.name.split("-")[0] for part in parts})
@@ -168,14 +174,14 @@ def mse_answer(run: RunRecord) -> str:
 
 
 def mse_next_step(run: RunRecord) -> str:
-    """What to type next; "" while the study is unfinished."""
+    """Return the command to type next; "" while the study is unfinished."""
     if run.result is None:
         return ""
     return next_step(run.result, run.config, run.folder)
 
 
 def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Settings and cost."""
+    """Return settings and cost."""
     if run.result is None:
         return []
     result, value = run.result, run.value
@@ -203,8 +209,9 @@ def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def mse_tables(run: RunRecord) -> list[Table]:
-    """Curves, the scaling law with Assumption 2, and what was not measured; none of equal
-    rewards.
+    """Return tables of curves, of the scaling law with Assumption 2, and of missing measurements.
+
+    There are none where all rewards are equal.
     """
     if run.result is None or "equal_rewards" in run.result:
         return []
@@ -252,7 +259,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
 
 
 def dynamic_sampling_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What dynamic sampling costs at every G."""
+    """Return a table of the cost of dynamic sampling at every G."""
     cells = [
         [str(row["group_size"]), *(open_interval(row, name) for name in RESAMPLING_COLUMNS)]
         for row in rows
@@ -268,7 +275,7 @@ def dynamic_sampling_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def allocation_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What unequal group sizes do to the error, see `estimators.allocation`."""
+    """Return a table of the error's change by unequal group sizes, see `estimators.allocation`."""
     sizes = list(dict.fromkeys(row["group_size"] for row in rows))
     cells = []
     for plan in dict.fromkeys(row["plan"] for row in rows):
@@ -289,7 +296,7 @@ def allocation_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _change_text(row: dict[str, Any], name: str) -> str:
-    """A change in percent with its interval; `-` where it is not known."""
+    """Format a change in percent with its interval; `-` where it is not known."""
     change, low, high = row_interval(row, name)
     if math.isnan(change):
         return "-"
@@ -297,7 +304,7 @@ def _change_text(row: dict[str, Any], name: str) -> str:
 
 
 def _noise_table(noise: dict[str, Any]) -> Table:
-    """The noise scale at every G, and at the best one in rollouts and in tokens."""
+    """Return a table of the noise scale at every G, and at the best in rollouts and in tokens."""
     best = noise["best"]
     rows = [
         [number_text(row["group_size"]), *(open_interval(row, name) for name in NOISE_COLUMNS)]
@@ -316,7 +323,7 @@ def _noise_table(noise: dict[str, Any]) -> Table:
 
 
 def _curves_table(rows: list[dict[str, Any]]) -> Table:
-    """A row for every point; a column with one value stands once, in the note."""
+    """Return a table with a row for every point; a column with one value becomes a note."""
     rows = [
         row
         | {"baseline": baseline_word(row["baseline"]), "mse": with_interval(row, "mse")}

@@ -1,4 +1,4 @@
-"""The symbols that pages print, each with its meaning, and how baselines are called there.
+"""The symbols that pages print, each with its meaning, and the names of baselines there.
 
 One dictionary for every page: `grpo_ustat.pages.page` shows the meanings of those symbols that a
 page prints below its answer, and again where a symbol is pointed at. `docs/glossary.md` has more.
@@ -34,19 +34,22 @@ SYMBOLS = {
     "eta_t": "learning rate of step t",
     "T": "number of steps",
 }
-_START, _END = r"(?<![\w.\\^*-])(?<![a-z.]{2}/)", r"(?![\w*])"  # in no word, number or path
+# A symbol is no part of a word, a number or a path.
+_START, _END = r"(?<![\w.\\^*-])(?<![a-z.]{2}/)", r"(?![\w*])"
 PATTERN = re.compile(
     "|".join(
         f"{_START}{re.escape(symbol)}{'' if symbol.endswith(')') else _END}"
         for symbol in sorted(SYMBOLS, key=len, reverse=True)
     )
 )
-ALARM_WORDS = {"silent": "zero-variance groups"}  # of an alarm, by its key in result.json
-BASELINE_WORDS = {"none": "vanilla (no baseline)"}  # of a value that is typed, where it is read
+# Words for an alarm, by its key in result.json.
+ALARM_WORDS = {"silent": "zero-variance groups"}
+# Words shown to a reader in place of the value that is typed.
+BASELINE_WORDS = {"none": "vanilla (no baseline)"}
 
 
 def parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """The text in pieces, each with the meaning of its symbol, or None if it is no symbol.
+    """Split a text into pieces, each with the meaning of its symbol, or None if it is no symbol.
 
     >>> [piece for piece, meaning in parts("MSE at G = 4, G* and corr(q, Z) in GB") if meaning]
     ['MSE', 'G', 'G*', 'corr(q, Z)']
@@ -60,7 +63,7 @@ def parts(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def legend(texts: Iterable[str]) -> dict[str, str]:
-    """The meanings of the symbols that any of the texts has, in the dictionary's order.
+    """Return the meanings of the symbols that any of the texts has, in the dictionary's order.
 
     >>> legend(["Best G is about 4.1"])
     {'G': 'group size: completions of one prompt'}
@@ -72,5 +75,5 @@ def legend(texts: Iterable[str]) -> dict[str, str]:
 
 
 def baseline_word(name: str) -> str:
-    """The name of a baseline as a person reads it: its own name, except for `none`."""
+    """Return the name of a baseline as a person reads it: its own name, except for `none`."""
     return BASELINE_WORDS.get(name, name)

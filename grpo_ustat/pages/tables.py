@@ -24,9 +24,11 @@ from grpo_ustat.terminal.streams import percentage
 
 Cell = str | int | float | bool | None
 MISSING = "–"
-MOST_CHARACTERS = 300  # of a cell on a terminal
+# Of a cell on a terminal.
+MOST_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
-LATEX_SENTENCES = r"p{0.3\linewidth}"  # a column of them
+# The kind of a column of sentences.
+LATEX_SENTENCES = r"p{0.3\linewidth}"
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "\u2212": "$-$",
@@ -42,28 +44,13 @@ LATEX_SYMBOLS = {
 }  # fmt: skip
 MATH_SYMBOLS = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, LATEX_SYMBOLS))})(?!\w)")
 HTML_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")  # last two: bare links
+# The last two alternatives are for bare links.
+MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")
 
 
 @dataclass(frozen=True)
 class Table:
     """A table.
-
-    Attributes:
-        title: above it.
-        columns: their names.
-        rows: a cell for every column; None is missing. The lines of a text belong together; on a
-            page a text such as `0.35 [0.18, 0.57]` sorts by its first number.
-        notes: below it: what intervals are over, what marks mean, what is missing and why.
-        name: of its files, `<name>.csv` and `<name>.tex`.
-        data: its numbers for the CSV file; what a row lacks is an empty field.
-        figure_notes: for below the figure of the same name, None where there is no such figure.
-        headings: whether the first column holds headings, blank where they repeat those above.
-        sentences: columns that hold sentences, for which a terminal has no room.
-        marks: of cells (row, column) that LaTeX sets bold, True, the best, or underlines, False,
-            not significantly different from it; what marks them in their first line, `*` or `~`,
-            is left out there.
-        latex_notes: in place of `notes` where LaTeX marks cells otherwise.
 
     Raises:
         ValueError: a row has not as many cells as there are columns.
@@ -71,14 +58,25 @@ class Table:
 
     title: str
     columns: Sequence[str]
+    # A cell for every column; None is missing. The lines of a text belong together; on a page a
+    # text such as `0.35 [0.18, 0.57]` sorts by its first number.
     rows: Sequence[Sequence[Cell]]
+    # Below it: the scope of intervals, the meaning of marks, missing numbers and the reasons.
     notes: Sequence[str] = ()
+    # Of its files, `<name>.csv` and `<name>.tex`.
     name: str = ""
+    # Its numbers for the CSV file; a key that a row lacks is an empty field.
     data: Sequence[dict[str, Any]] = ()
+    # For below the figure of the same name; None where there is no such figure.
     figure_notes: Sequence[str] | None = None
+    # True if the first column holds headings, blank where they repeat those above.
     headings: bool = False
+    # Columns that hold sentences, for which a terminal has no room.
     sentences: Sequence[str] = ()
+    # Cells (row, column) that LaTeX sets bold, True, the best, or underlines, False, not
+    # significantly different from it. The mark in their first line, `*` or `~`, is left out there.
     marks: Mapping[tuple[int, int], bool] = field(default_factory=dict)
+    # In place of `notes` where LaTeX marks cells otherwise.
     latex_notes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class Table:
                 )
 
     def terminal(self) -> TerminalTable:
-        """For a terminal, without the columns of sentences."""
+        """Format the table for a terminal, without the columns of sentences."""
         table = TerminalTable(
             title=self.title, caption="\n".join(self.notes), box=SIMPLE_HEAD, show_edge=False,
             pad_edge=False,
@@ -104,13 +102,14 @@ class Table:
         return table
 
     def csv(self) -> str:
-        """Its data as CSV."""
+        """Return its data as CSV."""
         keys = dict.fromkeys(key for row in self.data for key in row)
         return csv_text([dict.fromkeys(keys) | row for row in self.data])
 
     def latex(self) -> str:
-        r"""A floating `table` for a paper, as wide as the page at most; it needs the packages
-        booktabs and graphicx.
+        r"""Return a floating `table` for a paper, as wide as the page at most.
+
+        It needs the packages booktabs and graphicx.
 
         A cell is one line, its interval small after its value. Headings of several lines that
         repeat, such as those of a study, are a line of their own above their rows. No row begins
@@ -119,7 +118,8 @@ class Table:
         headings = [row[0] for row in self.rows]
         grouped = self.headings and len(set(headings)) < len(headings)
         grouped = grouped and any("\n" in str(heading) for heading in headings)
-        first = int(grouped)  # of the columns
+        # The first column that is shown.
+        first = int(grouped)
         kinds = ["r"] * len(self.columns)
         kinds[0] = "l"
         for i, column in enumerate(self.columns):
@@ -157,12 +157,12 @@ class Table:
         ])  # fmt: skip
 
     def markdown(self) -> str:
-        """Columns and rows, on one line each."""
+        """Return columns and rows in Markdown, on one line each."""
         lines = ["| " + " | ".join(map(plain, row)) + " |" for row in (self.columns, *self.rows)]
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
 
     def numeric_columns(self) -> list[bool]:
-        """For each column, whether all cells that are not missing sort by a number; for a page."""
+        """Return for each column, for a page, if all cells that are not missing sort by a number."""
         columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
         return [
             bool(self.rows)
@@ -176,7 +176,7 @@ class Table:
         write_whole(folder / f"{self.name}.tex", self.latex())
 
     def _text_rows(self) -> list[list[str]]:
-        """Cells as texts; a heading that repeats the one above is blank."""
+        """Return cells as texts; a heading that repeats the one above is blank."""
         rows = [[x if isinstance(x, str) else cell_text(x) for x in row] for row in self.rows]
         if not self.headings:
             return rows
@@ -188,7 +188,7 @@ class Table:
 
 
 def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Table:
-    """A table of rows by key; columns without any value are left out."""
+    """Return a table of rows by key; columns without any value are left out."""
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
     cells = [[as_cell(row.get(key)) for key in columns] for row in rows]
@@ -196,12 +196,12 @@ def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Ta
 
 
 def as_cell(value: Any) -> Cell:
-    """A value of a configuration or of a file as what a cell can hold."""
+    """Convert a value of a configuration or of a file to one that a cell can hold."""
     return value if isinstance(value, Cell) else json.dumps(value, default=str)
 
 
 def cell_text(cell: Cell) -> str:
-    """Text of a cell.
+    """Return the text of a cell.
 
     >>> cell_text(0.123456), cell_text(12), cell_text(True), cell_text(None)
     ('0.1235', '12', 'yes', '–')
@@ -214,7 +214,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def sort_value(cell: Cell) -> float | None:
-    """The number that a cell sorts by: its own, or what its text begins with.
+    """Return the number that a cell sorts by: its own, or the one that its text begins with.
 
     >>> sort_value("0.35 [0.18, 0.57]"), sort_value("12 %"), sort_value(3)
     (0.35, 12.0, 3.0)
@@ -230,8 +230,9 @@ def sort_value(cell: Cell) -> float | None:
 
 
 def tex(text: str) -> str:
-    r"""Text as LaTeX shows it, symbols of the statistics in math mode; a character that its fonts
-    lack as the number of it.
+    r"""Escape a text for LaTeX, symbols of the statistics in math mode.
+
+    A character that its fonts lack is shown as its number.
 
     >>> tex("n_0 = 5 %, ~"), tex("-0.5 ± 1 ≤ x\x00\n中")
     ('n\\_0 = 5 \\%, \\textasciitilde{}', '$-$0.5 $\\pm$ 1 $\\le$ x\\textbackslash{}x00 U+4E2D')
@@ -256,8 +257,9 @@ def _tex_letter(letter: str) -> str:
 
 
 def tex_cell(cell: str, best: bool | None = None) -> str:
-    r"""A cell's lines as one LaTeX cell; the lines below its value, or its half interval, are
-    small.
+    r"""Join a cell's lines to one LaTeX cell.
+
+    The lines below its value, or its half interval, are small.
 
     Args:
         cell: its text.
@@ -275,15 +277,16 @@ def tex_cell(cell: str, best: bool | None = None) -> str:
 
 
 def _latex_row(cells: Sequence[str]) -> str:
-    r"""A row of LaTeX; `{}` guards one that begins with `[` or `*`, which the row before would
-    read as its option.
+    r"""Return a row of LaTeX.
+
+    `{}` guards a row that begins with `[` or `*`, which the row before would read as its option.
     """
     text = " & ".join(cells)
     return ("{}" if text.lstrip()[:1] in ("[", "*") else "") + text + r" \\"
 
 
 def plain(value: Any) -> str:
-    r"""A value as one line of text that Markdown leaves as it is; None as an empty one.
+    r"""Return a value as one line of text that Markdown leaves as it is; None as an empty one.
 
     >>> print(plain("<b>[x](http://y)</b> | a_b"))
     &lt;b&gt;\[x\]\(http\://y\)&lt;/b&gt; \| a\_b
@@ -294,7 +297,7 @@ def plain(value: Any) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of code for Markdown that no backticks of the text end.
+    """Return a block of code for Markdown that no backticks of the text end.
 
     >>> print(fenced("a ``` b", "text"))
     ````text
@@ -307,7 +310,7 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    r"""Rows of equal keys; None becomes an empty field.
+    r"""Return rows of equal keys as CSV; None becomes an empty field.
 
     A text that a spreadsheet would run begins with `'`, which `files.csv_rows` takes away again;
     invisible characters are spelt out.
@@ -336,7 +339,7 @@ def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
-    """The first so many lines, and how many more there are.
+    """Return the first so many lines, and the number of further ones.
 
     >>> shorten(["a", "b", "c"], 1, "runs.csv")
     ['a', 'and 2 more, see runs.csv']
@@ -346,7 +349,7 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
 
 
 def enumeration(names: Sequence[str], word: str = "and") -> str:
-    """Names joined by commas, the last one by a word.
+    """Join names by commas, the last one by a word.
 
     >>> enumeration(["a"]), enumeration(["a", "b", "c"])
     ('a', 'a, b and c')
@@ -355,7 +358,7 @@ def enumeration(names: Sequence[str], word: str = "and") -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, trailing zeros kept; thousands without an exponent.
+    """Format three significant digits, trailing zeros kept; thousands without an exponent.
 
     >>> [three_digits(x) for x in (0.001234, -0.5, 62.4, 2647.0, 1234567.0, math.inf)]
     ['0.00123', '-0.500', '62.4', '2650', '1.23e+06', 'infinity']
@@ -368,7 +371,7 @@ def three_digits(value: float) -> str:
 
 
 def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
-    """A number with its interval after it, in `<prefix>low` and `<prefix>high`."""
+    """Format a number with its interval after it, in `<prefix>low` and `<prefix>high`."""
     value, low, high = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
     if not isinstance(value, int | float):
         return None
@@ -378,8 +381,9 @@ def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None
 
 
 def row_interval(row: Mapping[str, Any], name: str) -> Interval:
-    """An estimate and its ends from a row of a result: no estimate is NaN; no upper end infinite,
-    where there is a lower one.
+    """Read an estimate and its ends from a row of a result.
+
+    A missing estimate is NaN; a missing upper end is infinite, where there is a lower one.
     """
     estimate, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
     return Interval(
@@ -390,8 +394,9 @@ def row_interval(row: Mapping[str, Any], name: str) -> Interval:
 
 
 def open_interval(row: dict[str, Any], name: str) -> str:
-    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
-    not known.
+    """Format an estimate to three digits with its interval; `-` where it is not known.
+
+    The interval may have no upper end.
 
     >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
     ('2.00 [1.00, infinity)', '-')
@@ -405,7 +410,7 @@ def open_interval(row: dict[str, Any], name: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A signed share in percent, without decimals.
+    """Format a signed share in percent, without decimals.
 
     >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
     ('+9 %', '0 %', '+1230 %', 'no upper end')
@@ -417,7 +422,7 @@ def percent(share: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number of things.
+    """Format a number of things.
 
     >>> count_text(1, "question"), count_text(20, "question")
     ('1 question', '20 questions')
@@ -426,8 +431,9 @@ def count_text(count: int, noun: str) -> str:
 
 
 def interval_scope(questions: int) -> str:
-    """What a study's intervals for new questions speak of where it has so many: a few tell nothing
-    of others, see `intervals.pool_mean_reward`.
+    """Describe a study's intervals for new questions, if it has so many questions.
+
+    A few tell nothing of others, see `intervals.pool_mean_reward`.
     """
     if questions < LEAST_QUESTIONS:
         return "of these questions"
@@ -435,8 +441,9 @@ def interval_scope(questions: int) -> str:
 
 
 def evaluation_table(result: dict[str, Any]) -> Table:
-    """One run's held-out accuracy by step and decoding, with pass@k of the largest k where there
-    is one; or its mean reward.
+    """Return a table of one run's held-out accuracy by step and decoding, or of its mean reward.
+
+    It has pass@k of the largest k where there is one.
     """
     first = result["evals"][0]
     name, pass_at = first["quantity"], []

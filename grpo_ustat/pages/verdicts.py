@@ -8,8 +8,10 @@ from typing import Any
 
 from grpo_ustat.pages.tables import Table, open_interval
 
-ROUND = 100  # from which on a bound is a whole number
-LEAST_P_VALUE = 1e-6  # that is written out
+# Size from which on a bound is a whole number.
+ROUND = 100
+# Least p-value that is written out.
+LEAST_P_VALUE = 1e-6
 NOTE = (
     "95 % intervals for new questions, each by itself. A verdict is given if the number lies "
     "entirely inside or outside the bounds; those of this study are corrected together (Holm, 5 % "
@@ -19,7 +21,9 @@ NOTE = (
 
 
 def verdicts_table(result: Mapping[str, Any]) -> Table | None:
-    """A row per claim; None where the study judged none. On a terminal without its sentences.
+    """Return a table with a row per claim; None where the study judged none.
+
+    On a terminal it is without its sentences.
 
     Args:
         result: content of the study's `result.json`.
@@ -49,7 +53,7 @@ def verdicts_table(result: Mapping[str, Any]) -> Table | None:
 
 
 def p_text(p_value: float | None) -> str:
-    """A p-value; `-` of what is not measured.
+    """Format a p-value; `-` for a claim that is not measured.
 
     >>> p_text(0.0312), p_text(2e-9), p_text(None)
     ('0.031', 'below 1e-6', '-')
@@ -60,7 +64,7 @@ def p_text(p_value: float | None) -> str:
 
 
 def bounds_text(least: float | None, most: float | None) -> str:
-    """Between which numbers a claim holds.
+    """Format the bounds between which a claim holds.
 
     >>> bounds_text(0.5, None), bounds_text(None, 0.9), bounds_text(0.67, 1.5)
     ('above 0.5', 'below 0.9', '0.67 to 1.5')
