@@ -49,7 +49,6 @@ def adam_pool(
     What is made stays in `folder`, so that an interrupted study goes on.
 
     Args:
-        prompts: the study's questions.
         plain: the pool of these completions, as `build_pool` makes it.
         plain_folder: the folder of the plain pool.
         folder: the folder of the new pool.

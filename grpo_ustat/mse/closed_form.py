@@ -267,7 +267,10 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
 def _point_moments(
     point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array
 ) -> tuple[Array, ...]:
-    """Mean squared error, bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2 of one point."""
+    """Compute the moments of one point.
+
+    They are mean squared error, bias^2, variance, E||T||^2, <E T, grad J> and ||grad J||^2.
+    """
     second, shrink, size = 0.0, 1.0, point.group_size
     if point.baseline in ("leave_one_out", "group_mean"):  # the oracle's first order
         a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))

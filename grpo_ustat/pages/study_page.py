@@ -72,7 +72,7 @@ QUANTITIES = {
 
 
 def gap_title(run: RunRecord) -> str:
-    """Return the theorem's name and the test problem."""
+    """Return the study's result, test problem and seed."""
     kind, bed = str(run.value("study.kind")), run.value("bed.name")
     return f"{TITLES.get(kind, kind)}, on {bed}, seed {run.value('seed')}"
 

@@ -162,7 +162,7 @@ class Table:
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
 
     def numeric_columns(self) -> list[bool]:
-        """Return for each column, for a page, if all cells that are not missing sort by a number."""
+        """Return for each column, for a page, True if all cells with a value sort by a number."""
         columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
         return [
             bool(self.rows)
@@ -431,9 +431,9 @@ def count_text(count: int, noun: str) -> str:
 
 
 def interval_scope(questions: int) -> str:
-    """Describe a study's intervals for new questions, if it has so many questions.
+    """Describe the scope of a study's intervals for new questions, by its number of questions.
 
-    A few tell nothing of others, see `intervals.pool_mean_reward`.
+    A few questions tell nothing of others, see `intervals.pool_mean_reward`.
     """
     if questions < LEAST_QUESTIONS:
         return "of these questions"
