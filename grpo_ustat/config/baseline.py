@@ -19,7 +19,7 @@ from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
 @dataclass(frozen=True)
 class Option:
-    """What an option means to every rule that takes it, and its range."""
+    """The meaning and the range of an option, the same for every rule that takes it."""
 
     meaning: str
     low: float = -math.inf
@@ -121,8 +121,9 @@ class BaselineConfig:
 
 
 def baseline_choice(name: str) -> BaselineConfig:
-    """What `baseline=NAME` chooses: one of our rules with the defaults of its options, or else what
-    `conf/baseline/NAME.yaml` has.
+    """Return the rule that `baseline=NAME` chooses.
+
+    It is one of ours with the defaults of its options, or else that of `conf/baseline/NAME.yaml`.
     """
     if name in BASELINES:
         return BaselineConfig(name, dict(BASELINES[name].options))
@@ -130,8 +131,7 @@ def baseline_choice(name: str) -> BaselineConfig:
 
 
 def complete_own_rule(rule: BaselineConfig, key: str) -> None:
-    """Give a rule of an installed package, in place, the defaults of those of its options that are
-    not set.
+    """Fill in the unset options of an installed package's rule with their defaults, in place.
 
     Args:
         rule: its name and options; a rule of ours is left as it is.

@@ -124,8 +124,10 @@ class StudyConfig:
 
     @property
     def interval(self) -> str:
-        """What the intervals of closed forms are over: `completions`, given the questions, or
-        `questions`, which AdamW's metric needs: each half has that of the other.
+        """The units of the intervals of closed forms: `completions` or `questions`.
+
+        Intervals over completions are conditional on the questions. AdamW's metric needs those over
+        questions, since each half of the questions is measured in the metric of the other.
         """
         return "questions" if self.metric == "adam" else "completions"
 
