@@ -55,32 +55,30 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array, ScorePool
 
-LEAST_GROUP_SIZE = 2  # a group of leave_one_out
+# Smallest group of leave_one_out.
+LEAST_GROUP_SIZE = 2
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED_NOISE = "measured noise"
-MOST_TIMES_MEAN = 16  # times the mean group size that a plan may give to one prompt
+# A plan gives one prompt at most so many times the mean group size.
+MOST_TIMES_MEAN = 16
 
 
 class AllocationSaving(NamedTuple):
-    """What a plan does to the error at the same number of rollouts.
-
-    Attributes:
-        plan: its name.
-        group_size: mean G.
-        change: error over that of equal groups, less 1, planned by one half of the pool and judged
-            by the other; intervals are for other prompts, and of all plans at a mean G together.
-        in_sample: the same planned and judged by the whole pool; NaN but for measured noise.
-    """
+    """Effect of a plan on the error at the same number of rollouts."""
 
     plan: str
+    # Mean G.
     group_size: int
+    # Error over that of equal groups, less 1, planned by one half of the pool and judged by the
+    # other. Intervals are for other prompts, and of all plans at a mean G together.
     change: Interval
+    # The same, planned and judged by the whole pool; NaN except for measured noise.
     in_sample: float
 
 
 def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
-    """The group sizes, [P], that take the largest savings one after the other.
+    """Return the group sizes, [P], that take the largest savings one after the other.
 
     Args:
         savings: from group sizes, [1, K], what one more completion saves at every prompt, [P, K];
@@ -113,7 +111,7 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
 def allocation_savings(
     pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
 ) -> list[AllocationSaving]:
-    """What every plan does to the error; nothing of fewer than 10 prompts or 6 completions.
+    """Estimate the effect of every plan; return [] for fewer than 10 prompts or 6 completions.
 
     Args:
         pool: N completions of each of P prompts. Plans that need p are left out unless all rewards
@@ -153,12 +151,15 @@ def allocation_savings(
 
 
 def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
-    """The ratio of the sums less 1, leaving out one prompt at a time; for all plans at once."""
+    """Return the ratio of the sums less 1, leaving out one prompt at a time; for all plans at once.
+
+    The level is shared among the plans (Bonferroni).
+    """
     if not (equal_P.sum() - equal_P > 0).all():
         return UNDETERMINED
     ratio = planned_P.sum() / equal_P.sum()
     delete_one_P = (planned_P.sum() - planned_P) / (equal_P.sum() - equal_P)
-    level = 1 - (1 - CONFIDENCE) / plans  # Bonferroni
+    level = 1 - (1 - CONFIDENCE) / plans
     interval = jackknife_interval(float(ratio), delete_one_P[None], level, positive=True)
     return Interval(*(x - 1 for x in interval))
 
@@ -166,12 +167,12 @@ def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
 def plans_of(
     half: dict[str, Array], size: int, binary: bool
 ) -> dict[str, Callable[[Array], Array]]:
-    """The savings of every plan, from estimates of half a pool.
+    """Return the savings of every plan, from estimates of half a pool.
 
     Args:
-        half: of `halves_of`, each [P].
-        size: completions behind them.
-        binary: whether rewards are 0 or 1.
+        half: the estimates of `halves_of`, each [P].
+        size: number of completions behind them.
+        binary: True if rewards are 0 or 1.
     """
     columns = {name: values_P[:, None] for name, values_P in half.items()}
     first, second = (np.maximum(columns[name], 0.0) for name in ("first", "second"))
@@ -200,11 +201,11 @@ def plans_of(
 
 
 def shrunken_variance(successes_P: Array, size: int) -> Array:
-    """E[p (1-p) | counts] where p is Beta(a, b) over prompts, a and b by the method of moments.
+    """Return E[p (1-p) | counts] for p Beta(a, b) over prompts, by the method of moments.
 
     Args:
-        successes_P: right ones of `size` completions.
-        size: n.
+        successes_P: number of right completions among `size`.
+        size: n, completions of a prompt.
 
     >>> shrunken_variance(np.array([0.0, 4.0, 4.0, 8.0]), 8).round(3).tolist()
     [0.034, 0.224, 0.224, 0.034]

@@ -1,4 +1,4 @@
-"""Rules that read the rewards of the completion's own group, and of no other."""
+"""Rules that read only the rewards of the completion's own group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient,
 from grpo_ustat.estimators.baselines.registry import rule
 from grpo_ustat.records import Array, BaselineContext
 
-ROUNDING = 1e-12  # within which shares and variances are equal
+# Shares and variances that differ by less count as equal.
+ROUNDING = 1e-12
 
 
 @rule(
@@ -18,9 +19,9 @@ ROUNDING = 1e-12  # within which shares and variances are equal
     unbiased=True, min_group_size=2,
 )  # fmt: skip
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
-    """The paper's GRPO (Lemma 1), RLOO (Kool et al. 2019): `A_i = r_i - sum_{j != i} r_j / (G-1)`.
+    """Subtract the mean of the others: `A_i = r_i - sum_{j != i} r_j / (G-1)`.
 
-    Unbiased: the baseline of completion i is independent of its score, which has mean zero.
+    This is the paper's GRPO (Lemma 1), RLOO (Kool et al. 2019). Unbiased: the baseline of completion i is independent of its score, which has mean zero.
 
     >>> leave_one_out(np.array([[1.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[1.0, -0.5, -0.5]]
@@ -35,9 +36,9 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=False, min_group_size=2,
 )  # fmt: skip
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783): `A_i = r_i - rbar`, own group's mean.
+    """Subtract the mean of the whole group: `A_i = r_i - rbar`.
 
-    Biased by shrinking: it is (G-1)/G times leave_one_out on every sample, so its direction is
+    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). Biased by shrinking: it is (G-1)/G times leave_one_out on every sample, so its direction is
     right and its length short; it can beat unbiased rules on raw MSE for that reason alone.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
@@ -52,9 +53,9 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=False, min_group_size=2, target="g_over_sigma",
 )  # fmt: skip
 def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """GRPO (Shao et al. 2024): `A_i = (r_i - rbar) / (std + epsilon)`, std with divisor G-1.
+    """Divide by the group's std: GRPO (Shao et al. 2024), `A_i = (r_i - rbar) / (std + epsilon)`.
 
-    Biased: for large groups its mean goes to g(x) / sigma(x) for each prompt, which for 0/1 rewards
+    The std has divisor G-1. Biased: for large groups its mean goes to g(x) / sigma(x) for each prompt, which for 0/1 rewards
     is the gradient of E[2 arcsin sqrt V]. TRL has epsilon 1e-4, verl 1e-6, OpenRLHF 1e-9; these
     divide by the std with divisor G-1, GRPO-Zero by that with divisor G.
 
@@ -73,9 +74,9 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 def group_std_jackknife(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4
 ) -> Array:
-    """`group_std` less its jackknifed bias: of the estimate N, `G N - (G-1) mean of N without k`.
+    """Return `group_std` less its jackknifed bias.
 
-    As advantages, with A^(-k) those of `group_std` in the group without completion k,
+    Of an estimate N that is `G N - (G-1) mean of N without k`. As advantages, with A^(-k) those of `group_std` in the group without completion k,
 
         A_i = G A_i^(all) - sum_{k != i} A_i^(-k)
 
@@ -105,9 +106,9 @@ def group_std_jackknife(
 def leave_one_out_std(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 0.1
 ) -> Array:
-    """`A_i = (r_i - mean of the others) / (std of the others + epsilon)`, std with divisor G-2.
+    """Return `A_i = (r_i - mean of the others) / (std of the others + epsilon)`.
 
-    No number in it but r_i holds completion i, so a prompt's mean is g times a number,
+    The std has divisor G-2. No number in it but r_i holds completion i, so a prompt's mean is g times a number,
     `g E[1 / (std of G-1 + epsilon)]`: the direction is exact prompt by prompt, the weights of
     prompts are not. A completion unlike others that are all equal is divided by epsilon alone:
     near silent groups its variance grows like `1/epsilon^2`, so epsilon must not be small.
@@ -133,9 +134,9 @@ def leave_one_out_std(
 def quantile(
     rewards_PG: Array, context: BaselineContext, *, level: float = 0.4, epsilon: float = 1e-4
 ) -> Array:
-    """QAE (Junkang Wu et al. 2025, arXiv 2509.22611): `A_i = (r_i - Q_K) / (std + epsilon)`.
+    """Subtract a quantile of the group's rewards: `A_i = (r_i - Q_K) / (std + epsilon)`.
 
-    Q_K is the smallest reward with at least a share K = `level` of the group at or below it. For
+    This is QAE (Junkang Wu et al. 2025, arXiv 2509.22611). Q_K is the smallest reward with at least a share K = `level` of the group at or below it. For
     0/1 rewards it is 0 where at most 1 - K are right, which then alone get an advantage, and 1
     elsewhere, where the wrong ones alone do. Biased: Q_K holds the completion's own reward. With
     large groups its mean goes to g/(sigma + epsilon) as that of `group_std`, whatever K and the
@@ -162,9 +163,9 @@ def quantile(
 def pods(
     rewards_PG: Array, context: BaselineContext, *, share: float = 0.25, epsilon: float = 1e-4
 ) -> Array:
-    """PODS (Xu et al. 2025, arXiv 2504.13818), max-variance: `group_std` of a part of the group.
+    """Return `group_std` of a part of the group: PODS, max-variance (Xu et al. 2025).
 
-    Of the G completions the m = `share` G (rounded, at least 2) of largest variance of the rewards
+    The source is arXiv 2504.13818. Of the G completions the m = `share` G (rounded, at least 2) of largest variance of the rewards
     are kept, always some of the largest and the rest of the smallest; the others get no gradient.
     Advantages are normalised within the part, and averaged over it: G/m times their share of G. Of
     equal rewards the first ones are kept, of equal variances the part with the fewest large
@@ -207,9 +208,9 @@ def pods(
     unbiased=False, min_group_size=2, target="g_over_v",
 )  # fmt: skip
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
-    """MaxRL (arXiv 2602.02710): `A_i = (r_i - rbar) / (rbar + epsilon)`, 0 where every reward is 0.
+    """Divide by the group's mean: MaxRL (arXiv 2602.02710), `A_i = (r_i - rbar) / (rbar + epsilon)`.
 
-    Biased: for large groups its mean goes to g(x) / V(x), the gradient of E[log V]. For 0/1 rewards
+    It is 0 if every reward is 0. Biased: for large groups its mean goes to g(x) / V(x), the gradient of E[log V]. For 0/1 rewards
     and epsilon = 0 its mean is exactly `(1 - (1-V)^(G-1)) / V` times g(x), the gradient of log V
     cut after G - 1 terms.
 
@@ -232,7 +233,7 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
     unbiased=True, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
-    """OPO without the completion itself: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
+    """Subtract OPO's baseline of the others: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
 
     Lengths L stand in for squared score norms in the optimal baseline (Hao et al. 2025). Unbiased:
     rewards and lengths of the others are independent of completion i.
@@ -252,9 +253,9 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=False, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
-    """OPO as it is shipped (Hao et al. 2025, verl): `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
+    """Subtract OPO's baseline as shipped: `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
 
-    Biased, in direction too: the baseline holds the completion's own reward and length.
+    The sources are Hao et al. 2025 and verl. Biased, in direction too: the baseline holds the completion's own reward and length.
 
     >>> lengths = np.array([[1, 1, 2]])
     >>> opo_self(np.array([[1.0, 0.0, 1.0]]), BaselineContext(lengths_PG=lengths)).tolist()
@@ -278,9 +279,9 @@ def krpo(
     measurement_variance: float = 1e-2,
     epsilon: float = 1e-8,
 ) -> Array:
-    """KRPO (Wang et al. 2025, arXiv 2505.07527), as its authors code it: a Kalman baseline.
+    """Subtract a Kalman filter's mean: KRPO (Wang et al. 2025, arXiv 2505.07527), as in its code.
 
-    It runs through the group's rewards from x = 0 and P = 1, with Q and R the two variances, whose
+    The filter runs through the group's rewards from x = 0 and P = 1, with Q and R the two variances, whose
     values and that of epsilon are the authors':
 
         P' = P + Q,   K = P' / (P' + R),   x <- x + K (r_i - x),   P <- (1 - K) P'
