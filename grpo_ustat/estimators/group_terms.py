@@ -43,27 +43,28 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-BY_LEVELS = (  # rules that give equal rewards of a group equal advantages, whatever their order
+# Rules that give equal rewards of a group equal advantages, whatever their order.
+BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std",
 )  # fmt: skip
-LINEAR = ("none", "constant", "leave_one_out", "group_mean")  # in the rewards of the group
-BLOCK = 64  # prompts whose sketches are taken to float64 at once
-MOST_COMPOSITIONS = 5000  # of a group's levels; more are not listed, groups are drawn
+# Rules whose advantages are linear in the rewards of the group.
+LINEAR = ("none", "constant", "leave_one_out", "group_mean")
+# Prompts whose sketches are converted to float64 at once.
+BLOCK = 64
+# Most compositions of a group's levels that are listed; beyond them groups are drawn.
+MOST_COMPOSITIONS = 5000
 
 
 @dataclass(frozen=True)
 class GroupTerms:
-    """Terms of a loss at one group size.
+    """Terms of a loss at one group size."""
 
-    Attributes:
-        energy_P: E||T||^2 of every prompt; E||T||^2 1(M) where groups are replaced.
-        mean_PR: E T, as a sketch; E T 1(M).
-        kept_P: P(M); None where groups are not replaced.
-    """
-
+    # E||T||^2 of every prompt; E||T||^2 1(M) if groups are replaced.
     energy_P: Array
+    # E T, as a sketch; E T 1(M) if groups are replaced.
     mean_PR: Array
+    # P(M); None if groups are not replaced.
     kept_P: Array | None = None
 
 
@@ -72,21 +73,15 @@ class LevelSums:
 
     Args:
         pool: scored completions.
-        factors_PN: phi of each.
-
-    Attributes:
-        kinds: of vectors that a completion has, K.
-        level_L: the levels.
-        counts_PL: completions of each level.
-        own_PLKK: sums of `phi_i^2 <s_i, s'_i>` over a level, s and s' of two kinds.
-        pairs_PJJ: sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j.
-        features_PJR: sums of phi times the score's sketch.
+        factors_PN: phi of each completion.
     """
 
     def __init__(self, pool: ScorePool, factors_PN: Array):
+        # The K kinds of vectors that a completion has.
         self.kinds = pool.kinds
         self.level_L, level_PN = np.unique(pool.rewards_PN, return_inverse=True)
         member_PNL = (level_PN[..., None] == np.arange(len(self.level_L))).astype(float)
+        # Completions of each level.
         self.counts_PL = member_PNL.sum(axis=1)
         prompts, completions, levels = member_PNL.shape
         kinds, width = len(self.kinds), len(self.kinds) * levels
@@ -95,11 +90,14 @@ class LevelSums:
         ).reshape(prompts, kinds * completions, width)
         gram_PKNKN = pool.gram_PNN.reshape(prompts, kinds, completions, kinds, completions)
         own_PKKN = np.diagonal(gram_PKNKN, axis1=2, axis2=4) * np.square(factors_PN)[:, None, None]
+        # Sums of `phi_i^2 <s_i, s'_i>` over a level, s and s' of two kinds.
         self.own_PLKK = np.einsum("pnl,pkjn->plkj", member_PNL, own_PKKN)
+        # Sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j, once the terms i = j are subtracted.
         self.pairs_PJJ = weighted_PVJ.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PVJ)
         by_level = self.pairs_PJJ.reshape(prompts, kinds, levels, kinds, levels)
         for level in range(levels):
             by_level[:, :, level, :, level] -= self.own_PLKK[:, level]
+        # Sums of phi times the score's sketch.
         self.features_PJR = np.empty((prompts, width, pool.features_PNR.shape[2]))
         for first in range(0, prompts, BLOCK):
             part = slice(first, first + BLOCK)
@@ -114,24 +112,24 @@ class LevelSums:
         replaced: bool = False,
         beta: float = 0.0,
     ) -> GroupTerms:
-        """Terms of a rule of `BY_LEVELS`, over all groups of G.
+        """Compute the terms of a rule of `BY_LEVELS`, over all groups of G.
 
         Args:
-            rule, options: of advantages.
+            rule, options: rule of advantages, and its options.
             group_size: G.
-            replaced: whether groups of equal rewards are drawn anew.
-            beta: of the penalty, where a kind of vectors is one.
+            replaced: True if groups of equal rewards are drawn anew.
+            beta: coefficient of the penalty, if a kind of vectors is one.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(rule, reward_CG, BaselineContext(), options)
-        # the first row of each level; of a level without one any number does, its count is 0
+        # The first row of each level; any place serves for a level without rows, its count is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
-        # the chance of each composition of a group drawn from a pool with these counts
+        # The chance of each composition of a group drawn from a pool with these counts
         counts_U1L = counts_UL[:, None].astype(np.int64)
         chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
         if replaced:
@@ -164,7 +162,7 @@ class LevelSums:
 
 
 def compositions(levels: int, group_size: int) -> Integers:
-    """All counts of the levels in a group of G, [C, L].
+    """List all counts of the levels in a group of G, [C, L].
 
     >>> compositions(2, 2).tolist()
     [[2, 0], [1, 1], [0, 2]]
@@ -174,7 +172,7 @@ def compositions(levels: int, group_size: int) -> Integers:
 
 
 def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
-    """Terms of a rule of `LINEAR` over all groups of G, see `is_linear`.
+    """Compute the terms of a rule of `LINEAR` over all groups of G, see `is_linear`.
 
     With `A_i = c (u_i - b S_i)`, S_i the sum of u over the other members of the group, and R the
     sum of u over k completions drawn from the n others of the pool,
@@ -183,11 +181,6 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
         E[ A_i^2 | i in A ]      = c^2 ( u_i^2 - 2 b u_i E R + b^2 E R^2 )
         E[ A_i A_j | i, j in A ] = c^2 E[ (u_i - b u_j - b R) (u_j - b u_i - b R) ]
                                                                                 k = G-2, n = N-2
-
-    Args:
-        pool: scored completions.
-        loss: which.
-        group_size: G.
     """
     prompts, completions = pool.rewards_PN.shape
     one_in, two_in = (
@@ -225,7 +218,7 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
 
 
 def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array, float, float]:
-    """u, b and c of a rule of `LINEAR`, see `linear_terms`."""
+    """Return u, b and c of a rule of `LINEAR`, see `linear_terms`."""
     if loss.rule == "none":
         return rewards_PN, 0.0, 1.0
     if loss.rule == "constant":
@@ -235,7 +228,7 @@ def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array,
 
 
 def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple[Array, Array]:
-    """E R and E R^2 of the sum R over k numbers that are drawn from n without replacement.
+    """Compute E R and E R^2 for the sum R of k numbers drawn from n without replacement.
 
     Args:
         total, squares: the sum of the n numbers and that of their squares.
@@ -248,13 +241,11 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
-    """Terms of any rule that treats prompts apart, over groups that are drawn.
+    """Compute the terms of any rule that treats prompts separately, over groups that are drawn.
 
     Args:
-        pool: scored completions.
-        loss: which.
         order_PDG: places of the members of D groups in each prompt's pool.
-        rows: prompts that are treated at once.
+        rows: number of prompts that are treated at once.
     """
     prompts, draws, size = order_PDG.shape
     factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN)
@@ -295,7 +286,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 
 
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
-    """Terms over drawn groups, less the drawing noise that they share with a control variate.
+    """Subtract from terms over drawn groups the drawing noise that a control variate shares.
 
     The multiple alpha of the control that fits best is taken over all prompts together, since one
     of each prompt would be biased by the groups that it is fitted to.
@@ -315,20 +306,21 @@ def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> G
 
 
 def is_linear(loss: Loss) -> bool:
-    """Whether `linear_terms` are those of the loss: one vector a row, and equal rewards count or
-    have no advantage.
+    """Return True if `linear_terms` are those of the loss.
+
+    That needs one vector a row, and groups of equal rewards that count or have no advantage.
     """
     counts = not loss.rows.replaces or loss.rule in SILENT
     return loss.rule in LINEAR and loss.kinds == (ALL,) and counts
 
 
 def has_levels(pool: ScorePool, rule: str, group_size: int) -> bool:
-    """Whether all groups of G can be counted by the levels of their rewards."""
+    """Return True if all groups of G can be counted by the levels of their rewards."""
     levels = len(np.unique(pool.rewards_PN))
     listed = comb(group_size + levels - 1, levels - 1) <= MOST_COMPOSITIONS
     return rule in BY_LEVELS and listed and not BASELINES[rule].needs
 
 
 def _over(above: Array, below: Array) -> Array:
-    """The quotient, 0 where the denominator is."""
+    """Divide elementwise; 0 where the denominator is 0."""
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)

@@ -208,9 +208,9 @@ def pods(
     unbiased=False, min_group_size=2, target="g_over_v",
 )  # fmt: skip
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
-    """Divide by the group's mean: MaxRL (arXiv 2602.02710), `A_i = (r_i - rbar) / (rbar + epsilon)`.
+    """Divide by the group's mean: `A_i = (r_i - rbar) / (rbar + epsilon)`.
 
-    It is 0 if every reward is 0. Biased: for large groups its mean goes to g(x) / V(x), the gradient of E[log V]. For 0/1 rewards
+    This is MaxRL (arXiv 2602.02710); A is 0 if every reward is 0. Biased: for large groups its mean goes to g(x) / V(x), the gradient of E[log V]. For 0/1 rewards
     and epsilon = 0 its mean is exactly `(1 - (1-V)^(G-1)) / V` times g(x), the gradient of log V
     cut after G - 1 terms.
 

@@ -63,9 +63,9 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract the prompt-only baseline of least variance (Greensmith et al. 2004, Hao et al. 2025).
+    """Subtract the prompt-only baseline of least variance.
 
-    `A_i = r_i - b*(x)`, `b* = E[q Z | x] / E[q | x]` with q the squared score norm. Unbiased for
+    The sources are Greensmith et al. 2004 and Hao et al. 2025. `A_i = r_i - b*(x)`, `b* = E[q Z | x] / E[q | x]` with q the squared score norm. Unbiased for
     the reason of `oracle`: b* comes from completions outside the group.
 
     >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
@@ -91,9 +91,9 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
 )  # fmt: skip
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract the greedy completion's reward: ReMax (Li et al. 2023), `A_i = r_i - r(greedy of x)`.
+    """Subtract the greedy completion's reward: `A_i = r_i - r(greedy completion of x)`.
 
-    Unbiased: the greedy completion is a function of the prompt and the policy alone.
+    This is ReMax (Li et al. 2023). Unbiased: the greedy completion is a function of the prompt and the policy alone.
 
     >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
     [[0.0, -1.0]]
