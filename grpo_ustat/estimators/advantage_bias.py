@@ -56,9 +56,10 @@ class MixedGroups(NamedTuple):
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
     """Return mixed groups of prompts with another group all wrong, `hard`, or all right, `easy`.
 
-    A difficulty is left out if fewer than `LEAST_PROMPTS` prompts tell of it. One half of a prompt's completions says whether another group would be so, the other what its
-    groups are like, both ways: the same ones would make hard prompts look harder than they are,
-    and a prompt that is called hard by its share of few completions may not be.
+    A difficulty is left out if fewer than `LEAST_PROMPTS` prompts tell of it. One half of a
+    prompt's completions says whether another group would be so, the other what its groups are like,
+    both ways: the same ones would make hard prompts look harder than they are, and a prompt that is
+    called hard by its share of few completions may not be.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions.
@@ -91,7 +92,8 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each is the mean over all groups of G of a pool and a completion outside, of `-(m - z) 1(all alike)`.
+    Each is the mean over all groups of G of a pool and a completion outside, of `-(m - z) 1(all
+    alike)`.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions.

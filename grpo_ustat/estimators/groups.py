@@ -45,7 +45,7 @@ from grpo_ustat.records import Array
 
 # Share of a group's E||ghat||^2 that is lost if the policies differ by 1 nat, see `withheld`.
 LOST = 0.0175
-# Shares of the estimate, and nats, beyond which a number is withheld.
+# Bias as a share of the estimate, and drift in nats, beyond which a number is withheld.
 TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
 
 

@@ -20,8 +20,8 @@ LEAST_COMPLETIONS = 6
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
     """Estimate by name, from both halves of S halvings, [2, S, P], and from whole pools, [P].
 
-    The names are value (V), variance (of the reward), score (mean squared score norm), g_sq (||g||^2), length
-    (mean), and `first`, `second`: the error of leave_one_out with a group of G is
+    The names are value (V), variance (of the reward), score (mean squared score norm), g_sq
+    (||g||^2), length (mean), and `first`, `second`: the error of leave_one_out with a group of G is
     `first / G + second / (G (G-1))`, see `estimators.moments`.
 
     Args:

@@ -65,8 +65,9 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the prompt-only baseline of least variance.
 
-    The sources are Greensmith et al. 2004 and Hao et al. 2025. `A_i = r_i - b*(x)`, `b* = E[q Z | x] / E[q | x]` with q the squared score norm. Unbiased for
-    the reason of `oracle`: b* comes from completions outside the group.
+    The sources are Greensmith et al. 2004 and Hao et al. 2025. `A_i = r_i - b*(x)`, `b* = E[q Z |
+    x] / E[q | x]` with q the squared score norm. Unbiased for the reason of `oracle`: b* comes from
+    completions outside the group.
 
     >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
     [[0.375, -0.625]]
@@ -93,7 +94,8 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the greedy completion's reward: `A_i = r_i - r(greedy completion of x)`.
 
-    This is ReMax (Li et al. 2023). Unbiased: the greedy completion is a function of the prompt and the policy alone.
+    This is ReMax (Li et al. 2023). Unbiased: the greedy completion is a function of the prompt and
+    the policy alone.
 
     >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
     [[0.0, -1.0]]

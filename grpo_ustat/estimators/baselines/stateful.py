@@ -62,10 +62,11 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
 def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Whiten `r_i - tracker(x)` over the batch: SPO (Xu and Ding 2025).
 
-    The difference is taken less its batch mean, over (std + epsilon). Before the batch's mean and std it is unbiased given the past; these hold the completion's own
-    reward, which makes it biased by a scale and by O(1/(P G)) in direction. The std has divisor
-    P G - 1, as in the authors' code (epsilon 1e-8). Groups of one are enough. With rho_min 0.875
-    the tracker's start is worth 8 draws.
+    The difference is taken less its batch mean, over (std + epsilon). Before the batch's mean and
+    std it is unbiased given the past; these hold the completion's own reward, which makes it biased
+    by a scale and by O(1/(P G)) in direction. The std has divisor P G - 1, as in the authors' code
+    (epsilon 1e-8). Groups of one are enough. With rho_min 0.875 the tracker's start is worth 8
+    draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
