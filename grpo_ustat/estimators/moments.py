@@ -165,9 +165,10 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
     r"""Estimate A_V, D and ||g||^2 of the scores less their mean, each [P].
 
-    The estimates are unbiased whatever that mean is. Weights that sum to 0 let no mean into ghat, so its error is that of the scores less their mean;
-    the squared norms of `norm_moments` would hold the mean too. With the kernel
-    `h_ij = (z_i - z_j)(s_i - s_j) / 2`, of which ghat is the mean over pairs (Hoeffding 1948),
+    The estimates are unbiased whatever that mean is. Weights that sum to 0 let no mean into ghat,
+    so its error is that of the scores less their mean; the squared norms of `norm_moments` would
+    hold the mean too. With the kernel `h_ij = (z_i - z_j)(s_i - s_j) / 2`, of which ghat is the
+    mean over pairs (Hoeffding 1948),
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
         E<h_12, h_34> = ||g||^2
