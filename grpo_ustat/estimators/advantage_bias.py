@@ -1,21 +1,22 @@
 r"""Effect of groups of equal rewards on advantages: the value is misjudged, the gradient is not.
 
-Of 0/1 rewards with chance p, a group of G and its mean `m`, let M be that rewards differ, and
-`h = p^G + (1-p)^G` the chance that they do not. Over all groups m has mean p. Over mixed ones
+A group of G has 0/1 rewards of chance p and mean `m`. Let M be the event that its rewards differ,
+and `h = p^G + (1-p)^G` the chance that they do not. Over all groups m has mean p. Over mixed groups
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-above 0 where p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m` is
+which is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m` is
 too low, and an easy prompt looks harder (arXiv 2601.08521). But advantages of a group of equal
 rewards are 0, so nothing is left out of the gradient's mean, whatever the baseline:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
-A kept group of a prompt is longer by 1/(1 - h) exactly as it is kept less often. Of the mean of the
-others ghat has mean g, of the group's own mean (G-1)/G g, for easy and hard prompts alike.
+A kept group's gradient is longer by 1/(1 - h), exactly as the group is kept less often. With the
+mean of the others as baseline ghat has mean g, with the group's own mean (G-1)/G g, for easy and
+hard prompts equally.
 
-Which prompts are hard is said by another group that was all wrong: over prompts, E[ (1-p)^G x(p) ]
-for a mean x of a prompt's groups is what training sees after such a group.
+Another group that was all wrong shows that a prompt is hard: over prompts, training sees
+E[ (1-p)^G x(p) ] after such a group, for a mean x of a prompt's groups.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ convex, and one more completion saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))` at pro
 sum at a fixed total takes, from G_x = 2 on, the largest savings one after the other (exact, as
 savings at a prompt only fall). For large G that is Neyman's (1934) `G_x ~ sqrt(A_x)`.
 
-A_x and B_x are not known. A plan that is judged by the completions that made it saves too much, by
-the errors that it follows; so half of the pool plans and the other half judges, whose estimates are
-unbiased and independent of the plan, both ways, over random halvings. The best plan that knew A and
-B would save at least what a held-out plan saves, and at most about what the whole pool's own plan
-saves in sample.
+A_x and B_x are not known. A plan that is judged by the completions that made it appears to save too
+much, since it follows their errors. So half of the pool plans and the other half judges, both ways,
+over random halvings; the judge's estimates are unbiased and independent of the plan. The best plan
+with known A and B saves at least as much as a held-out plan, and at most about as much as the whole
+pool's own plan saves in sample.
 
-Plans, from what half of the pool says:
+Plans, from estimates of half of the pool:
 
     measured noise             A, B as estimated, negative ones taken as 0
     p(1-p)                     saves p (1-p) / ((G-1) G): VIP's variance of RLOO, p (1-p)/(G-1)
@@ -25,7 +25,8 @@ Plans, from what half of the pool says:
     shrunken ... x score norm  the same times the mean squared score norm
     Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G), measured p (2509.25849, as in
                                public code; without its fallback)
-    G = 2 for zero-variance prompts, whose rewards in the half are all equal; the others alike
+    G = 2 for zero-variance prompts, whose rewards in the half are all equal; the others share the
+                               rest equally
 
 Reinforce-Ada (2510.04996) draws until a prompt has enough right answers and estimates the gradient
 of another objective, so it has no error here.
@@ -214,7 +215,8 @@ def shrunken_variance(successes_P: Array, size: int) -> Array:
     mean = float(share_P.mean())
     within = float((share_P * (1 - share_P)).mean()) / (size - 1)
     between = max(float(share_P.var(ddof=1)) - within, 1e-6)
-    weight = max(mean * (1 - mean) / between - 1, 1e-3)  # a + b
+    # a + b.
+    weight = max(mean * (1 - mean) / between - 1, 1e-3)
     a_P, b_P = mean * weight + successes_P, (1 - mean) * weight + size - successes_P
     sum_P = a_P + b_P
     return a_P * b_P / (sum_P * (sum_P + 1))

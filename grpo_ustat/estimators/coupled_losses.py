@@ -7,13 +7,13 @@ pool. With ghat and ghat' their updates and g_y the pool gradients of the prompt
     ||E ghat||^2     <ghat, ghat'>
     <E ghat, grad J> <ghat, mean of g_y>
 
-are unbiased, but few batches say little. So only what coupling changes is drawn: beside each batch
-stands the update of an additive loss, the same but for the coupling, times the factor alpha that
-fits best; its moments are known from all groups (`estimators.group_terms`), and the mean difference
-of the two over the draws is added to them. Without a prompt the mean is over the draws that lack
-it, which are draws from the other prompts.
+are unbiased, but few batches have large errors. So only the effect of the coupling is drawn. The
+control variate of each batch is the update of an additive loss, the same except for the coupling,
+times the factor alpha that fits best. Its moments are known from all groups
+(`estimators.group_terms`), and the mean difference of the two over the draws is added to them.
+Without a prompt the mean is over the draws that lack it, which are draws from the other prompts.
 
-Where groups are replaced, prompts are taken until B of them have a group whose rewards differ, and
+If groups are replaced, prompts are taken until B of them have a group whose rewards differ, and
 those that were tried in vain belong to the draw as well: g_y is of prompts that were not tried.
 """
 

@@ -15,13 +15,13 @@ generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbias
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
 Per generated group the first is `(M - ||grad J||^2 / K) / N`: better, because the number of kept
-groups is fixed, by the share `(1/K - 1) G / n_c(G)` alone (n_c is the noise scale). The same
+groups is fixed, but only by the share `(1/K - 1) G / n_c(G)` (n_c is the noise scale). The same
 generated groups, silent ones left out of the update and not replaced, have the error of the second
-line at the price of the first. So dynamic sampling pays as long as it throws away less than
+line at the price of the first. So dynamic sampling pays as long as it throws away less than a share
 
     s = (1/K - 1) G / n_c(G)
 
-of its kept groups, which come in batches larger than the gap that they fill.
+of its kept groups; some are thrown away since they come in batches larger than the gap to fill.
 """
 
 from __future__ import annotations

@@ -5,20 +5,20 @@ through the ratio k = C3/C1 and, weakly, through C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 
-C1 is what is hard to know. A statement that is made only where C1 is significantly above 0 is made
-mostly where C1 came out wrong, so k has a posterior instead. Its likelihood is that of Fieller's
+C1 is hard to estimate. A statement that requires C1 to be significantly above 0 is made mostly if
+C1 came out wrong, so k has a posterior instead. Its likelihood is that of Fieller's
 (1954) statistic C1 - C3/k, Student's t. Its prior is weak and stated, and a statement is made only
 where it holds under every prior of a class (Berger 1985, section 4.7): for pi = 2 C1/C3, which lies
 in (0, 1] for any policy, the densities `a pi^(a-1)` with a = 1/4 and a = 3/4. The medians of G* are
 6.7 and 3.2, and 17 and 0.5 % of the prior lie above G* = 48.
 
-Prompts that were not drawn do not show. Where few of them carry the signal, C1 and its standard
-error are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
+Prompts that were not drawn are not seen. If few prompts carry the signal, C1 and its standard error
+are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
 `kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts behind C3,
 `1 / (1/m + Var(C3)/C3^2)`, since prompts with rewards that hardly vary tell nothing of C1 either.
 
-Of the statements made, `scripts/benchmarks/decisions.py` counts the wrong ones, on populations with
-G* from 2.5 to 48; its table is in docs/benchmarks.md.
+`scripts/benchmarks/decisions.py` counts the wrong statements, on populations with G* from 2.5 to
+48; its table is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOLERANCES = (0.05, 0.10)
 PROBABILITY = 0.95
 # Probability that an error said to be within .10 is within .05.
 CLOSE_PROBABILITY = 0.80
-# The sizes among which G* counts as decided whatever the number of rollouts.
+# Sizes for which G* is decided, whatever the number of rollouts.
 USUAL_SIZES = tuple(2**power for power in range(1, 9))
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
 # Studies are simulated with up to so many prompts, at so many numbers of them.

@@ -1,6 +1,6 @@
 r"""Mean and second moment of a loss's term of one prompt, over all groups of G of its pool.
 
-Of a loss whose row weights depend on their own group alone, an update of B prompts is the mean of B
+If the row weights of a loss depend only on their own group, an update of B prompts is the mean of B
 independent terms
 
     T = 1/G sum_{i in A} A_i phi_i s_i        A the group, A_i advantage, phi_i = n w_i
@@ -13,17 +13,17 @@ by the counts `k_l` of its levels alone, whose law is the multivariate hypergeom
     E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
-so that all groups count at the price of a table. Of rewards with many levels the table is too
+so that all groups count at the price of a table. If rewards have many levels, the table is too
 long. An advantage that is linear in the rewards, `A_i = u_i - b sum_{j in A, j != i} u_j`, needs
 none (`linear_terms`). Other advantages are averaged over groups that are drawn, and less noisily so
 beside a linear one of the same groups, see `with_control`.
 
-Where a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of
-each kind, and the sums run over levels and kinds alike, J = (kind, level).
+If a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of each
+kind, and the sums run over both levels and kinds, J = (kind, level).
 
-Where groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
+If groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
 over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise: the sums
-over k are of the mixed counts alone, and K is the mean of their chance.
+over k are only of the mixed counts, and K is the mean of their chance.
 """
 
 from __future__ import annotations

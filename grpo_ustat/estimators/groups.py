@@ -4,8 +4,8 @@ A step's groups give unbiased estimates of C1, C2, C3 and ||grad J||^2 of the po
 from few prompts: one step's ||grad J||^2 may be negative. So the estimates are averaged over steps,
 and everything that is a ratio is a ratio of such means.
 
-Pairs, G = 2, do not tell C2 and C3 apart, since A_V alone needs three completions; their sum does
-with two, and with it the error and the noise scale at G = 2:
+Pairs, G = 2, do not identify C2 and C3, since A_V alone needs three completions; their sum needs
+only two, and gives the error and the noise scale at G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2

@@ -359,5 +359,5 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
 
 
 def is_correlated(corr: Interval) -> bool:
-    """Return True if the 99.9 % interval of a correlation excludes 0, computed from that of 95 %."""
+    """Return True if the 99.9 % interval of a correlation, from that of 95 %, excludes 0."""
     return bool(abs(corr.estimate) > CORRELATION_MARGIN * (corr.high - corr.estimate))

@@ -1,16 +1,16 @@
 r"""Correlations of proxies of noise with the noise itself, over prompts and completions.
 
 *Prompts.* VIP and SPEED use p (1-p) of a prompt as a proxy of the noise of its gradient, or of its
-information; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to 0, and
-push it up where both sides come from the same completions. Halves of a pool are independent given
-the prompt; so with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
+information; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to
+0, and push it up where both sides come from the same completions. Halves of a pool are independent
+given the prompt; so with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
 
     Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
 
 and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
 the true x and y, whatever the errors are (Spearman 1904). Covariances are averaged over random
 halvings. The same on ranks is not consistent: the mean rank of half a pool is no linear function of
-the true rank, and no estimate from the pool alone says how much that is. Proportionality is a claim
+the true rank, and no estimate from only the pool tells the difference. Proportionality is a claim
 on values, not on ranks.
 
 *Completions.* Length and squared score norm of a completion are known without error, so here ranks

@@ -33,7 +33,8 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
     if interval == "questions":
         others_31P = (moments_3P.sum(axis=1, keepdims=True) - moments_3P)[:, None] / (count - 1)
         delete_one = _ratio(others_31P)
-    else:  # without completion i a sum of squares loses N / (N - 1) times its own product
+    else:
+        # Without completion i a sum of squares loses N / (N - 1) times its own product.
         deleted_3PN = (sums_3P[..., None] - products_3PN * size / (size - 1)) / (size - 2)
         means_311 = moments_3P.mean(axis=1)[:, None, None]
         delete_one = _ratio(means_311 + (deleted_3PN - moments_3P[..., None]) / count)

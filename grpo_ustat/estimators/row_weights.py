@@ -200,8 +200,9 @@ class Loss:
     def scale(self, group_size: int) -> float | None:
         """Return c with E ghat = c grad J for any policy and rewards; None for other losses.
 
-        If groups are replaced and a share K is kept, E ghat = c grad J / K. The mean of a group that is kept is g_x / (1 - q_x) where a rule is 0 on the others, and the
-        law of its prompt rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
+        If groups are replaced and a share K is kept, E ghat = c grad J / K. The mean of a group
+        that is kept is g_x / (1 - q_x) where a rule is 0 on the others, and the law of its prompt
+        rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:

@@ -21,13 +21,13 @@ at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
 
 and where the curvature is alike in all directions, a step of the best length gains a share
 `n / ( n + n_c )` of what the true gradient gains. So one percent more rollouts makes a step gain
-(noise share) percent more: at n_c half a percent, far below it a whole one, far above it nothing.
+(noise share) percent more: half a percent at n_c, one percent far below it, nothing far above it.
 In tokens a group costs k + G c (its prompt once), so `n_c (k + G c) / G` tokens take the place of
 n_c rollouts.
 
-Each of these is linear in the four numbers, or follows from a ratio of two such. So their
-covariance, from a jackknife, is all that intervals need: Student's t, Fieller's (1954) set of a
-ratio, which has no upper end where the denominator may be 0, and of G* the posterior of
+Each of these is linear in the four numbers, or follows from a ratio of two such combinations. So
+intervals need only their covariance, from a jackknife: Student's t, Fieller's (1954) set of a
+ratio, which has no upper end if the denominator may be 0, and for G* the posterior of
 `group_size`.
 """
 
@@ -497,7 +497,7 @@ class ScalingLaw:
         critical = _student(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
-            """Return a number above 0 if the shares differ significantly at G = 1 + exp(log_gap)."""
+            """Return a number > 0 if the shares at G = 1 + exp(log_gap) differ significantly."""
             gap = math.exp(log_gap)
             weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
             variance = float(weights_3 @ self.covariance_33 @ weights_3)

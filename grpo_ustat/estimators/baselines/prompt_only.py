@@ -17,7 +17,7 @@ from grpo_ustat.records import Array, BaselineContext
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def none(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Return the rewards themselves: REINFORCE (Williams 1992), "vanilla" in the paper.
+    """Return the rewards, `A_i = r_i`: REINFORCE (Williams 1992), "vanilla" in the paper.
 
     Unbiased: E[S Z | x] is the gradient by definition.
 
