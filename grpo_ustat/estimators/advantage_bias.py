@@ -5,9 +5,9 @@ and `h = p^G + (1-p)^G` the chance that they do not. Over all groups m has mean 
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-which is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m` is
-too low, and an easy prompt looks harder (arXiv 2601.08521). But advantages of a group of equal
-rewards are 0, so nothing is left out of the gradient's mean, whatever the baseline:
+It is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m`
+is too low, and an easy prompt looks harder (arXiv 2601.08521). But advantages of a group of
+equal rewards are 0, so nothing is left out of the gradient's mean, whatever the baseline:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
@@ -93,8 +93,8 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each is the mean over all groups of G of a pool and a completion outside, of `-(m - z) 1(all
-    alike)`.
+    Each is the mean of `-(m - z) 1(all alike)` over all groups of G of a pool and a completion
+    outside.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions.

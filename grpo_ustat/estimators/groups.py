@@ -217,8 +217,8 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     Steps count equally. Intervals leave out one group at a time, each step an independent part; if
     steps have fewer than 4 groups, or not equally many, one step at a time. For windows too groups
     are left out: in simulated training that covers .93 to .98, with fewer windows than leaving out
-    a window would need and in shorter intervals (`scripts/benchmarks/interval_coverage.py
-    --windows`).
+    a window would need and in shorter intervals
+    (`scripts/benchmarks/interval_coverage.py --windows`).
 
     Args:
         steps: the groups' terms of each step, or window of batches.

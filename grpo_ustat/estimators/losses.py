@@ -245,7 +245,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
 
 
 def kept_share(pool: ScorePool, group_size: int) -> Interval:
-    """Estimate K, the share of groups of G with unequal rewards, with an interval over questions."""
+    """Estimate K, the share of groups of G with unequal rewards; the interval is over questions."""
     most = pool.rewards_PN.shape[1] // group_size
     return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
 
