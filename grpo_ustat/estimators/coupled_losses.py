@@ -137,7 +137,6 @@ def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batc
     """Return the share of an update's rows that count, over drawn batches, see `rows_that_count`.
 
     Args:
-        pool: scored completions.
         loss: a loss whose rule reads only rewards.
         draws: pairs of batches, as of `drawn_batches`.
     """

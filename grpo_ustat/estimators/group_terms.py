@@ -72,7 +72,6 @@ class LevelSums:
     """Sums of a pool's scores by kind and level of their rewards, each times its length factor.
 
     Args:
-        pool: scored completions.
         factors_PN: phi of each completion.
     """
 

@@ -156,7 +156,6 @@ def loss_errors(
     """Estimate the error of n rollouts of each loss, by loss and G.
 
     Args:
-        pool: scored completions.
         measured: the G at which each loss is measured, none of them refused.
         rollouts, draws, seed, weighted: see `loss_worths`.
     """
@@ -177,7 +176,7 @@ def loss_moments(
     """Estimate the moments of an update of n rollouts by loss and G, and ||grad J||^2, [D].
 
     Args:
-        pool, measured, rollouts, draws, seed, weighted: see `loss_errors`.
+        measured, rollouts, draws, seed, weighted: see `loss_errors`.
     """
     weighted = weighted or {}
     questions, completions = pool.rewards_PN.shape
