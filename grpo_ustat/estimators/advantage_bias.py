@@ -1,21 +1,22 @@
-r"""What groups of equal rewards do to advantages: the value is misjudged, the gradient is not.
+r"""Effect of groups of equal rewards on advantages: the value is misjudged, the gradient is not.
 
-Of 0/1 rewards with chance p, a group of G and its mean `m`, let M be that rewards differ, and
-`h = p^G + (1-p)^G` the chance that they do not. Over all groups m has mean p. Over mixed ones
+A group of G has 0/1 rewards of chance p and mean `m`. Let M be the event that its rewards differ,
+and `h = p^G + (1-p)^G` the chance that they do not. Over all groups m has mean p. Over mixed groups
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-above 0 where p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m` is
-too low, and an easy prompt looks harder (arXiv 2601.08521). But advantages of a group of equal
-rewards are 0, so nothing is left out of the gradient's mean, whatever the baseline:
+It is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m`
+is too low, and an easy prompt looks harder (arXiv 2601.08521). But advantages of a group of
+equal rewards are 0, so nothing is left out of the gradient's mean, whatever the baseline:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
-A kept group of a prompt is longer by 1/(1 - h) exactly as it is kept less often. Of the mean of the
-others ghat has mean g, of the group's own mean (G-1)/G g, for easy and hard prompts alike.
+A kept group's gradient is longer by 1/(1 - h), exactly as the group is kept less often. With the
+mean of the others as baseline ghat has mean g, with the group's own mean (G-1)/G g, for easy and
+hard prompts equally.
 
-Which prompts are hard is said by another group that was all wrong: over prompts, E[ (1-p)^G x(p) ]
-for a mean x of a prompt's groups is what training sees after such a group.
+Another group that was all wrong shows that a prompt is hard: over prompts, training sees
+E[ (1-p)^G x(p) ] after such a group, for a mean x of a prompt's groups.
 """
 
 from __future__ import annotations
@@ -29,40 +30,37 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array, Integers
 
-LEAST_PROMPTS = 8  # whose shift is not 0; of fewer a jackknife knows no error
+# Least number of prompts whose shift is not 0: with fewer a jackknife gives no error.
+LEAST_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
-    """Mixed groups of prompts of some difficulty, each a mean over prompts times its weight.
+    """Mixed groups of prompts of some difficulty, each a mean over prompts times its weight."""
 
-    Attributes:
-        weight_P: unbiased estimates of w(p), the chance that another group was all wrong, or all
-            right.
-        shift_P: of w(p) E[(m - p) 1(M)].
-        mixed_P: of w(p) P(M).
-    """
-
+    # Unbiased estimates of w(p), the chance that another group was all wrong, or all right.
     weight_P: Array
+    # Unbiased estimates of w(p) E[(m - p) 1(M)].
     shift_P: Array
+    # Unbiased estimates of w(p) P(M).
     mixed_P: Array
 
     def shift(self, level: float = CONFIDENCE) -> Interval:
-        """E[m - p | M], with its interval for new prompts."""
+        """Return E[m - p | M], with its interval for new prompts."""
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """1/P(M): the mean gradient of mixed groups is longer by this than that of all."""
+        """Return 1/P(M), by which the mean gradient of mixed groups is longer than that of all."""
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
 
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
-    """Mixed groups of prompts of which another group was all wrong, `hard`, or all right, `easy`;
-    those of which enough is known.
+    """Return mixed groups of prompts with another group all wrong, `hard`, or all right, `easy`.
 
-    One half of a prompt's completions says whether another group would be so, the other what its
-    groups are like, both ways: the same ones would make hard prompts look harder than they are,
-    and a prompt that is called hard by its share of few completions may not be.
+    A difficulty is left out if fewer than `LEAST_PROMPTS` prompts tell of it. One half of a
+    prompt's completions says whether another group would be so, the other what its groups are like,
+    both ways: the same ones would make hard prompts look harder than they are, and a prompt that is
+    called hard by its share of few completions may not be.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions.
@@ -86,16 +84,17 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
 
 
 def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
-    """The ratio of two means over prompts, jackknifed."""
+    """Return the ratio of two means over prompts, jackknifed."""
     above, below = above_P.sum(), below_P.sum()
     delete_one_P = (above - above_P) / (below - below_P)
     return jackknife_interval(float(above / below), delete_one_P[None], level)
 
 
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
-    """Unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
+    """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    The mean over all groups of G of a pool and a completion outside, of `-(m - z) 1(all alike)`.
+    Each is the mean of `-(m - z) 1(all alike)` over all groups of G of a pool and a completion
+    outside.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions.
@@ -114,5 +113,5 @@ def mean_shift(rewards_PN: Array, group_size: int) -> Array:
 
 
 def _choose(counts_P: Array | Integers, size: int) -> Array:
-    """Groups of a size among so many completions."""
+    """Count the groups of a size among so many completions."""
     return np.array([math.comb(int(count), size) for count in counts_P], dtype=np.float64)

@@ -10,13 +10,13 @@ convex, and one more completion saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))` at pro
 sum at a fixed total takes, from G_x = 2 on, the largest savings one after the other (exact, as
 savings at a prompt only fall). For large G that is Neyman's (1934) `G_x ~ sqrt(A_x)`.
 
-A_x and B_x are not known. A plan that is judged by the completions that made it saves too much, by
-the errors that it follows; so half of the pool plans and the other half judges, whose estimates are
-unbiased and independent of the plan, both ways, over random halvings. The best plan that knew A and
-B would save at least what a held-out plan saves, and at most about what the whole pool's own plan
-saves in sample.
+A_x and B_x are not known. A plan that is judged by the completions that made it appears to save too
+much, since it follows their errors. So half of the pool plans and the other half judges, both ways,
+over random halvings; the judge's estimates are unbiased and independent of the plan. The best plan
+with known A and B saves at least as much as a held-out plan, and at most about as much as the whole
+pool's own plan saves in sample.
 
-Plans, from what half of the pool says:
+Plans, from estimates of half of the pool:
 
     measured noise             A, B as estimated, negative ones taken as 0
     p(1-p)                     saves p (1-p) / ((G-1) G): VIP's variance of RLOO, p (1-p)/(G-1)
@@ -25,7 +25,8 @@ Plans, from what half of the pool says:
     shrunken ... x score norm  the same times the mean squared score norm
     Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G), measured p (2509.25849, as in
                                public code; without its fallback)
-    G = 2 for zero-variance prompts, whose rewards in the half are all equal; the others alike
+    G = 2 for zero-variance prompts, whose rewards in the half are all equal; the others share the
+                               rest equally
 
 Reinforce-Ada (2510.04996) draws until a prompt has enough right answers and estimates the gradient
 of another objective, so it has no error here.
@@ -55,32 +56,30 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array, ScorePool
 
-LEAST_GROUP_SIZE = 2  # a group of leave_one_out
+# Smallest group of leave_one_out.
+LEAST_GROUP_SIZE = 2
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED_NOISE = "measured noise"
-MOST_TIMES_MEAN = 16  # times the mean group size that a plan may give to one prompt
+# A plan gives one prompt at most so many times the mean group size.
+MOST_TIMES_MEAN = 16
 
 
 class AllocationSaving(NamedTuple):
-    """What a plan does to the error at the same number of rollouts.
-
-    Attributes:
-        plan: its name.
-        group_size: mean G.
-        change: error over that of equal groups, less 1, planned by one half of the pool and judged
-            by the other; intervals are for other prompts, and of all plans at a mean G together.
-        in_sample: the same planned and judged by the whole pool; NaN but for measured noise.
-    """
+    """Effect of a plan on the error at the same number of rollouts."""
 
     plan: str
+    # Mean G.
     group_size: int
+    # Error over that of equal groups, less 1, planned by one half of the pool and judged by the
+    # other. Intervals are for other prompts, and of all plans at a mean G together.
     change: Interval
+    # The same, planned and judged by the whole pool; NaN except for measured noise.
     in_sample: float
 
 
 def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
-    """The group sizes, [P], that take the largest savings one after the other.
+    """Return the group sizes, [P], that take the largest savings one after the other.
 
     Args:
         savings: from group sizes, [1, K], what one more completion saves at every prompt, [P, K];
@@ -113,7 +112,7 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
 def allocation_savings(
     pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
 ) -> list[AllocationSaving]:
-    """What every plan does to the error; nothing of fewer than 10 prompts or 6 completions.
+    """Estimate the effect of every plan; return [] for fewer than 10 prompts or 6 completions.
 
     Args:
         pool: N completions of each of P prompts. Plans that need p are left out unless all rewards
@@ -153,12 +152,15 @@ def allocation_savings(
 
 
 def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
-    """The ratio of the sums less 1, leaving out one prompt at a time; for all plans at once."""
+    """Return the ratio of the sums less 1, leaving out one prompt at a time; for all plans at once.
+
+    The level is shared among the plans (Bonferroni).
+    """
     if not (equal_P.sum() - equal_P > 0).all():
         return UNDETERMINED
     ratio = planned_P.sum() / equal_P.sum()
     delete_one_P = (planned_P.sum() - planned_P) / (equal_P.sum() - equal_P)
-    level = 1 - (1 - CONFIDENCE) / plans  # Bonferroni
+    level = 1 - (1 - CONFIDENCE) / plans
     interval = jackknife_interval(float(ratio), delete_one_P[None], level, positive=True)
     return Interval(*(x - 1 for x in interval))
 
@@ -166,12 +168,12 @@ def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
 def plans_of(
     half: dict[str, Array], size: int, binary: bool
 ) -> dict[str, Callable[[Array], Array]]:
-    """The savings of every plan, from estimates of half a pool.
+    """Return the savings of every plan, from estimates of half a pool.
 
     Args:
-        half: of `halves_of`, each [P].
-        size: completions behind them.
-        binary: whether rewards are 0 or 1.
+        half: the estimates of `halves_of`, each [P].
+        size: number of completions behind them.
+        binary: True if rewards are 0 or 1.
     """
     columns = {name: values_P[:, None] for name, values_P in half.items()}
     first, second = (np.maximum(columns[name], 0.0) for name in ("first", "second"))
@@ -200,11 +202,11 @@ def plans_of(
 
 
 def shrunken_variance(successes_P: Array, size: int) -> Array:
-    """E[p (1-p) | counts] where p is Beta(a, b) over prompts, a and b by the method of moments.
+    """Return E[p (1-p) | counts] for p Beta(a, b) over prompts, by the method of moments.
 
     Args:
-        successes_P: right ones of `size` completions.
-        size: n.
+        successes_P: number of right completions among `size`.
+        size: n, completions of a prompt.
 
     >>> shrunken_variance(np.array([0.0, 4.0, 4.0, 8.0]), 8).round(3).tolist()
     [0.034, 0.224, 0.224, 0.034]
@@ -213,7 +215,8 @@ def shrunken_variance(successes_P: Array, size: int) -> Array:
     mean = float(share_P.mean())
     within = float((share_P * (1 - share_P)).mean()) / (size - 1)
     between = max(float(share_P.var(ddof=1)) - within, 1e-6)
-    weight = max(mean * (1 - mean) / between - 1, 1e-3)  # a + b
+    # a + b.
+    weight = max(mean * (1 - mean) / between - 1, 1e-3)
     a_P, b_P = mean * weight + successes_P, (1 - mean) * weight + size - successes_P
     sum_P = a_P + b_P
     return a_P * b_P / (sum_P * (sum_P + 1))

@@ -1,7 +1,7 @@
-r"""Whether the gradient that a trainer applies is the one that its loss declares, and if not why.
+r"""Audit of the gradient that a trainer applies against the one that its loss declares.
 
-p is what the optimizer is handed, negated (the ascent direction, before clipping), and d the
-declared gradient, `sum_i W_i s_i` with the weights of `row_weights` and the scores s_i:
+p is the gradient that the optimizer receives, negated (the ascent direction, before clipping), and
+d the declared gradient, `sum_i W_i s_i` with the weights of `row_weights` and the scores s_i:
 
     ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
 
@@ -13,7 +13,7 @@ are computed in the same precision. So two gradients are the same where
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 
 Products of sketches are unbiased (`policy.scores.sketch`), with an error in proportion to
-||p - c d||: where p is c d but for rounding, they are exact but for rounding.
+||p - c d||: if p is c d up to rounding, they are exact up to rounding.
 """
 
 from __future__ import annotations
@@ -34,40 +34,42 @@ NOT_OF_ROWS = (
     "no weights of these rows give it: dropout, another term of the loss (a penalty, a bonus for "
     "entropy), or other tokens, masks or parameters than declared"
 )
-VANISHES = 1.0  # tolerance from which on a gradient is 0 but for rounding
+# Tolerance from which on a gradient is 0 except for rounding.
+VANISHES = 1.0
 
 
-# epsilon, measured by scripts/benchmarks/audit_tolerances.py
-FULL = 1e-3  # all of float32
-REDUCED = 0.1  # scores and loss in the same bfloat16, float16 or TF32
+# epsilon if all is float32, measured by scripts/benchmarks/audit_tolerances.py.
+FULL = 1e-3
+# epsilon if scores and loss are in the same bfloat16, float16 or TF32, from the same script.
+REDUCED = 0.1
 
 
 class Agreement(NamedTuple):
-    """Ratio and cosine of an applied gradient p and another one d; NaN where d is 0, and the cosine
-    where p is.
-    """
+    """Ratio and cosine of an applied gradient p and another one d."""
 
+    # NaN if d is 0.
     ratio: float
+    # NaN if d or p is 0.
     cosine: float
 
     @property
     def difference(self) -> float:
-        """||p - d|| / ||d||."""
+        """Relative difference, ||p - d|| / ||d||."""
         if math.isnan(self.cosine):
             return 1.0 if self.ratio == 0 else math.nan
-        # of two parts, so that a small one is not a difference of large numbers
+        # It is made of two parts, so that a small one is not a difference of large numbers.
         return math.hypot(self.ratio - 1, self.ratio * self.tangent)
 
     @property
     def tangent(self) -> float:
-        """||p - c d|| / ||c d|| with the factor c that fits best."""
+        """Relative difference `||p - c d|| / ||c d||` with the factor c that fits best."""
         if not self.cosine:
             return math.inf
         return math.sqrt(max(0.0, 1 - self.cosine**2)) / abs(self.cosine)
 
 
 def agreement(applied_declared: float, declared_sq: float, applied_sq: float) -> Agreement:
-    """Ratio and cosine from <p, d>, ||d||^2 and ||p||^2.
+    """Compute ratio and cosine from <p, d>, ||d||^2 and ||p||^2.
 
     >>> agreement(2.0, 4.0, 1.0)
     Agreement(ratio=0.5, cosine=1.0)
@@ -79,19 +81,16 @@ def agreement(applied_declared: float, declared_sq: float, applied_sq: float) ->
 
 
 class Fault(NamedTuple):
-    """A known fault that multiplies the whole gradient.
+    """A known fault that multiplies the whole gradient."""
 
-    Attributes:
-        ratio: applied over declared.
-        says: what the fault is, as the end of a sentence.
-    """
-
+    # Applied over declared.
     ratio: float
+    # Description of the fault, as the end of a sentence.
     says: str
 
 
 def divided(by: int, what: str) -> list[Fault]:
-    """Faults of a number by which a gradient is divided once too often, or not at all; none of 1.
+    """Return the faults of dividing by a number once too often or not at all; [] for 1.
 
     >>> [fault.ratio for fault in divided(4, "gradient_accumulation_steps")]
     [0.25, 4.0]
@@ -106,28 +105,25 @@ def divided(by: int, what: str) -> list[Fault]:
 
 @dataclass(frozen=True)
 class GradientAudit:
-    """An applied gradient beside the declared one.
+    """An applied gradient beside the declared one."""
 
-    Attributes:
-        ratio, cosine: see `Agreement`.
-        difference: ||p - d|| / ||d||.
-        tolerance: the difference that rounding explains, see `rounding`.
-        cause: what would explain a larger one, in words; empty where it agrees.
-    """
-
+    # Ratio and cosine, see `Agreement`.
     ratio: float
     cosine: float
+    # ||p - d|| / ||d||.
     difference: float
+    # Difference that rounding explains, see `rounding`.
     tolerance: float
+    # Explanation of a larger difference, in words; empty if the gradients agree.
     cause: str = ""
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding explains all of the difference."""
+        """True if rounding explains all of the difference."""
         return not self.cause
 
     def sentence(self) -> str:
-        """What was found, in one line.
+        """Describe the result in one line.
 
         >>> GradientAudit(0.2, 1.0, 0.8, 1e-3, "every weight is capped at 0.2").sentence()
         'applied = 0.200 x declared, cosine 1.000: every weight is capped at 0.2'
@@ -146,12 +142,12 @@ class GradientAudit:
 
 
 def rounding(epsilon: float, declared_sq: float, rows_sq: float) -> float:
-    """The difference ||p - d|| / ||d|| that rounding explains; infinite where scores cancel to 0.
+    """Return the ||p - d|| / ||d|| that rounding explains; infinite if the scores cancel to 0.
 
     Args:
         epsilon: of the precision, `FULL` or `REDUCED`.
         declared_sq: ||d||^2.
-        rows_sq: sum_i W_i^2 ||s_i||^2, what ||d||^2 would be of orthogonal scores.
+        rows_sq: sum_i W_i^2 ||s_i||^2, which is ||d||^2 if the scores are orthogonal.
     """
     if declared_sq > 0:
         return epsilon * math.sqrt(1 + rows_sq / declared_sq)
@@ -166,14 +162,14 @@ def judged(
     faults: Sequence[Fault] = (),
     hints: Sequence[str] = (),
 ) -> GradientAudit:
-    """The audit of two gradients or of their sketches.
+    """Audit two gradients or their sketches.
 
     Args:
         applied_R, declared_R: p and d.
-        others: gradients of other weights of the rows, by what they are; the likelier first.
+        others: gradients of other weights of the rows, by their description; the likelier first.
         tolerance: the difference that rounding explains.
-        faults: that multiply the whole gradient, before those that are always possible.
-        hints: what would lower the cosine here, and is no matter of the rows' weights.
+        faults: faults that multiply the whole gradient, before those that are always possible.
+        hints: causes of a lower cosine here that do not concern the rows' weights.
     """
     found = compared(applied_R, declared_R)
     if (settled := without_cause(found, tolerance, bool(applied_R.any()))) is not None:
@@ -183,21 +179,21 @@ def judged(
 
 
 def compared(applied_R: Array, other_R: Array) -> Agreement:
-    """Ratio and cosine of two gradients or sketches."""
+    """Compute ratio and cosine of two gradients or sketches."""
     products = (applied_R @ other_R, other_R @ other_R, applied_R @ applied_R)
     return agreement(*map(float, products))
 
 
 def without_cause(found: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
-    """The audit where p is d or one of both is 0 or no number; None where a cause is to be found.
+    """Return the audit if it needs no search for a cause; None if a cause is to be found.
 
-    Where the scores of a declared gradient cancel, rounding decides what is left, and nothing is
-    compared.
+    No search is needed if p is d, or if one of them is 0 or not finite. If the scores of a declared
+    gradient cancel, rounding decides what is left, and nothing is compared.
 
     Args:
         found: their ratio and cosine.
         tolerance: the difference that rounding explains.
-        applied: whether p has an entry that is not 0.
+        applied: True if p has an entry that is not 0.
     """
     difference = found.difference
     none = math.isnan(found.ratio) and not applied
@@ -218,9 +214,9 @@ def cause_of(
     tolerance: float,
     faults: Sequence[Fault],
 ) -> str:
-    """What factor or which other weights explain the applied gradient; empty: none.
+    """Name the factor or other weights that explain the applied gradient; empty if there are none.
 
-    Arguments as of `judged`.
+    Arguments are as in `judged`.
     """
     found = compared(applied_R, declared_R)
     factor = factor_text(found.ratio, tolerance, faults)
@@ -242,7 +238,7 @@ def cause_of(
 
 
 def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
-    """The known faults with this factor, in words; empty: none has it.
+    """Name the known faults with this factor, in words; empty if none has it.
 
     >>> factor_text(0.25, FULL, divided(4, "processes"))
     'divided once more by processes = 4'
@@ -261,7 +257,8 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
     if exact := [fault.says for fault in faults if is_near(fault.ratio)]:
         return " or ".join(exact)
     parts = round(max(ratio, 1 / ratio))
-    if parts == 1 or 2 * parts * tolerance > 1:  # another number of parts would do as well
+    # With a larger tolerance another number of parts fits as well.
+    if parts == 1 or 2 * parts * tolerance > 1:
         return ""
     if is_near(1 / parts):
         return f"1/{parts}, as where something is divided once more by {parts} parts"
@@ -271,8 +268,9 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
 
 
 def advantages_by_rule(loss: Loss, rewards_PG: Array, context: BaselineContext) -> dict[str, Array]:
-    """Advantages of the rows of a batch by the rule of the loss, which comes first, and by the
-    rules that it may be mistaken for, [P, G] each.
+    """Compute the advantages of a batch by the loss's rule and those it may be mistaken for.
+
+    They are [P, G] each; the rule of the loss comes first.
     """
     rules: dict[str, Mapping[str, float]] = {loss.rule: loss.options}
     rules |= {rule: options for rule, options in OTHER_RULES.items() if rule != loss.rule}
@@ -282,15 +280,15 @@ def advantages_by_rule(loss: Loss, rewards_PG: Array, context: BaselineContext) 
 def other_losses(
     loss: Loss, advantage_N: Mapping[str, Array], weight_N: Array, lengths_N: Integers
 ) -> dict[str, Array]:
-    """Weights of the rows of an update under losses that the declared one may be mistaken for.
+    """Return the row weights of losses that the declared one may be mistaken for.
 
-    Another token normaliser or other advantages, and then both.
+    These have another token normaliser or other advantages, and then both.
 
     Args:
-        loss: the declared one.
+        loss: the declared loss.
         advantage_N: advantages of the rows by rule, see `advantages_by_rule`.
         weight_N: the declared weights of their tokens.
-        lengths_N: tokens that count, 0 of a row that is left out.
+        lengths_N: number of tokens that count, 0 for a row that is left out.
     """
     same = ALIASES.get(loss.loss_type, loss.loss_type)
     kinds = {loss.loss_type: weight_N}
@@ -308,7 +306,8 @@ def other_losses(
 
 
 OTHER_KINDS = ("sum", "dr_grpo", "grpo", "dapo")
-ALIASES = {"luspo": "sum", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}  # equal weights
+# Loss types whose weights are those of another one.
+ALIASES = {"luspo": "sum", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}
 OTHER_RULES: dict[str, Mapping[str, float]] = {
     "group_mean": {},
     "group_std": {"epsilon": 1e-4},
@@ -319,8 +318,7 @@ OTHER_RULES: dict[str, Mapping[str, float]] = {
 
 
 def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: float) -> str:
-    """Which rows an applied gradient leaves out, adds or weighs otherwise, in words, or that it is
-    no sum of these scores; empty where the sketches are too short to tell.
+    """Describe the rows that an applied gradient leaves out, adds or weighs otherwise.
 
     Least squares find the weights c with p = sum_i c_i s_i; equal rows count together.
 
@@ -329,6 +327,10 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
         scores_BR: sketches of the scores.
         weights_B: W.
         tolerance: the difference that rounding explains.
+
+    Returns:
+        The rows in words, or a statement that p is no sum of these scores; empty if the sketches
+        are too short to tell.
 
     >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
     '1 of 3 rows is missing (2)'
@@ -363,7 +365,7 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
 
 
 def _places(rows: Integers) -> str:
-    """Numbers of rows, runs of them as one.
+    """List the numbers of rows in words, a run of them as its first and last.
 
     >>> _places(np.array([1, 2, 3, 7]))
     '1 to 3, 7'

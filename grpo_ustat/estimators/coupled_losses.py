@@ -1,4 +1,4 @@
-r"""Losses whose rows weigh by the whole batch: batches drawn from a pool, and what is left to draw.
+r"""Moments of losses whose row weights depend on the whole batch, from batches drawn from a pool.
 
 A draw is two batches of B prompts that have none in common, with a group of G of each prompt's
 pool. With ghat and ghat' their updates and g_y the pool gradients of the prompts of neither batch
@@ -7,13 +7,13 @@ pool. With ghat and ghat' their updates and g_y the pool gradients of the prompt
     ||E ghat||^2     <ghat, ghat'>
     <E ghat, grad J> <ghat, mean of g_y>
 
-are unbiased, but few batches say little. So only what coupling changes is drawn: beside each batch
-stands the update of an additive loss, the same but for the coupling, times the factor alpha that
-fits best; its moments are known from all groups (`estimators.group_terms`), and the mean difference
-of the two over the draws is added to them. Without a prompt the mean is over the draws that lack
-it, which are draws from the other prompts.
+are unbiased, but few batches have large errors. So only the effect of the coupling is drawn. The
+control variate of each batch is the update of an additive loss, the same except for the coupling,
+times the factor alpha that fits best. Its moments are known from all groups
+(`estimators.group_terms`), and the mean difference of the two over the draws is added to them.
+Without a prompt the mean is over the draws that lack it, which are draws from the other prompts.
 
-Where groups are replaced, prompts are taken until B of them have a group whose rewards differ, and
+If groups are replaced, prompts are taken until B of them have a group whose rewards differ, and
 those that were tried in vain belong to the draw as well: g_y is of prompts that were not tried.
 """
 
@@ -38,31 +38,29 @@ from grpo_ustat.estimators.row_weights import (
 from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
-QUESTIONS_A_PROMPT = 3  # of a batch: two batches of a draw, and as many questions left out
+# Questions for each prompt of a batch: a draw has two batches, and leaves out as many questions.
+QUESTIONS_A_PROMPT = 3
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a draw.
-
-    Attributes:
-        prompt_B: its prompts.
-        place_BG: places of each group's members in the prompt's pool.
-        order_N: order of its rows, in which micro-batches are cut from them.
-        tried: its prompts and those whose groups were replaced.
-    """
+    """A batch of a draw."""
 
     prompt_B: Integers
+    # Places of each group's members in the prompt's pool.
     place_BG: Integers
+    # Order of the rows in which micro-batches are cut from them.
     order_N: Integers
+    # The batch's prompts and those whose groups were replaced.
     tried: Integers
 
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
-    """The loss without what couples its rows; groups that are replaced stay so."""
+    """Return the loss without the parts that couple its rows; replaced groups stay replaced."""
     rule, options = loss.rule, loss.options
     if rule == "gdpo":
-        rule = "group_std"  # of the weighted sum
+        # It reads the weighted sum.
+        rule = "group_std"
     elif BASELINES[rule].couples_prompts:
         rule, options = "group_mean" if group_size > 1 else "none", {}
     loss_type = "sum" if loss.loss_type in COUPLED else loss.loss_type
@@ -73,11 +71,11 @@ def additive_part(loss: Loss, group_size: int) -> Loss:
 
 
 def prompts_needed(prompts: int, kept: float = 1.0) -> int:
-    """Questions from which two batches of B prompts can be drawn.
+    """Return the least number of questions from which two batches of B prompts can be drawn.
 
     Args:
         prompts: B.
-        kept: K, the share of groups that are not replaced: a prompt of a batch takes 1/K of them.
+        kept: K, the share of groups that are not replaced: a prompt of a batch takes 1/K questions.
 
     >>> prompts_needed(16), prompts_needed(16, 0.5)
     (48, 96)
@@ -88,7 +86,7 @@ def prompts_needed(prompts: int, kept: float = 1.0) -> int:
 def drawn_batches(
     questions: int, completions: int, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Draws of two batches without a prompt in common; a function of the arguments alone."""
+    """Yield draws of two batches without a common prompt; they depend only on the arguments."""
     for draw in range(draws):
         rng = generator(seed, "losses", draw, str(group_size))
         order_M = rng.permutation(questions)[: 2 * prompts]
@@ -106,7 +104,7 @@ def drawn_batches(
 def drawn_mixed_batches(
     rewards_PN: Array, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Draws of two batches of groups whose rewards differ; a function of the arguments alone.
+    """Yield draws of two batches of groups whose rewards differ; they depend only on the arguments.
 
     A prompt is tried once in a draw. Prompts and their groups are independent, so those of mixed
     rewards have their conditional law however many were tried; a draw that finds too few is drawn
@@ -121,7 +119,7 @@ def drawn_mixed_batches(
             place_PN = rng.permuted(np.tile(every_N, (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
             found = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
-            # of the prompts that were not tried one may be left out still
+            # Of the prompts that were not tried, another one may still be left out.
             if len(found) >= 2 * prompts and found[2 * prompts - 1] < questions - 2:
                 break
         ends = 0, found[prompts - 1] + 1, found[2 * prompts - 1] + 1
@@ -136,11 +134,10 @@ def drawn_mixed_batches(
 
 
 def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batch]]) -> float:
-    """The share of an update's rows that count, see `rows_that_count`, over drawn batches.
+    """Return the share of an update's rows that count, over drawn batches, see `rows_that_count`.
 
     Args:
-        pool: scored completions.
-        loss: of a rule that reads rewards alone.
+        loss: a loss whose rule reads only rewards.
         draws: pairs of batches, as of `drawn_batches`.
     """
     shares: list[float] = []
@@ -158,15 +155,14 @@ def coupled_moments(
     additive: Sequence[UpdateMoments],
     draws: Sequence[tuple[Batch, Batch]],
 ) -> list[UpdateMoments]:
-    """Moments of the updates of coupled losses, all on the same draws.
+    """Estimate the moments of the updates of coupled losses, all on the same draws.
 
     Args:
         pool: scored completions, in one metric.
-        gradient_PR: sketches of its prompts' gradients.
-        losses: which.
-        additive: the moments of each one's `additive_part`, at the B and G of the draws.
-        draws: pairs of batches, such as `drawn_batches`; `drawn_mixed_batches` of losses whose
-            groups are replaced.
+        gradient_PR: sketches of the gradients of the pool's prompts.
+        additive: the moments of each loss's `additive_part`, at the B and G of the draws.
+        draws: pairs of batches from `drawn_batches`, or from `drawn_mixed_batches` for losses
+            whose groups are replaced.
     """
     questions, group_size = len(pool.rewards_PN), draws[0][0].place_BG.shape[1]
     both = [*losses, *(additive_part(loss, group_size) for loss in losses)]
@@ -190,7 +186,7 @@ def coupled_moments(
     lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
     outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
-    # a part that is 0 in every draw, as where no drawn group has two rewards, takes nothing off
+    # A part that is 0 in every draw, as if no drawn group has two rewards, takes nothing off.
     alphas = np.divide(products, squares, out=np.zeros(len(losses)), where=squares > 0)
     for number, (alpha, plain) in enumerate(zip(alphas, additive, strict=True)):
         own = energy[0, number] - alpha**2 * energy[1, number]
@@ -209,7 +205,7 @@ def coupled_moments(
 
 
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
-    """Weights of a batch's rows, [B, V], of each kind after the other."""
+    """Compute the weights of a batch's rows, [B, V], one kind after the other."""
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG, lengths_BG = pool.rewards_PN[rows], pool.lengths_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
@@ -224,7 +220,7 @@ def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
 
 
 def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array]:
-    """||ghat||^2 and the sketch of ghat of weights [..., B, V]: [...] and [..., R]."""
+    """Compute ||ghat||^2, [...], and the sketch of ghat, [..., R], for weights [..., B, V]."""
     completions = pool.rewards_PN.shape[1]
     place_BV = np.concatenate(
         [batch.place_BG + kind * completions for kind in range(len(pool.kinds))], axis=1
@@ -241,12 +237,12 @@ def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array
 
 
 def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
-    """The mean over the draws, then for each prompt that over the draws that lack it, [1 + P]."""
+    """Return the mean over the draws, then for each prompt over the draws without it, [1 + P]."""
     return _without_drawing_noise(values_D, values_D @ lacks_DP, lacks_DP)
 
 
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
-    """Mean products with the gradients of the prompts of neither batch, whole and without each."""
+    """Return mean products with gradients of prompts of neither batch, whole and without each."""
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
     without_DP = (total_D[:, None] - outside) / (count_D[:, None] - 1)
@@ -256,16 +252,16 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
 
 
 def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
-    """A mean over draws and those without each prompt, [1 + P].
+    """Return a mean over draws and those without each prompt, [1 + P].
 
     Leaving a prompt out changes which draws count, and that alone moves the mean: with v the
     variance of a draw, by v (1/D_x - 1/D) in the square. The changes are shrunk so that the sum of
     their squares, the jackknife's variance, is that of the prompts plus v/D, that of the drawing.
 
     Args:
-        values_D: of every draw.
-        sums_P: of the values without the prompt, over the draws that lack it.
-        lacks_DP: which do; a prompt that is in every draw changes nothing.
+        values_D: value of every draw.
+        sums_P: sums of the values without the prompt, over the draws that lack it.
+        lacks_DP: True for a draw that lacks the prompt; a prompt in every draw changes nothing.
     """
     whole, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
     lacks_P = lacks_DP.sum(axis=0)

@@ -1,4 +1,4 @@
-r"""What dynamic sampling does to the gradient, and what a kept group costs (DAPO, 2503.14476).
+r"""Effect of dynamic sampling on the gradient, and cost of a kept group (DAPO, 2503.14476).
 
 Groups are drawn until B of them have rewards that differ; the rest, silent, are dropped. With q_x
 the chance that a group of prompt x is silent (`p^G + (1-p)^G` for 0/1 rewards), `K = E[1 - q_X]`
@@ -15,13 +15,13 @@ generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbias
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
 Per generated group the first is `(M - ||grad J||^2 / K) / N`: better, because the number of kept
-groups is fixed, by the share `(1/K - 1) G / n_c(G)` alone (n_c is the noise scale). The same
+groups is fixed, but only by the share `(1/K - 1) G / n_c(G)` (n_c is the noise scale). The same
 generated groups, silent ones left out of the update and not replaced, have the error of the second
-line at the price of the first. So dynamic sampling pays as long as it throws away less than
+line at the price of the first. So dynamic sampling pays as long as it throws away less than a share
 
     s = (1/K - 1) G / n_c(G)
 
-of its kept groups, which come in batches larger than the gap that they fill.
+of its kept groups; some are thrown away since they come in batches larger than the gap to fill.
 """
 
 from __future__ import annotations
@@ -36,30 +36,27 @@ from grpo_ustat.records import Array
 
 
 class KeptGroups(NamedTuple):
-    """What dynamic sampling keeps and generates of groups of one size.
+    """Numbers of kept and generated groups of one size in dynamic sampling."""
 
-    Attributes:
-        kept: K, with its interval over prompts.
-        generated: 1/K, generated groups for a kept one, which is also the scale of the gradient.
-        break_even: s; its interval joins those of K and n_c and covers at least 90 %.
-    """
-
+    # K, with its interval over prompts.
     kept: Interval
+    # 1/K, generated groups for a kept one, which is also the scale of the gradient.
     generated: Interval
+    # s; its interval joins those of K and n_c and covers at least 90 %.
     break_even: Interval
 
 
 def kept_groups(
     silent_P: Array, group_size: int, scale: Interval, most: int = 1, level: float = CONFIDENCE
 ) -> KeptGroups:
-    """What dynamic sampling costs and saves.
+    """Estimate the cost and the break-even share of dynamic sampling.
 
     Args:
         silent_P: unbiased estimates of q_x, see `ustatistic.silent_share`.
         group_size: G.
-        scale: n_c(G), in rollouts; an end that is not known is NaN, no upper end infinite.
+        scale: n_c(G), in rollouts; an unknown end is NaN, a missing upper end infinite.
         most: groups behind an estimate of q_x, at least 1.
-        level: of the interval of K, and that of `scale`.
+        level: coverage of the interval of K, and of `scale`.
 
     >>> silent = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
     >>> groups = kept_groups(silent, 8, Interval(80.0, 40.0, math.inf))
@@ -72,7 +69,7 @@ def kept_groups(
     generated = Interval(*(1 / x if x > 0 else math.inf for x in (kept[0], kept[2], kept[1])))
 
     def threshold(more: float, noise: float) -> float:
-        """s from 1/K and n_c."""
+        """Compute s from 1/K and n_c."""
         if math.isinf(noise):
             return 0.0
         return (more - 1) * group_size / noise if noise > 0 else math.nan

@@ -1,4 +1,4 @@
-r"""The noise scale from squared norms of gradients alone, of any loss and engine.
+r"""The noise scale from only squared norms of gradients, for any loss and engine.
 
 With b groups of g completions, drawn independently, the leave-one-out gradient has
 
@@ -9,9 +9,9 @@ With b groups of g completions, drawn independently, the leave-one-out gradient 
 
     n_c(g) = g V / ||grad J||^2
 
-as `ScalingLaw.noise_scale` has it from scores. No completion's score is needed, but it is of the g
-in use: G*, and the noise at another g, need them. Of another loss that is a mean over groups the
-two terms are those of its own mean gradient and its own noise.
+which `ScalingLaw.noise_scale` computes from scores. No completion's score is needed, but the number
+is for the g in use: G*, and the noise at another g, need scores. For another loss that is a mean
+over groups, the two terms are those of its own mean gradient and its own noise.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from grpo_ustat.records import Array
 def noise_scale_from_norms(
     sq_norms: Mapping[int, Array], group_size: int, level: float = CONFIDENCE
 ) -> dict[str, Interval]:
-    """||grad J||^2, the squared error of one group's gradient, and the noise scale.
+    """Estimate ||grad J||^2, the squared error of one group's gradient, and the noise scale.
 
-    A straight line in 1/b through the mean squared norms at each b: of two b the line through both,
-    of more that of least squares, a norm weighed by b^2 since it varies by 1/b where noise
-    prevails. Both coefficients are unbiased whatever the weights. Of several steps' policies they
-    are means, and the noise scale is the ratio of such means.
+    They are coefficients of a straight line in 1/b through the mean squared norms at each b: with
+    two b the line through both, with more that of least squares, where a norm is weighed by b^2
+    since it varies by 1/b if noise prevails. Both coefficients are unbiased whatever the weights.
+    Over several steps' policies they are means, and the noise scale is the ratio of such means.
 
     Intervals leave out one step at a time, its norms at every b together, which is right whether
-    these are of the same rollouts (a whole batch and its micro-batches) or of others. That of the
-    noise scale is Fieller's, see `ratio_interval`: no upper end where ||grad J||^2 may be 0.
+    these are of the same rollouts (a whole batch and its micro-batches) or of others. The interval
+    of the noise scale is Fieller's, see `ratio_interval`: no upper end if ||grad J||^2 may be 0.
 
     Args:
         sq_norms: by b, the groups that a gradient is a mean over: its squared norm before clipping
@@ -51,7 +51,7 @@ def noise_scale_from_norms(
         level: coverage.
 
     Returns:
-        `grad_sq`, `group_mse` (V) and `noise_scale` (in rollouts), which has no estimate where
+        `grad_sq`, `group_mse` (V) and `noise_scale` (in rollouts), whose estimate is NaN if
         `grad_sq` is not positive.
 
     Raises:

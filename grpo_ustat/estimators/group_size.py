@@ -5,20 +5,20 @@ through the ratio k = C3/C1 and, weakly, through C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 
-C1 is what is hard to know. A statement that is made only where C1 is significantly above 0 is made
-mostly where C1 came out wrong, so k has a posterior instead. Its likelihood is that of Fieller's
+C1 is hard to estimate. A statement that requires C1 to be significantly above 0 is made mostly if
+C1 came out wrong, so k has a posterior instead. Its likelihood is that of Fieller's
 (1954) statistic C1 - C3/k, Student's t. Its prior is weak and stated, and a statement is made only
 where it holds under every prior of a class (Berger 1985, section 4.7): for pi = 2 C1/C3, which lies
 in (0, 1] for any policy, the densities `a pi^(a-1)` with a = 1/4 and a = 3/4. The medians of G* are
 6.7 and 3.2, and 17 and 0.5 % of the prior lie above G* = 48.
 
-Prompts that were not drawn do not show. Where few of them carry the signal, C1 and its standard
-error are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
+Prompts that were not drawn are not seen. If few prompts carry the signal, C1 and its standard error
+are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
 `kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts behind C3,
 `1 / (1/m + Var(C3)/C3^2)`, since prompts with rewards that hardly vary tell nothing of C1 either.
 
-Of the statements made, `scripts/benchmarks/decisions.py` counts the wrong ones, on populations with
-G* from 2.5 to 48; its table is in docs/benchmarks.md.
+`scripts/benchmarks/decisions.py` counts the wrong statements, on populations with G* from 2.5 to
+48; its table is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOLERANCES = (0.05, 0.10)
 PROBABILITY = 0.95
 # Probability that an error said to be within .10 is within .05.
 CLOSE_PROBABILITY = 0.80
-# The sizes among which G* counts as decided whatever the number of rollouts.
+# Sizes for which G* is decided, whatever the number of rollouts.
 USUAL_SIZES = tuple(2**power for power in range(1, 9))
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
 # Studies are simulated with up to so many prompts, at so many numbers of them.
@@ -51,36 +51,29 @@ SIMULATED_STUDIES = 200
 
 
 class Decision(NamedTuple):
-    """The group size to take.
+    """The group size to take."""
 
-    Attributes:
-        group_size: of the sizes asked for, the one whose expected extra error is least under the
-            prior that is worst for it.
-        tolerance: its error is within so much of the least one, as a share of it: .05 or .10, with
-            a probability of .95 under every prior, and within .05 with .80; None: not decided.
-    """
-
+    # The admissible size whose expected extra error is least under the prior that is worst for it.
     group_size: int
+    # Distance of its error from the least one, at most, as a share of the latter: .05 or .10, with
+    # a probability of .95 under every prior, and within .05 with .80; None: not decided.
     tolerance: float | None
 
 
 class Estimates(NamedTuple):
-    """C1, C2 and C3 as S studies of equally many prompts estimate them.
+    """Estimates of C1, C2 and C3 from S studies of equally many prompts."""
 
-    Attributes:
-        constants_S3: C1, C2, C3.
-        covariance_S33: of their errors; NaN where nothing is known of them.
-        dof: degrees of freedom of a covariance.
-        prompts: of a study.
-    """
-
+    # C1, C2, C3.
     constants_S3: Array
+    # Covariance of their errors; NaN if it is unknown.
     covariance_S33: Array
+    # Degrees of freedom of a covariance.
     dof: float
+    # Number of prompts of a study.
     prompts: float
 
     def posterior(self) -> Array:
-        """Posterior weights of log k on the grid, for each prior and study, [A, S, K]."""
+        """Compute the posterior weights of log k on the grid, per prior and study, [A, S, K]."""
         inverse_K = np.exp(-LOG_RATIOS)
         c1_S1, c3_S1 = self.constants_S3[:, :1], self.constants_S3[:, 2:]
         var1_S1, mixed_S1, var3_S1 = (
@@ -98,7 +91,7 @@ class Estimates(NamedTuple):
         return weights_ASK / weights_ASK.sum(axis=2, keepdims=True)
 
     def decide(self, sizes: Sequence[int]) -> tuple[Array, Array]:
-        """The place of the size to take and its tolerance, NaN where not decided, of each study."""
+        """Return the place of each study's size to take and its tolerance, NaN if undecided."""
         sizes_G = np.array(sizes, float)
         complete_S = np.isfinite(self.constants_S3).all(axis=1)
         complete_S &= np.isfinite(self.covariance_S33).all(axis=(1, 2))
@@ -127,8 +120,9 @@ class Estimates(NamedTuple):
         return place_S, tolerance_S
 
     def ratio_quantiles(self, level: float) -> tuple[float, float, float]:
-        """Ends of k = C3/C1 of one study under all priors, with the mean of the medians of log k
-        between.
+        """Return low end, middle and high end of k = C3/C1 of one study, under all priors.
+
+        The middle is exp of the mean of the priors' medians of log k.
         """
         probabilities = ((1 - level) / 2, 0.5, (1 + level) / 2)
         quantiles_A3 = np.array([
@@ -141,13 +135,13 @@ class Estimates(NamedTuple):
         return math.exp(low), math.exp(middle), math.exp(high)
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """The numbers of prompts with which half and nine in ten of studies like this would decide.
+        """Estimate the numbers of prompts with which half and nine in ten such studies decide.
 
         Studies are simulated: a true k from the posterior, C2 and C3 as estimated, and estimates
         around them whose covariance falls as one over the number of prompts.
 
         Returns:
-            Infinite where no number up to 10^6 does.
+            Both numbers; infinite if no number up to 10^6 suffices.
         """
         (constants_3,), (covariance_33,) = self.constants_S3, self.covariance_S33
         weights_K = self.posterior()[:, 0].mean(axis=0)
@@ -160,7 +154,7 @@ class Estimates(NamedTuple):
         noise_S3: Array = rng.standard_normal((SIMULATED_STUDIES, 3)) @ root_33.transpose()
 
         def decided(count: float) -> float:
-            """Share of studies of so many prompts that decide."""
+            """Return the share of studies of so many prompts that decide."""
             shrink = self.prompts / count
             covariance_S33 = np.broadcast_to(covariance_33 * shrink, (SIMULATED_STUDIES, 3, 3))
             estimates_S3 = truth_S3 + math.sqrt(shrink) * noise_S3

@@ -1,6 +1,6 @@
 r"""Mean and second moment of a loss's term of one prompt, over all groups of G of its pool.
 
-Of a loss whose row weights depend on their own group alone, an update of B prompts is the mean of B
+If the row weights of a loss depend only on their own group, an update of B prompts is the mean of B
 independent terms
 
     T = 1/G sum_{i in A} A_i phi_i s_i        A the group, A_i advantage, phi_i = n w_i
@@ -13,17 +13,17 @@ by the counts `k_l` of its levels alone, whose law is the multivariate hypergeom
     E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
-so that all groups count at the price of a table. Of rewards with many levels the table is too
+so that all groups count at the price of a table. If rewards have many levels, the table is too
 long. An advantage that is linear in the rewards, `A_i = u_i - b sum_{j in A, j != i} u_j`, needs
 none (`linear_terms`). Other advantages are averaged over groups that are drawn, and less noisily so
 beside a linear one of the same groups, see `with_control`.
 
-Where a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of
-each kind, and the sums run over levels and kinds alike, J = (kind, level).
+If a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of each
+kind, and the sums run over both levels and kinds, J = (kind, level).
 
-Where groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
+If groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
 over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise: the sums
-over k are of the mixed counts alone, and K is the mean of their chance.
+over k are only of the mixed counts, and K is the mean of their chance.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-BY_LEVELS = (  # rules that give equal rewards of a group equal advantages, whatever their order
+# Rules that give equal rewards of a group equal advantages, whatever their order.
+BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std",
 )  # fmt: skip
-LINEAR = ("none", "constant", "leave_one_out", "group_mean")  # in the rewards of the group
-BLOCK = 64  # prompts whose sketches are taken to float64 at once
-MOST_COMPOSITIONS = 5000  # of a group's levels; more are not listed, groups are drawn
+# Rules whose advantages are linear in the rewards of the group.
+LINEAR = ("none", "constant", "leave_one_out", "group_mean")
+# Prompts whose sketches are converted to float64 at once.
+BLOCK = 64
+# Most compositions of a group's levels that are listed; beyond them groups are drawn.
+MOST_COMPOSITIONS = 5000
 
 
 @dataclass(frozen=True)
 class GroupTerms:
-    """Terms of a loss at one group size.
+    """Terms of a loss at one group size."""
 
-    Attributes:
-        energy_P: E||T||^2 of every prompt; E||T||^2 1(M) where groups are replaced.
-        mean_PR: E T, as a sketch; E T 1(M).
-        kept_P: P(M); None where groups are not replaced.
-    """
-
+    # E||T||^2 of every prompt; E||T||^2 1(M) if groups are replaced.
     energy_P: Array
+    # E T, as a sketch; E T 1(M) if groups are replaced.
     mean_PR: Array
+    # P(M); None if groups are not replaced.
     kept_P: Array | None = None
 
 
@@ -71,22 +72,15 @@ class LevelSums:
     """Sums of a pool's scores by kind and level of their rewards, each times its length factor.
 
     Args:
-        pool: scored completions.
-        factors_PN: phi of each.
-
-    Attributes:
-        kinds: of vectors that a completion has, K.
-        level_L: the levels.
-        counts_PL: completions of each level.
-        own_PLKK: sums of `phi_i^2 <s_i, s'_i>` over a level, s and s' of two kinds.
-        pairs_PJJ: sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j.
-        features_PJR: sums of phi times the score's sketch.
+        factors_PN: phi of each completion.
     """
 
     def __init__(self, pool: ScorePool, factors_PN: Array):
+        # The K kinds of vectors that a completion has.
         self.kinds = pool.kinds
         self.level_L, level_PN = np.unique(pool.rewards_PN, return_inverse=True)
         member_PNL = (level_PN[..., None] == np.arange(len(self.level_L))).astype(float)
+        # Completions of each level.
         self.counts_PL = member_PNL.sum(axis=1)
         prompts, completions, levels = member_PNL.shape
         kinds, width = len(self.kinds), len(self.kinds) * levels
@@ -95,11 +89,14 @@ class LevelSums:
         ).reshape(prompts, kinds * completions, width)
         gram_PKNKN = pool.gram_PNN.reshape(prompts, kinds, completions, kinds, completions)
         own_PKKN = np.diagonal(gram_PKNKN, axis1=2, axis2=4) * np.square(factors_PN)[:, None, None]
+        # Sums of `phi_i^2 <s_i, s'_i>` over a level, s and s' of two kinds.
         self.own_PLKK = np.einsum("pnl,pkjn->plkj", member_PNL, own_PKKN)
+        # Sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j, once the terms i = j are subtracted.
         self.pairs_PJJ = weighted_PVJ.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PVJ)
         by_level = self.pairs_PJJ.reshape(prompts, kinds, levels, kinds, levels)
         for level in range(levels):
             by_level[:, :, level, :, level] -= self.own_PLKK[:, level]
+        # Sums of phi times the score's sketch.
         self.features_PJR = np.empty((prompts, width, pool.features_PNR.shape[2]))
         for first in range(0, prompts, BLOCK):
             part = slice(first, first + BLOCK)
@@ -114,24 +111,24 @@ class LevelSums:
         replaced: bool = False,
         beta: float = 0.0,
     ) -> GroupTerms:
-        """Terms of a rule of `BY_LEVELS`, over all groups of G.
+        """Compute the terms of a rule of `BY_LEVELS`, over all groups of G.
 
         Args:
-            rule, options: of advantages.
+            rule, options: rule of advantages, and its options.
             group_size: G.
-            replaced: whether groups of equal rewards are drawn anew.
-            beta: of the penalty, where a kind of vectors is one.
+            replaced: True if groups of equal rewards are drawn anew.
+            beta: coefficient of the penalty, if a kind of vectors is one.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(rule, reward_CG, BaselineContext(), options)
-        # the first row of each level; of a level without one any number does, its count is 0
+        # The first row of each level; any place serves for a level without rows, its count is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
-        # the chance of each composition of a group drawn from a pool with these counts
+        # The chance of each composition of a group drawn from a pool with these counts
         counts_U1L = counts_UL[:, None].astype(np.int64)
         chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
         if replaced:
@@ -164,7 +161,7 @@ class LevelSums:
 
 
 def compositions(levels: int, group_size: int) -> Integers:
-    """All counts of the levels in a group of G, [C, L].
+    """List all counts of the levels in a group of G, [C, L].
 
     >>> compositions(2, 2).tolist()
     [[2, 0], [1, 1], [0, 2]]
@@ -174,7 +171,7 @@ def compositions(levels: int, group_size: int) -> Integers:
 
 
 def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
-    """Terms of a rule of `LINEAR` over all groups of G, see `is_linear`.
+    """Compute the terms of a rule of `LINEAR` over all groups of G, see `is_linear`.
 
     With `A_i = c (u_i - b S_i)`, S_i the sum of u over the other members of the group, and R the
     sum of u over k completions drawn from the n others of the pool,
@@ -183,11 +180,6 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
         E[ A_i^2 | i in A ]      = c^2 ( u_i^2 - 2 b u_i E R + b^2 E R^2 )
         E[ A_i A_j | i, j in A ] = c^2 E[ (u_i - b u_j - b R) (u_j - b u_i - b R) ]
                                                                                 k = G-2, n = N-2
-
-    Args:
-        pool: scored completions.
-        loss: which.
-        group_size: G.
     """
     prompts, completions = pool.rewards_PN.shape
     one_in, two_in = (
@@ -225,7 +217,7 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
 
 
 def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array, float, float]:
-    """u, b and c of a rule of `LINEAR`, see `linear_terms`."""
+    """Return u, b and c of a rule of `LINEAR`, see `linear_terms`."""
     if loss.rule == "none":
         return rewards_PN, 0.0, 1.0
     if loss.rule == "constant":
@@ -235,7 +227,7 @@ def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array,
 
 
 def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple[Array, Array]:
-    """E R and E R^2 of the sum R over k numbers that are drawn from n without replacement.
+    """Compute E R and E R^2 for the sum R of k numbers drawn from n without replacement.
 
     Args:
         total, squares: the sum of the n numbers and that of their squares.
@@ -248,13 +240,11 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
-    """Terms of any rule that treats prompts apart, over groups that are drawn.
+    """Compute the terms of any rule that treats prompts separately, over groups that are drawn.
 
     Args:
-        pool: scored completions.
-        loss: which.
         order_PDG: places of the members of D groups in each prompt's pool.
-        rows: prompts that are treated at once.
+        rows: number of prompts that are treated at once.
     """
     prompts, draws, size = order_PDG.shape
     factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN)
@@ -295,7 +285,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 
 
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
-    """Terms over drawn groups, less the drawing noise that they share with a control variate.
+    """Subtract from terms over drawn groups the drawing noise that a control variate shares.
 
     The multiple alpha of the control that fits best is taken over all prompts together, since one
     of each prompt would be biased by the groups that it is fitted to.
@@ -315,20 +305,21 @@ def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> G
 
 
 def is_linear(loss: Loss) -> bool:
-    """Whether `linear_terms` are those of the loss: one vector a row, and equal rewards count or
-    have no advantage.
+    """Return True if `linear_terms` are those of the loss.
+
+    That needs one vector a row, and groups of equal rewards that count or have no advantage.
     """
     counts = not loss.rows.replaces or loss.rule in SILENT
     return loss.rule in LINEAR and loss.kinds == (ALL,) and counts
 
 
 def has_levels(pool: ScorePool, rule: str, group_size: int) -> bool:
-    """Whether all groups of G can be counted by the levels of their rewards."""
+    """Return True if all groups of G can be counted by the levels of their rewards."""
     levels = len(np.unique(pool.rewards_PN))
     listed = comb(group_size + levels - 1, levels - 1) <= MOST_COMPOSITIONS
     return rule in BY_LEVELS and listed and not BASELINES[rule].needs
 
 
 def _over(above: Array, below: Array) -> Array:
-    """The quotient, 0 where the denominator is."""
+    """Divide elementwise; 0 where the denominator is 0."""
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)

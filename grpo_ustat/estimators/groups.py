@@ -1,11 +1,11 @@
-r"""The scaling law from groups of completions: of sampled prompts, or of several training steps.
+r"""The scaling law from groups of completions of sampled prompts or of several training steps.
 
 A step's groups give unbiased estimates of C1, C2, C3 and ||grad J||^2 of the policy of that step,
 from few prompts: one step's ||grad J||^2 may be negative. So the estimates are averaged over steps,
 and everything that is a ratio is a ratio of such means.
 
-Pairs, G = 2, do not tell C2 and C3 apart, since A_V alone needs three completions; their sum does
-with two, and with it the error and the noise scale at G = 2:
+Pairs, G = 2, do not identify C2 and C3, since A_V alone needs three completions; their sum needs
+only two, and gives the error and the noise scale at G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
@@ -43,26 +43,25 @@ from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, LEAST_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
-LOST = 0.0175  # of a group's E||ghat||^2, by drifting apart by 1 nat; see `withheld`
+# Share of a group's E||ghat||^2 that is lost if the policies differ by 1 nat, see `withheld`.
+LOST = 0.0175
+# Bias as a share of the estimate, and drift in nats, beyond which a number is withheld.
 TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
 
 
 class GroupTerms(NamedTuple):
-    """What the P groups of one step add to the constants, arrays of shape [P].
+    """Contributions of the P groups of one step to the constants, arrays of shape [P]."""
 
-    Attributes:
-        g_sq_P: ||g||^2.
-        first_order_P: A_V - ||g||^2, whose mean is C2; of pairs (A_V + D)/2 - ||g||^2.
-        second_order_P: D + ||g||^2, whose mean is C3; of pairs (A_V + D)/2 + ||g||^2. Only the sum
-            of the two is that of pairs whatever they are from, each alone under Assumption 2.
-        others_P: sum of <ghat_x, ghat_y> over the other groups y.
-        norm_P: mean of the squared score norms, NaN where the group has zero variance.
-    """
-
+    # ||g||^2.
     g_sq_P: Array
+    # A_V - ||g||^2, whose mean is C2; for pairs (A_V + D)/2 - ||g||^2.
     first_order_P: Array
+    # D + ||g||^2, whose mean is C3; for pairs (A_V + D)/2 + ||g||^2. For pairs the sum of the two
+    # always has the mean C2 + C3, each of the two has its mean only under Assumption 2.
     second_order_P: Array
+    # Sum of <ghat_x, ghat_y> over the other groups y.
     others_P: Array
+    # Mean of the squared score norms, NaN if the group has zero variance.
     norm_P: Array
 
     @property
@@ -72,15 +71,15 @@ class GroupTerms(NamedTuple):
 
     @property
     def without_each_4P(self) -> Array:
-        """The same without each of the groups in turn, [4, P]."""
+        """The same numbers without each of the groups in turn, [4, P]."""
         terms_4P = np.stack(self[:4])
-        # a group's products with the others are in its own sum and in theirs
+        # A group's products with the others are in its own sum and in theirs.
         own_4P = np.stack([*self[:3], 2 * self.others_P])
         return _constants(terms_4P.sum(axis=1, keepdims=True) - own_4P, len(self.g_sq_P) - 1)
 
 
 def _constants(sums_4: Array, count: int) -> Array:
-    """C1, C2, C3 and ||grad J||^2 from the sums of `count` groups' terms, elementwise."""
+    """Compute C1, C2, C3 and ||grad J||^2 from the sums of `count` groups' terms, elementwise."""
     g_sq, c2, c3 = sums_4[:3] / count
     grad_sq = sums_4[3] / (count * (count - 1))
     return np.stack([g_sq - grad_sq, c2, c3, grad_sq])
@@ -92,16 +91,15 @@ def group_terms(
     gradient_gram_PP: Array,
     score_gram_PGG: Array | None = None,
 ) -> GroupTerms:
-    """The terms of P >= 2 groups of G >= 2 completions.
+    """Compute the terms of P >= 2 groups of G >= 2 completions.
 
     A group of equal rewards adds 0 to every term whatever its scores are, so it needs none.
 
     Args:
-        rewards_PG: rewards.
         sq_norm_PG: squared score norms; any number in groups of equal rewards.
         gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
-        score_gram_PGG: <s_i, s_j>, where the scores may have a mean other than 0; of groups of at
-            least 4, fewer do not tell it apart. None: it is 0.
+        score_gram_PGG: <s_i, s_j>, if the scores may have a mean other than 0; used for groups of
+            at least 4, fewer completions do not identify that mean. None: the mean is 0.
 
     Raises:
         ValueError: fewer than 2 groups, or groups of 1 completion.
@@ -110,7 +108,7 @@ def group_terms(
         raise ValueError(f"||grad J||^2 needs at least 2 groups, got {len(rewards_PG)}")
     own_P = np.diagonal(gradient_gram_PP)
     if rewards_PG.shape[1] == 2:
-        # (A_V + D)/2; ||ghat||^2 less it is -(z - z')^2 <s, s'> / 2
+        # This is (A_V + D)/2; ||ghat||^2 less it is -(z - z')^2 <s, s'> / 2.
         half_P = sq_norm_PG.sum(axis=1) * (rewards_PG[:, 0] - rewards_PG[:, 1]) ** 2 / 4
         g_sq_P, a_v_P, d_P, m0_P = own_P - half_P, half_P, half_P, sq_norm_PG.mean(axis=1)
     elif score_gram_PGG is not None and rewards_PG.shape[1] >= 4:
@@ -130,16 +128,16 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Intervals are likely to cover less than they say, see `intervals.Tails.heavy`."""
+    """Warning of intervals that probably cover less than stated, see `intervals.Tails.heavy`."""
 
 
 def scaling_from_arrays(
     rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
 ) -> dict[str, Interval]:
-    """C1, C2, C3, G* and the paper's sqrt(C3/C1) from plain arrays, intervals over prompts.
+    """Estimate C1, C2, C3, G* and the paper's sqrt(C3/C1) from arrays, intervals over prompts.
 
     C1 is that of the population that the P prompts are a sample of (divisor P - 1). Intervals leave
-    out one prompt at a time; that of G*, `ScalingLaw.gstar`, has no upper end where it is not
+    out one prompt at a time; that of G*, `ScalingLaw.gstar`, has no upper end if no size is
     decided.
 
     Args:
@@ -153,7 +151,7 @@ def scaling_from_arrays(
             number is not finite.
 
     Warns:
-        HeavyTails: a few prompts decide, the intervals are too short.
+        HeavyTails: a few prompts dominate, so the intervals are too short.
     """
     law, sample_tails = law_of_prompts(rewards_PN, sq_norm_PN, gradient_gram_PP)
     if sample_tails.heavy:
@@ -171,7 +169,7 @@ def scaling_from_arrays(
 def law_of_prompts(
     rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
 ) -> tuple[ScalingLaw, Tails]:
-    """The law of `scaling_from_arrays`, and the tails of the prompts it is from."""
+    """Compute the law of `scaling_from_arrays`, and the tails of the prompts that it is from."""
     count, completions = rewards_PN.shape
     if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
         raise ValueError(
@@ -197,36 +195,33 @@ def law_of_prompts(
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Averages over K steps (batches, or windows of batches) of P groups each, with intervals.
+    """Averages over K steps (batches, or windows of batches) of P groups each, with intervals."""
 
-    Attributes:
-        intervals: those of `ScalingLaw.intervals` at the group size in use, and zero_variance; the
-            ends are NaN where there are fewer than 4 groups a step and fewer than 4 steps. Of
-            pairs, c2, c3, noise_scale_best and the estimate of gstar are NaN; instead there are
-            c2_plus_c3, gstar_least and gstar_most (the bounds of G*), gstar_assumption2 (its value
-            under Assumption 2), and gstar goes from the low end of the one bound to the high end of
-            the other.
-        law: C1, C2, C3 and ||grad J||^2; of pairs under Assumption 2.
-        heavy: whether intervals are likely to cover less than 90 %, see `intervals.Tails`.
-        assumption2: whether C2 and C3 of `law` rest on Assumption 2, as those of pairs do.
-    """
-
+    # Intervals of `ScalingLaw.intervals` at the group size in use, and zero_variance; the ends are
+    # NaN if there are fewer than 4 groups a step and fewer than 4 steps. For pairs, c2, c3,
+    # noise_scale_best and the estimate of gstar are NaN; instead there are c2_plus_c3, gstar_least
+    # and gstar_most (the bounds of G*), gstar_assumption2 (its value under Assumption 2), and gstar
+    # goes from the low end of the one bound to the high end of the other.
     intervals: Mapping[str, Interval]
+    # C1, C2, C3 and ||grad J||^2; for pairs under Assumption 2.
     law: ScalingLaw
+    # True if intervals are likely to cover less than 90 %, see `intervals.Tails`.
     heavy: bool
+    # True if C2 and C3 of `law` rest on Assumption 2, as those of pairs do.
     assumption2: bool = False
 
 
 def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimate:
-    """C1, C2, C3, ||grad J||^2, G* and the noise scale of the policies of some steps together.
+    """Estimate the constants, G* and the noise scale of the policies of several steps together.
 
-    Steps count equally. Intervals leave out one group at a time, each step an independent part;
-    where steps have fewer than 4 groups, or not equally many, one step at a time. Of windows too:
-    in simulated training that covers .93 to .98, with fewer windows than leaving out one would need
-    and in shorter intervals (`scripts/benchmarks/interval_coverage.py --windows`).
+    Steps count equally. Intervals leave out one group at a time, each step an independent part; if
+    steps have fewer than 4 groups, or not equally many, one step at a time. For windows too groups
+    are left out: in simulated training that covers .93 to .98, with fewer windows than leaving out
+    a window would need and in shorter intervals
+    (`scripts/benchmarks/interval_coverage.py --windows`).
 
     Args:
-        steps: of each step, or window of batches, its groups' terms.
+        steps: the groups' terms of each step, or window of batches.
         group_size: G >= 2, in use.
     """
     norms_P = np.concatenate([step.norm_P for step in steps])
@@ -244,8 +239,10 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
 
 
 def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
-    """C1, C2, C3 and ||grad J||^2, means over the steps, [4], and the same with one unit left out,
-    [4, K, n]; NaN where there are too few units.
+    """Average the constants over the steps, [4], and with one unit left out, [4, K, n].
+
+    The constants are C1, C2, C3 and ||grad J||^2. Those with one unit left out are NaN if there are
+    too few units.
     """
     values_4K = np.stack([step.constants_4 for step in steps], axis=1)
     whole_4 = values_4K.mean(axis=1)
@@ -260,17 +257,17 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
 
 
 def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval]:
-    """What pairs say of C2, C3 and G*: their sum, bounds, and G* under Assumption 2.
+    """Return the estimates that pairs allow: C2 + C3, bounds of G*, and G* under Assumption 2.
 
     The interval of G* goes from the low end of its lower bound to the high end of its upper one. It
-    missed G* in 3.9 % or less of the samples that gave it two ends, the interval under Assumption 2
-    the value there in up to a third of those, where few did (20 to 2560 pairs, the populations of
-    `scripts/benchmarks/decisions.py`, in which the assumption nearly holds): no decision rests
-    on the latter.
+    missed G* in 3.9 % or less of the samples that gave it two ends. The interval under Assumption 2
+    missed its value in up to a third of the samples that gave it two ends, in cases with few such
+    samples (20 to 2560 pairs, the populations of `scripts/benchmarks/decisions.py`, in which the
+    assumption nearly holds): no decision rests on it.
 
     Args:
-        law: of the pairs, under Assumption 2.
-        gstar: from it.
+        law: law of the pairs, under Assumption 2.
+        gstar: interval of G* from that law.
     """
     unknown = ("c2", "c3", "noise_scale_best")
     found: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
@@ -286,12 +283,13 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
 
 
 def policy_drift(before_GT: Array, after_GT: Array) -> float:
-    """KL divergence in nats a completion, from log-probabilities of completions that the policy
-    before wrote: the mean of sum_t ( exp(d) - 1 - d ), d = after - before, unbiased and never
-    negative.
+    """Estimate the KL divergence in nats a completion between two policies.
+
+    The completions were written by the policy before. The estimate is the mean of
+    sum_t ( exp(d) - 1 - d ), d = after - before; it is unbiased and never negative.
 
     Args:
-        before_GT, after_GT: of each token under the two policies; equal on padding.
+        before_GT, after_GT: log-probability of each token under the two policies; equal on padding.
 
     >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
     0.223144
@@ -301,17 +299,17 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """The names of intervals that windows of drifting policies do not say, each with the reason.
+    """Return the names of intervals that are withheld for windows of drifting policies, and why.
 
-    Products between a window's groups come out too small, since what a group asks for is in part
-    done by the update on it before the later ones are drawn; C1 comes out too large by as much.
-    Measured (docs/benchmarks.md) it was `.0175 sqrt(drift) E||ghat||^2` at most, of one group, up
-    to 1 nat: little beside C1, much beside a small ||grad J||^2. Either is withheld, with what is
-    made of it, where this is over a fifth of the estimate and of its half-width; of C1 a fifth
-    takes 9 % off G* - 1. Above 1 nat all are.
+    Products between a window's groups come out too small, since the update on a group does part of
+    what the group asks for before the later ones are drawn; C1 comes out too large by as much. The
+    measured difference (docs/benchmarks.md) was `.0175 sqrt(drift) E||ghat||^2` at most, for one
+    group, up to 1 nat: little beside C1, much beside a small ||grad J||^2. C1 or ||grad J||^2 is
+    withheld, with the numbers made of it, if this is over a fifth of the estimate and of its
+    half-width; a fifth of C1 takes 9 % off G* - 1. Above 1 nat all are withheld.
 
     Args:
-        estimate: from windows.
+        estimate: estimate from windows.
         group_size: G, in use.
         drift: `policy_drift` from the first policy of a window to its last, of a group of the first
             whose rewards differ: the completions of such a group move most.

@@ -1,6 +1,6 @@
 """Unbiased estimates of every prompt from random halves of its pool, independent given the prompt.
 
-What is planned or ranked by one half is judged by the other without the errors of the first.
+A plan or ranking by one half is judged by the other half without the errors of the first.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.records import Array, Integers, ScorePool
 
 HALVINGS = 16
-LEAST_PROMPTS = 10  # of which a jackknife leaves one out
-LEAST_COMPLETIONS = 6  # of which both halves have unbiased moments
+# Least number of prompts, of which a jackknife leaves one out.
+LEAST_PROMPTS = 10
+# Least number of completions with which both halves have unbiased moments.
+LEAST_COMPLETIONS = 6
 
 
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Estimates by name, from both halves of S halvings, [2, S, P], and from whole pools, [P].
+    """Estimate by name, from both halves of S halvings, [2, S, P], and from whole pools, [P].
 
-    value (V), variance (of the reward), score (mean squared score norm), g_sq (||g||^2), length
-    (mean), and `first`, `second`: the error of leave_one_out with a group of G is
+    The names are value (V), variance (of the reward), score (mean squared score norm), g_sq
+    (||g||^2), length (mean), and `first`, `second`: the error of leave_one_out with a group of G is
     `first / G + second / (G (G-1))`, see `estimators.moments`.
 
     Args:
-        pool: N >= 6 completions of each of P prompts; of an odd N one is in neither half.
+        pool: N >= 6 completions of each of P prompts; if N is odd, one is in neither half.
     """
     z, q, lengths_PN = pool.rewards_PN, pool.sq_norm_PN, pool.lengths_PN
     count, size = z.shape
@@ -39,7 +41,7 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
     ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
 
     def estimates(k: int, part: Integers) -> dict[str, Array]:
-        """By name, [P], of the completions of a part, column k of `ghat_sq_PK`."""
+        """Estimate by name, [P], from the completions of a part, column k of `ghat_sq_PK`."""
         moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
         return {
             "value": moments.value, "variance": moments.var_z, "score": moments.m0,
@@ -53,7 +55,7 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def group_error(first: Array, second: Array, group_size: Array | float) -> Array:
-    """`first / G + second / (G (G-1))`: the error of leave_one_out with a group of G.
+    """Return the error of leave_one_out with a group of G, `first / G + second / (G (G-1))`.
 
     >>> group_error(np.array([8.0]), np.array([12.0]), 4.0).tolist()
     [3.0]

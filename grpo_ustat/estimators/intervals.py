@@ -12,9 +12,12 @@ from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariabl
 from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, MEAN_REWARD, Array
 
 CONFIDENCE = 0.95
-LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
-LEAST_UNITS = 4  # of which a jackknife leaves one out
-LEAST_P_VALUE, P_VALUE_STEPS = 1e-9, 24  # to which one is known, and how well
+# A sample below either number has heavy tails, see `Tails.heavy`.
+LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3
+# Least number of units, of which a jackknife leaves one out.
+LEAST_UNITS = 4
+# Smallest p-value that is told apart, and bisection steps to a larger one.
+LEAST_P_VALUE, P_VALUE_STEPS = 1e-9, 24
 
 
 class Interval(NamedTuple):
@@ -29,7 +32,7 @@ UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 
 def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
-    """(K-1)/K sum_k (theta_k - mean)^2 over the K delete-one (or delete-a-block) estimates.
+    """Compute (K-1)/K sum_k (theta_k - mean)^2 over K delete-one (or delete-a-block) estimates.
 
     >>> sample = np.array([1.0, 2.0, 6.0])
     >>> delete_one_means = (sample.sum() - sample) / 2
@@ -41,7 +44,7 @@ def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
 
 
 def t_interval(estimate: float, variance: float, dof: float, level: float = CONFIDENCE) -> Interval:
-    """`estimate +- t_dof sqrt(variance)`."""
+    """Return the interval `estimate +- t_dof sqrt(variance)`."""
     half = stdtrit(dof, (1 + level) / 2) * math.sqrt(variance)
     return Interval(float(estimate), float(estimate - half), float(estimate + half))
 
@@ -49,11 +52,11 @@ def t_interval(estimate: float, variance: float, dof: float, level: float = CONF
 def positive_interval(
     estimate: float, variance: float, dof: float, level: float = CONFIDENCE
 ) -> Interval:
-    """The t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
+    """Return the t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
-    For quantities that cannot be negative, of whose estimates the low ones come with short standard
-    errors, as with heavy tails. Where the plain interval reaches 0 it is returned instead, from 0
-    on unless the estimate itself is below.
+    It is for quantities that cannot be negative and whose low estimates come with short standard
+    errors, as with heavy tails. If the plain interval reaches 0, it is returned instead, cut at 0
+    unless the estimate itself is below.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
@@ -68,7 +71,10 @@ def positive_interval(
 
 
 def pooled_dof(variances: Array, dof: float) -> float:
-    """Degrees of freedom of a sum of independent variance estimates (Welch-Satterthwaite)."""
+    """Compute the degrees of freedom of a sum of variance estimates (Welch-Satterthwaite).
+
+    The estimates are independent.
+    """
     total = variances.sum()
     return float(dof * total**2 / (variances**2).sum()) if total > 0 else float(dof)
 
@@ -76,13 +82,15 @@ def pooled_dof(variances: Array, dof: float) -> float:
 def jackknife_interval(
     estimate: float, delete_one_Kn: Array, level: float = CONFIDENCE, positive: bool = False
 ) -> Interval:
-    """`estimate +- t sqrt(variance)`, the variance the sum of K independent parts' jackknives.
+    """Return `estimate +- t sqrt(variance)`, with the variance from K independent jackknives.
+
+    The variance is the sum of those of K independent parts.
 
     Args:
-        estimate: from all units.
+        estimate: estimate from all units.
         delete_one_Kn: estimates with one of a part's n units left out.
         level: coverage.
-        positive: whether on the log scale, see `positive_interval`.
+        positive: True for an interval on the log scale, see `positive_interval`.
     """
     variances = jackknife_variance(delete_one_Kn, axis=1)
     dof = pooled_dof(variances, delete_one_Kn.shape[1] - 1)
@@ -99,19 +107,19 @@ def ratio_interval(
     factor: float = 1.0,
     undrawn: float = 0.0,
 ) -> Interval:
-    """The ratio of two means that are truly at least 0, both estimated, with `fieller_set`.
+    """Return the ratio of two estimated means that are truly at least 0, with `fieller_set`.
 
     Args:
         above, below: estimates from all units.
         delete_one_above_Kn, delete_one_below_Kn: the same with one of a part's n units left out, K
             independent parts.
         level: coverage.
-        factor: on the critical value.
+        factor: multiplier of the critical value.
         undrawn: share of `below^2 / n + Var(below)` that is added to the variance of `below`, for
             units that the sample may lack.
 
     Returns:
-        The estimate is NaN where the denominator's is not positive or where every ratio is
+        The ratio. Its estimate is NaN if the denominator's is not positive or if every ratio is
         possible, and never below 0.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
@@ -140,20 +148,20 @@ def ratio_interval(
 def fieller_set(
     above: float, below: float, variances: tuple[float, float, float], critical: float
 ) -> tuple[float, float]:
-    """The ratios r >= 0 that two estimates allow (Fieller 1954), as the ends of one interval.
+    """Return the ends of the ratios r >= 0 that two estimates allow (Fieller 1954).
 
-    r belongs to the set where `above - r below` is within `critical` of its standard errors from 0:
-    a quadratic inequality in r. Where the denominator may be 0 the set has no upper end.
+    r belongs to the set if `above - r below` is within `critical` of its standard errors from 0:
+    a quadratic inequality in r. If the denominator may be 0, the set has no upper end.
 
     Args:
         above, below: estimates of two numbers that are truly at least 0.
-        variances: of `above`, their covariance, and of `below`.
+        variances: variance of `above`, their covariance, and variance of `below`.
         critical: value of |above - r below| over its standard error, such as a quantile of
             Student's t.
 
     Returns:
-        0 <= low <= high. Where either estimate is significantly below 0, which is an error of the
-        sample, no ratio would be left: then (0, infinity), nothing is known.
+        0 <= low <= high. If either estimate is significantly below 0, which is an error of the
+        sample, no ratio would be left: then (0, infinity), as nothing is known.
 
     >>> fieller_set(4.0, -1.0, (0.01, 0.0, 0.01), 2.0)
     (0.0, inf)
@@ -171,20 +179,17 @@ def fieller_set(
 
 
 class Tails(NamedTuple):
-    """Whether a sample is large enough for its tails, see `tails`.
+    """Size of a sample in view of its tails, see `tails`."""
 
-    Attributes:
-        effective_size: number of values of coefficient of variation 1, as exponential ones have,
-            whose mean is known as well as that of the sample.
-        carriers: number of values that carry a jackknife variance, at their fewest.
-    """
-
+    # Number of values of coefficient of variation 1, as exponential ones have, whose mean is known
+    # as well as that of the sample.
     effective_size: float
+    # Number of values that carry a jackknife variance, for the jackknife with the fewest.
     carriers: float
 
     @property
     def heavy(self) -> bool:
-        """Whether 95 % intervals are likely to cover less than 90 %.
+        """True if 95 % intervals are likely to cover less than 90 %.
 
         The limits were chosen by simulation (lognormal, Student and Pareto score norms and a
         tabular policy, 12 to 250 questions of 16 to 64 completions, 250 to 600 studies a case;
@@ -199,7 +204,7 @@ class Tails(NamedTuple):
 
 
 def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
-    """How far positive values and jackknives are decided by a few units.
+    """Measure how much positive values and jackknives depend on a few units.
 
     `effective_size = (sum_k mean_k)^2 / sum_k s_k^2 / n`, the squared ratio of the mean to its
     standard error; `carriers = (sum psi^2)^2 / sum psi^4` with psi the deviations of the delete-one
@@ -207,7 +212,7 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
     Args:
         values_Kn: K independent parts of n values each.
-        delete_one: estimates, each [K, n], with one value left out; the least counts.
+        delete_one: estimates, each [K, n], with one value left out; the fewest carriers count.
     """
     n = values_Kn.shape[1]
     noise = float(values_Kn.var(axis=1, ddof=1).sum()) / n
@@ -222,11 +227,11 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
 
 def heavy_text(sample_tails: Tails, units: str) -> str:
-    """What is wrong with a sample of heavy tails, in a sentence that names no remedy.
+    """Describe a sample of heavy tails in a sentence that names no remedy.
 
     Args:
-        sample_tails: see `intervals.tails`.
-        units: what the sample is made of, in the plural.
+        sample_tails: the result of `tails`.
+        units: name of the sample's units, in the plural.
 
     >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
     'their mean squared score norm is known to +- 25 % (11 % is needed)'
@@ -245,9 +250,9 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
 
 
 def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Mean of all values with an interval over prompts: a prompt's values are one cluster.
+    """Return the mean of all values with an interval over prompts: a prompt's values are a cluster.
 
-    Of a single prompt the interval is over its own values, given the prompt.
+    For a single prompt the interval is over its own values, given the prompt.
     """
     means_P = values_PN.mean(axis=1) if len(values_PN) > 1 else values_PN[0]
     variance = means_P.var(ddof=1) / len(means_P)
@@ -255,7 +260,7 @@ def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def is_binary(rewards: Array) -> bool:
-    """Whether every reward is 0 or 1.
+    """Return True if every reward is 0 or 1.
 
     >>> is_binary(np.array([[0.0, 1.0]])), is_binary(np.array([[0.0, 0.5]]))
     (True, False)
@@ -264,15 +269,15 @@ def is_binary(rewards: Array) -> bool:
 
 
 def quantity(rewards: Array) -> str:
-    """The name of the mean of rewards: of 0/1 rewards the accuracy, else the mean reward."""
+    """Return the name of the mean of rewards: accuracy for 0/1 rewards, else mean reward."""
     return ACCURACY if is_binary(rewards) else MEAN_REWARD
 
 
 def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Mean reward with an interval over prompts; of a single prompt over its own completions.
+    """Return the mean reward with an interval over prompts; for a single one over completions.
 
-    Of rewards that are all 0 or 1 it is `clustered_wilson`, of others `clustered_mean`, which takes
-    the rewards to have no bounds: what was seen says nothing of them.
+    For rewards that are all 0 or 1 it is `clustered_wilson`, for others `clustered_mean`, which
+    assumes rewards without bounds: the observed rewards do not tell the bounds.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
     [0.0, 0.0, 0.43]
@@ -285,11 +290,11 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Mean reward of a pool: `mean_reward`, but of fewer than 4 prompts, with which its coverage is
-    not known, with an interval over their own completions, given the prompts.
+    """Return the mean reward of a pool, see `mean_reward`.
 
-    Wilson's is then wider than needed: the variance of a mean over fixed prompts is at most that of
-    independent trials of the mean chance.
+    With fewer than 4 prompts, for which the coverage of `mean_reward` is not known, the interval is
+    over their own completions, given the prompts. Wilson's is then wider than needed: the variance
+    of a mean over fixed prompts is at most that of independent trials of the mean chance.
 
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
@@ -304,15 +309,15 @@ def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
-    """Mean of after - before on the same prompts."""
+    """Return the mean of after - before on the same prompts."""
     return clustered_mean((after_P - before_P)[:, None], level)
 
 
 def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
-    """Mean of after - before, values in [0, 1] of the same P prompts.
+    """Return the mean of after - before, values in [0, 1] of the same P prompts.
 
     The interval is that of Agresti & Min (2005) for matched pairs, half a pair added to each of the
-    four outcomes, with Student's t: where no prompt changed it still has a width.
+    four outcomes, with Student's t: if no prompt changed, it still has a width.
 
     >>> unchanged = matched_difference(np.zeros(4), np.zeros(4))
     >>> [round(float(x), 3) for x in unchanged]
@@ -328,7 +333,7 @@ def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENC
 
 
 def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interval:
-    """Wilson (1927) score interval of a proportion of independent trials.
+    """Return Wilson's (1927) score interval of a proportion of independent trials.
 
     >>> [round(x, 4) for x in wilson(50, 100)]
     [0.5, 0.4038, 0.5962]
@@ -344,16 +349,17 @@ def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interv
 
 
 def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) -> Interval:
-    """Mean of the prompts' values in [0, 1], with an interval over prompts that stays in [0, 1].
+    """Return the mean of the prompts' values in [0, 1], with an interval over prompts in [0, 1].
 
-    Wilson's, with the effective number of trials p (1-p) / Var(mean) in place of their number, the
-    variance that of the P prompts' values, and times (z / t_{P-1})^2, as it is estimated (Korn &
-    Graubard 1998; with Wilson's interval, Franco et al. 2019): a prompt's completions are not
-    independent. Never fewer trials than prompts, never more than `most` for each of them; as many
-    as prompts where their values do not differ, and with one 0/1 value a prompt, when it is
-    `wilson`. It covers .93 or more of chances of Beta(1, 2), Beta(4, 8) and Beta(.5, 2) from 4
-    prompts on, and .90 or more of the skew Beta(.3, 6) (1 to 32 completions a prompt, 2000 draws
-    each; without the factor down to .75 with 4 prompts).
+    The interval is Wilson's, with the effective number of trials p (1-p) / Var(mean) in place of
+    their number, as a prompt's completions are not independent. The variance is that of the P
+    prompts' values; since it is estimated, the number is multiplied by (z / t_{P-1})^2 (Korn &
+    Graubard 1998; with Wilson's interval, Franco et al. 2019). There are never fewer trials than
+    prompts and never more than `most` for each of them; as many as prompts if their values do not
+    differ, and with one 0/1 value a prompt, for which the result is `wilson`. It covers .93 or more
+    for chances of Beta(1, 2), Beta(4, 8) and Beta(.5, 2) from 4 prompts on, and .90 or more for the
+    skew Beta(.3, 6) (1 to 32 completions a prompt, 2000 draws each; without the factor down to .75
+    with 4 prompts).
 
     Args:
         values_P: the prompts' values, each a mean of 0/1 outcomes or an unbiased estimate of a
@@ -372,30 +378,27 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
 
 
 class Decision(NamedTuple):
-    """Whether a number lies within bounds.
+    """Decision on a number: inside or outside bounds."""
 
-    Attributes:
-        number: with its 95 % interval.
-        inside: whether the estimate lies within; None where there is none.
-        p_value: of the hypothesis that the number lies on the other side.
-    """
-
+    # The number with its 95 % interval.
     number: Interval
+    # True if the estimate lies within the bounds; None if there is no estimate.
     inside: bool | None
+    # p-value of the hypothesis that the number lies on the other side.
     p_value: float
 
 
 def decide(
     interval_at: Callable[[float], Interval], least: float = -math.inf, most: float = math.inf
 ) -> Decision:
-    """Whether `least < number < most`, or on the contrary the number lies beyond one of the two.
+    """Decide if `least < number < most`, or if the number lies beyond one of the two.
 
     An interval that lies wholly on one side of a bound decides. The p-value is 1 less the largest
-    level at which it does, so that of decisions at a level of 95 % at most 5 % are wrong; against
+    level at which it does, so that at most 5 % of decisions at a level of 95 % are wrong; against
     one bound at most 2.5 %, since intervals are two-sided.
 
     Args:
-        interval_at: the interval at a level of coverage, nested in it.
+        interval_at: the interval at a level of coverage; intervals of lower levels lie inside it.
         least, most: the bounds; an infinite one is none.
 
     >>> of_level = lambda level: t_interval(1.96, 1.0, math.inf, level)
@@ -411,7 +414,7 @@ def decide(
     inside = least < number.estimate < most
 
     def decides(chance: float) -> bool:
-        """Whether the interval that misses with this chance is on the estimate's side."""
+        """Return True if the interval that misses with this chance is on the estimate's side."""
         _, low, high = interval_at(1 - chance)
         above = low > least or least == -math.inf
         below = high < most or most == math.inf

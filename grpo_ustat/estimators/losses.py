@@ -1,4 +1,4 @@
-"""What a rollout of each loss is worth, from a scored pool: no further pass of the model."""
+"""Relative efficiency of a rollout of each loss, from a scored pool without a pass of the model."""
 
 from __future__ import annotations
 
@@ -44,50 +44,43 @@ from grpo_ustat.estimators.worth import (
 from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
-# what a rule may read besides rewards; a study's batches have the history of a first step
+# Fields that a rule may read besides rewards; a study's batches have the history of a first step.
 FROM_A_POOL = {"lengths_PG", "history"}
-OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}  # and of a pool with several reward functions
-# of each question, of a rule whose groups cannot all be counted
+# Further fields if the pool has several reward functions.
+OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}
+# Groups drawn of each question for a rule whose groups cannot all be counted.
 DRAWN_GROUPS = 256
 
 
 class Refusal(NamedTuple):
-    """Why a pool does not tell what a loss is worth at a group size; the words are the caller's.
+    """Reason why a loss cannot be measured on a pool at a group size; the caller words it."""
 
-    Attributes:
-        kind: "questions", "rule reads more", "rule remembers", "rule's groups", "completions",
-            "no multiple", "mixed questions", "metrics", "micro-batches", "rule's prompts" or
-            "coupled questions", see `refusal`.
-        needed, found: how many of what `kind` names, where it is a number.
-    """
-
+    # "questions", "rule reads more", "rule remembers", "rule's groups", "completions",
+    # "no multiple", "mixed questions", "metrics", "micro-batches", "rule's prompts" or
+    # "coupled questions", see `refusal`.
     kind: str
+    # Numbers of the things that `kind` names, if it names some.
     needed: int = 0
     found: int = 0
 
 
 @dataclass(frozen=True)
 class LossRow:
-    """A loss at one group size.
-
-    Attributes:
-        loss: which.
-        group_size: G.
-        rollouts: n of an update.
-        worth: None where `reason` says why it is not measured.
-        best: whether this G is the best of the measured ones for the loss at this n.
-        alike: whether it is not significantly worse than the best.
-        reason: of an absent worth.
-        kept: K, the share of groups that are not replaced; None where none is.
-    """
+    """A loss at one group size."""
 
     loss: Loss
+    # G.
     group_size: int
+    # n of an update.
     rollouts: int
+    # None if it is not measured, for the `reason`.
     worth: Worth | None
+    # True if this G is the best of the measured ones for the loss at this n.
     best: bool = False
+    # True if this G is not significantly worse than the best.
     alike: bool = False
     reason: Refusal | None = None
+    # K, the share of groups that are not replaced; None if the loss replaces no groups.
     kept: Interval | None = None
 
 
@@ -100,16 +93,17 @@ def loss_worths(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> list[LossRow]:
-    """What a rollout of each loss is worth at each G, for new questions, see `estimators.worth`.
+    """Estimate the worth of a rollout of each loss at each G, for new questions.
+
+    See `estimators.worth`.
 
     Args:
-        pool: N scored completions of each of 4 questions or more, of which the unbiased estimate
-            and the gradient are.
-        losses: which.
+        pool: N scored completions of each of 4 questions or more, from which the unbiased estimate
+            and the gradient are computed.
         group_sizes: every G.
         rollouts: n of an update.
-        draws: pairs of batches behind losses that couple their rows.
-        seed: of draws.
+        draws: number of pairs of batches for losses that couple their rows.
+        seed: seed of the draws.
         weighted: the pool of the losses with each kind of token weights, of the same questions.
     """
     weighted = weighted or {}
@@ -159,10 +153,9 @@ def loss_errors(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> dict[tuple[Loss, int], LossError]:
-    """The error of n rollouts of each loss, by loss and G.
+    """Estimate the error of n rollouts of each loss, by loss and G.
 
     Args:
-        pool: scored completions.
         measured: the G at which each loss is measured, none of them refused.
         rollouts, draws, seed, weighted: see `loss_worths`.
     """
@@ -180,10 +173,10 @@ def loss_moments(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> tuple[dict[tuple[Loss, int], UpdateMoments], Array]:
-    """The moments of an update of n rollouts by loss and G, and ||grad J||^2, [D].
+    """Estimate the moments of an update of n rollouts by loss and G, and ||grad J||^2, [D].
 
     Args:
-        pool, measured, rollouts, draws, seed, weighted: see `loss_errors`.
+        measured, rollouts, draws, seed, weighted: see `loss_errors`.
     """
     weighted = weighted or {}
     questions, completions = pool.rewards_PN.shape
@@ -191,7 +184,7 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    # by the kind of length factor, which no G changes
+    # The order is by the kind of length factor, which no G changes.
     for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
@@ -199,7 +192,7 @@ def loss_moments(
                 _terms(own_pool, additive_part(loss, size), size, sums, seed, pool), gradient_PR,
                 rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
-    # those that share their draws
+    # Losses that share their draws.
     coupled: dict[tuple[int, bool, TokenWeights | None], list[Loss]] = {}
     for loss, size in moments:
         if loss.couples_prompts:
@@ -216,7 +209,7 @@ def loss_moments(
 
 
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
-    """Why a pool does not tell what a loss is worth at G, or None where it does."""
+    """Return the reason why a loss cannot be measured on a pool at G; None if it can."""
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     if questions < LEAST_QUESTIONS:
@@ -251,14 +244,15 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
 
 
 def kept_share(pool: ScorePool, group_size: int) -> Interval:
-    """K, the share of groups of G whose rewards differ, with an interval for new questions."""
+    """Estimate K, the share of groups of G with unequal rewards; the interval is over questions."""
     most = pool.rewards_PN.shape[1] // group_size
     return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
-    """How many pairs of batches, or groups of each question, a loss's moments are taken over; None
-    where all groups of the pool count.
+    """Return the number of draws behind a loss's moments; None if all groups of the pool count.
+
+    Draws are pairs of batches, or groups of each question.
 
     Args:
         pool, loss, group_size: see `refusal`.
@@ -270,7 +264,7 @@ def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> in
 
 
 def _pool_of(loss: Loss, pool: ScorePool, weighted: Mapping[TokenWeights, ScorePool]) -> ScorePool:
-    """The pool whose scores have the token weights of a loss."""
+    """Return the pool whose scores have the token weights of a loss."""
     return pool if loss.tokens is None else weighted[loss.tokens]
 
 
@@ -278,7 +272,7 @@ _LengthKind = tuple[str, int, bool, TokenWeights | None]
 
 
 def _length_kind(loss: Loss) -> _LengthKind:
-    """What the sums of a loss by level depend on beside the rewards."""
+    """Return the settings besides the rewards on which a loss's sums by level depend."""
     cut = loss.mask_truncated_completions
     return loss.loss_type, loss.max_completion_length, cut, loss.tokens
 
@@ -291,26 +285,26 @@ def _terms(
     seed: int,
     unweighted: ScorePool,
 ) -> GroupTerms:
-    """Terms of an additive loss.
+    """Compute the terms of an additive loss.
 
     Args:
-        pool: with the token weights of the loss.
-        loss: which.
+        pool: scored completions with the token weights of the loss.
         group_size: G.
-        sums: keeps those of the last kind of length factor.
-        seed: of groups that are drawn.
+        sums: cache of the sums of the last kind of length factor; it is changed.
+        seed: seed of groups that are drawn.
         unweighted: the pool of the unbiased estimate, whose terms take noise off drawn ones.
     """
     if has_levels(pool, loss.rule, group_size):
         key = _length_kind(loss)
         if key not in sums:
-            sums.clear()  # of many questions each takes gigabytes
+            # With many questions each entry takes gigabytes.
+            sums.clear()
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
     if is_linear(loss):
         return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
-    # the same groups for every loss, those of a smaller G within those of a larger
+    # Every loss has the same groups, those of a smaller G within those of a larger one.
     rng = generator(seed, "groups")
     every_N = np.arange(completions, dtype=np.int64)
     place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)

@@ -1,4 +1,4 @@
-r"""How questions are drawn, and what that does to the error of a minibatch gradient.
+r"""Effect of the way that questions are drawn on the error of a minibatch gradient.
 
 An estimate of one question x has, over its completions, the second moment `e_x = E||ghat_x||^2`
 and the mean `mu_x = E ghat_x` with `p_x = ||mu_x||^2`; given the questions, different questions are
@@ -28,7 +28,7 @@ def decompose(
     cross: Number,
     target_sq: Number,
 ) -> tuple[Number, Number, Number]:
-    r"""(mse, bias^2, variance) of a minibatch, elementwise on arrays of any common shape.
+    r"""Return (mse, bias^2, variance) of a minibatch, elementwise on arrays of any common shape.
 
         all_questions_once       variance = ( ebar - pbar ) / B             B = m
         with_replacement         variance = ( ebar - ||mu||^2 ) / B
@@ -41,7 +41,7 @@ def decompose(
     All are linear in the means: unbiased estimates of these give unbiased results.
 
     Args:
-        setting: one of the two.
+        setting: one of the two names above.
         num_prompts: B.
         e: ebar, the mean over questions of E||ghat_x||^2.
         p: pbar, the mean over questions of ||E ghat_x||^2.
@@ -63,10 +63,11 @@ def decompose(
 
 
 def scale_free(energy: float, cross: float, target_sq: float) -> tuple[float | None, float | None]:
-    """Cosine of E T and tau as one draw of T shows it, and the MSE of the best multiple of T.
+    """Return the cosine of one draw T and tau, and the MSE of the best multiple of T.
 
-    `cross / sqrt(energy target_sq)` and `target_sq - cross^2 / energy`, the least of
-    `E||c T - tau||^2` over numbers c. None where an estimate of a squared norm is not positive.
+    They are `cross / sqrt(energy target_sq)` and `target_sq - cross^2 / energy`, the least of
+    `E||c T - tau||^2` over numbers c. Both are None if an estimate of a squared norm is not
+    positive.
 
     Args:
         energy: E||T||^2.

@@ -20,44 +20,43 @@ import numpy as np
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-CORRELATION_MARGIN = 1.68  # half-widths of a 95 % interval in one of 99.9 %
-ROUNDING = 1e-12  # a sum of squared norms this far below its largest term is rounding
+# Half-width of a 99.9 % interval, in half-widths of a 95 % interval.
+CORRELATION_MARGIN = 1.68
+# A sum of squared norms this far below its largest term is rounding.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Per-prompt quantities, arrays of shape [P]; exact values or unbiased estimates.
+    """Per-prompt quantities, arrays of shape [P]; exact values or unbiased estimates."""
 
-    Attributes:
-        m0: E q.
-        m1: E[q z].
-        value: V = E z.
-        a_0: E[q z^2], also A_b at b = 0.
-        a_v: E[q (z - V)^2].
-        v_m1: V M_1.
-        v2_m0: V^2 M_0.
-        d: M_0 sigma^2.
-        g_sq: ||g||^2.
-        cov_qz: Cov(q, z) = M_1 - V M_0.
-        var_q: Var q.
-        var_z: sigma^2.
-    """
-
+    # E q.
     m0: Array
+    # E[q z].
     m1: Array
+    # V = E z.
     value: Array
+    # E[q z^2], also A_b at b = 0.
     a_0: Array
+    # E[q (z - V)^2].
     a_v: Array
+    # V M_1.
     v_m1: Array
+    # V^2 M_0.
     v2_m0: Array
+    # M_0 sigma^2.
     d: Array
+    # ||g||^2.
     g_sq: Array
+    # Cov(q, z) = M_1 - V M_0.
     cov_qz: Array
+    # Var q.
     var_q: Array
+    # sigma^2.
     var_z: Array
 
     def mse(self, baseline: str, group_size: int) -> Array:
-        """Mean squared error of an unbiased baseline's estimate from one group, shape [P]."""
+        """Compute the MSE of an unbiased baseline's estimate from one group, shape [P]."""
         if baseline == "none":
             return (self.a_0 - self.g_sq) / group_size
         first_order = (self.a_v - self.g_sq) / group_size
@@ -69,9 +68,9 @@ class Moments:
 
 
 def centred(rewards: Array) -> Array:
-    """Rewards less their mean over the last axis, exactly 0 where all are equal.
+    """Subtract from rewards their mean over the last axis; exactly 0 if all are equal.
 
-    The first one is taken off before, so that a large constant in all of them costs no digits.
+    The first reward is subtracted before, so that a large constant in all of them costs no digits.
 
     >>> centred(np.array([1e9, 1e9 + 1])).tolist()
     [-0.5, 0.5]
@@ -81,12 +80,12 @@ def centred(rewards: Array) -> Array:
 
 
 def pool_gradient_weights(rewards_PN: Array) -> Array:
-    """Weights w with `ghat_N = sum_i w_i s_i`, the leave-one-out gradient of the pool, [P, N]."""
+    """Return w with `ghat_N = sum_i w_i s_i`, the leave-one-out gradient of the pool, [P, N]."""
     return centred(rewards_PN) / (rewards_PN.shape[-1] - 1)
 
 
 def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Moments:
-    """Moments of an enumerable policy with Y outcomes a prompt.
+    """Compute the moments of an enumerable policy with Y outcomes a prompt.
 
     Args:
         q_PY: squared score norms of the outcomes.
@@ -118,7 +117,7 @@ def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Momen
 
 
 def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
-    """Unbiased estimates of the moments from the Gram matrices of pools of N completions.
+    """Estimate the moments without bias from the Gram matrices of pools of N completions.
 
     Args:
         rewards_PN: rewards, float64.
@@ -134,8 +133,7 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
-    """Moments as of `pool_moments`, from squared score norms and the squared norm of the pool's
-    gradient.
+    """Estimate the moments of `pool_moments` from squared norms of scores and pool gradient.
 
     Products of expectations are estimated by sums over distinct completions, written through power
     sums (`(N)_k = N (N-1) .. (N-k+1)`):
@@ -145,8 +143,8 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
-    The sums are of centred rewards; those moments that a constant in all rewards changes get it
-    back at the end.
+    The sums are of centred rewards; the moments that a constant in all rewards changes are
+    corrected for it at the end.
 
     Args:
         q_PN: squared score norms, float64.
@@ -165,11 +163,12 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 
 
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
-    r"""A_V, D and ||g||^2 of the scores less their mean, unbiased whatever that mean is, each [P].
+    r"""Estimate A_V, D and ||g||^2 of the scores less their mean, each [P].
 
-    Weights that sum to 0 let no mean into ghat, so its error is that of the scores less their mean;
-    the squared norms of `norm_moments` would hold the mean too. With the kernel
-    `h_ij = (z_i - z_j)(s_i - s_j) / 2`, of which ghat is the mean over pairs (Hoeffding 1948),
+    The estimates are unbiased whatever that mean is. Weights that sum to 0 let no mean into ghat,
+    so its error is that of the scores less their mean; the squared norms of `norm_moments` would
+    hold the mean too. With the kernel `h_ij = (z_i - z_j)(s_i - s_j) / 2`, of which ghat is the
+    mean over pairs (Hoeffding 1948),
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
         E<h_12, h_34> = ||g||^2
@@ -188,7 +187,8 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
     gram = gram_PNN - gram_PNN.mean(-1, keepdims=True)
     gram = gram - gram.mean(-2, keepdims=True)
     q = np.diagonal(gram, axis1=1, axis2=2)
-    sum_sq = np.einsum("pi,pij,pj->p", z, gram, z, optimize=True)  # ||sum z s||^2
+    # ||sum z s||^2.
+    sum_sq = np.einsum("pi,pij,pj->p", z, gram, z, optimize=True)
     distances = q[:, :, None] + q[:, None, :] - 2 * gram
     same = ((z[:, :, None] - z[:, None, :]) ** 2 * distances).sum((-1, -2)) / 4
     shared = (n * n * (z * z * q).sum(-1) + 3 * n * sum_sq) / 4 - same
@@ -200,10 +200,10 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
 
 
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
-    """Moments as of `pool_moments` with each completion left out in turn, arrays of shape [P, N].
+    """Estimate the moments of `pool_moments` with each completion left out in turn, [P, N] each.
 
-    With a = sum_j s_j z_j and b = sum_j s_j, leaving out i changes ||a||^2, <a, b> and ||b||^2 by
-    what <s_i, a>, <s_i, b> and q_i say.
+    With a = sum_j s_j z_j and b = sum_j s_j, the changes of ||a||^2, <a, b> and ||b||^2 without i
+    follow from <s_i, a>, <s_i, b> and q_i.
 
     Raises:
         ValueError: N < 4.
@@ -224,8 +224,8 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def _shifted(moments: Moments, shift: Array) -> Moments:
-    """The moments of rewards that are larger by a constant of each prompt."""
-    # V M_0 without bias, from different completions
+    """Return the moments of rewards that are larger by a constant of each prompt."""
+    # This is V M_0 without bias, from different completions.
     v_m0 = moments.m1 - moments.cov_qz
     return replace(
         moments,
@@ -238,12 +238,12 @@ def _shifted(moments: Moments, shift: Array) -> Moments:
 
 
 def _powers(q: Array, z: Array) -> dict[str, Array]:
-    """The powers whose sums over completions the moments need, by name, shaped as q and z."""
+    """Compute the powers whose sums over completions the moments need, each shaped as q and z."""
     return {"q": q, "z": z, "zz": z * z, "qz": q * z, "qzz": q * z * z, "qq": q * q}
 
 
 def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
-    """Moments of n completions from their power sums, see `norm_moments`."""
+    """Estimate the moments of n completions from their power sums, see `norm_moments`."""
     sq, sz, szz, sqz, sqzz, sqq = (sums[k] for k in ("q", "z", "zz", "qz", "qzz", "qq"))
     pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
     v_m1 = (sz * sqz - sqzz) / pairs
@@ -267,13 +267,12 @@ def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
 
 
 def covariance_excess(q: Array, z: Array) -> Array:
-    """A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; it may be negative.
+    """Estimate A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; it may be negative.
 
-    Cov(q, z)^2, unbiased, over the mean of q, its bias of order 1/N removed by the jackknife.
+    It is the unbiased Cov(q, z)^2 over the mean of q, less its bias of order 1/N by the jackknife.
     With q and z independent its mean is exactly 0 (that of the U-statistic is 0 whatever the
     q_i are); else it is consistent, not unbiased, as the ratio's denominator is estimated too:
-    a bias of order 1/N^2 remains, towards 0 where the largest q decide. NaN below 5
-    completions.
+    a bias of order 1/N^2 remains, towards 0 if the largest q dominate. NaN below 5 completions.
     """
     count = q.shape[-1]
     if count < 5:
@@ -290,14 +289,14 @@ def covariance_excess(q: Array, z: Array) -> Array:
 
 
 def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
-    """Powers about the sample's means: a covariance does not depend on where q and z start."""
+    """Compute powers about the sample's means: a covariance does not depend on the origin."""
     q, z = q - q.mean(axis=-1, keepdims=True), z - z.mean(axis=-1, keepdims=True)
     powers = _powers(q, z)
     return powers | {"qqz": q * powers["qz"], "qqzz": powers["qz"] ** 2}
 
 
 def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
-    """Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means.
+    """Compute Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means.
 
     `Cov = M_1 - V M_0`, so its square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`; each product of
     expectations is a mean over distinct completions, four of them in the last (Hoeffding 1948).
@@ -311,20 +310,22 @@ def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
     )  # fmt: skip
     pairs = n * (n - 1)
     triples = pairs * (n - 2)
-    same = (c * c - qqzz) / pairs  # M_1^2
-    mixed = (2 * qqzz - c * c) / triples  # M_1 V M_0
-    apart = (2 * c * c - 6 * qqzz + qq * zz) / (triples * (n - 3))  # V^2 M_0^2
+    # The three terms are M_1^2, M_1 V M_0 and V^2 M_0^2.
+    same = (c * c - qqzz) / pairs
+    mixed = (2 * qqzz - c * c) / triples
+    apart = (2 * c * c - 6 * qqzz + qq * zz) / (triples * (n - 3))
     return same - 2 * mixed + apart
 
 
 def correlation(moments: Moments) -> Interval:
-    """corr(q, Z) = E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)), interval over prompts.
+    """Estimate corr(q, Z), with an interval over prompts.
 
-    Negative where wrong answers carry the larger scores; 0 is the paper's Assumption 2. The ratio
-    of unbiased means is itself biased of order 1/P. NaN where q or Z do not vary within prompts.
+    It is E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)); negative if wrong answers have the
+    larger scores, and 0 under the paper's Assumption 2. The ratio of unbiased means is itself
+    biased of order 1/P. NaN if q or Z do not vary within prompts.
 
     Args:
-        moments: of at least 2 prompts.
+        moments: moments of at least 2 prompts.
     """
     parts_KP = np.stack([moments.cov_qz, moments.var_q, moments.var_z])
     total_K = parts_KP.sum(axis=1)
@@ -338,15 +339,16 @@ def correlation(moments: Moments) -> Interval:
 
 
 def refutes_assumption2(share: Interval, corr: Interval) -> bool:
-    """Whether Assumption 2 (squared score norm and reward uncorrelated, given the prompt) fails.
+    """Return True if Assumption 2 fails: squared score norm and reward are correlated.
 
-    It does where the share of A_V that the best prompt-only baseline takes off the oracle's error,
-    `E[Cov(q, Z | X)^2 / M_0] / A_V`, is surely positive: covariances of prompts cannot cancel in
-    it, as they can in corr(q, Z). It does too where their mean is surely not 0, which small pools
-    show before the squares do; the 95 % interval of corr(q, Z) misses 0 too often for that with
-    heavy tails (in 5 to 17 % of pools), so it has to by a margin (`CORRELATION_MARGIN`).
+    The correlation is given the prompt. The assumption fails if the share of A_V that the best
+    prompt-only baseline takes off the oracle's error, `E[Cov(q, Z | X)^2 / M_0] / A_V`, is
+    significantly positive: covariances of prompts cannot cancel in it, as they can in corr(q, Z).
+    It also fails if their mean is significantly not 0, which small pools show before the squares
+    do; the 95 % interval of corr(q, Z) misses 0 too often for that with heavy tails (in 5 to 17 %
+    of pools), so it must miss 0 by a margin (`CORRELATION_MARGIN`).
 
-    Where the assumption holds at every prompt this is True in 1 to 4 % of the pools (1 to 60
+    If the assumption holds at every prompt, the result is True in 1 to 4 % of the pools (1 to 60
     questions of 8 to 64 completions, light to heavy tails, 300 pools each).
 
     Args:
@@ -357,5 +359,5 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
 
 
 def is_correlated(corr: Interval) -> bool:
-    """Whether the 99.9 % interval of a correlation leaves 0 out, by that of 95 %."""
+    """Return True if the 99.9 % interval of a correlation, from that of 95 %, excludes 0."""
     return bool(abs(corr.estimate) > CORRELATION_MARGIN * (corr.high - corr.estimate))

@@ -1,16 +1,16 @@
-r"""Correlations of what is taken for noise with the noise itself, over prompts and completions.
+r"""Correlations of proxies of noise with the noise itself, over prompts and completions.
 
-*Prompts.* VIP and SPEED take p (1-p) of a prompt for the noise of its gradient, or for how much it
-says; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to 0, and
-push it up where both sides come from the same completions. Halves of a pool are independent given
-the prompt; so with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
+*Prompts.* VIP and SPEED use p (1-p) of a prompt as a proxy of the noise of its gradient, or of its
+information; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to
+0, and push it up where both sides come from the same completions. Halves of a pool are independent
+given the prompt; so with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
 
     Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
 
 and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
 the true x and y, whatever the errors are (Spearman 1904). Covariances are averaged over random
 halvings. The same on ranks is not consistent: the mean rank of half a pool is no linear function of
-the true rank, and no estimate from the pool alone says how much that is. Proportionality is a claim
+the true rank, and no estimate from only the pool tells the difference. Proportionality is a claim
 on values, not on ranks.
 
 *Completions.* Length and squared score norm of a completion are known without error, so here ranks
@@ -43,33 +43,34 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array
 
-# Prompts whose matrices of signs are there at once.
+# Prompts whose matrices of signs are in memory at once.
 BLOCK = 64
 # The largest correlation for Fisher's scale, which has no end at 1.
 LARGEST_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """A covariance over n prompts, and the same without each of them; of grades four times it."""
+    """A covariance over n prompts, and the same without each of them; for grades four times it."""
 
     whole: float
     delete_one_n: Array
 
 
 def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE) -> Interval:
-    """The correlation over prompts, corrected for the errors of both estimates.
+    """Estimate the correlation over prompts, corrected for the errors of both estimates.
 
     Args:
         x_2SP, y_2SP: unbiased estimates from the two halves of each of S halvings.
-        level: of the interval.
+        level: coverage of the interval.
     """
     xy = linear_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
     return correlation(xy, linear_covariance(*x_2SP), linear_covariance(*y_2SP), level)
 
 
 def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Spearman's correlation over the N >= 4 completions of one prompt, covariances averaged over
-    prompts; both sides without error.
+    """Estimate Spearman's correlation over the N >= 4 completions of one prompt.
+
+    Covariances are averaged over prompts; both sides are known without error.
     """
 
     def covariance(first_PN: Array, second_PN: Array) -> Covariance:
@@ -81,7 +82,7 @@ def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> I
 
 
 def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
-    """The covariance over P >= 3 prompts, averaged over K pairs of estimates.
+    """Compute the covariance over P >= 3 prompts, averaged over K pairs of estimates.
 
     >>> value, without = linear_covariance(np.array([[0.0, 1.0, 5.0]]), np.array([[0.0, 1.0, 2.0]]))
     >>> value, without.round(6).tolist()
@@ -97,7 +98,9 @@ def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
 
 
 def grade_covariances(x_PN: Array, y_PN: Array) -> Array:
-    """`E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]` over all triples of N >= 4 completions of a prompt, [P].
+    """Average `sgn(X_1 - X_2) sgn(Y_1 - Y_3)` over all triples of a prompt's completions, [P].
+
+    There are N >= 4 completions of each prompt.
 
     >>> grade_covariances(np.arange(5.0)[None], np.arange(5.0)[None]).round(6).tolist()
     [0.333333]
@@ -117,10 +120,10 @@ def grade_covariances(x_PN: Array, y_PN: Array) -> Array:
 def correlation(
     xy: Covariance, xx: Covariance, yy: Covariance, level: float = CONFIDENCE
 ) -> Interval:
-    """xy / sqrt(xx yy) with its jackknife interval on Fisher's scale, within [-1, 1].
+    """Return xy / sqrt(xx yy) with its jackknife interval on Fisher's scale, within [-1, 1].
 
-    From .99 on the interval is that of r itself. NaN where xx or yy is not positive, with one unit
-    left out or none: then that side does not tell the units apart.
+    From .99 on the interval is that of r itself. NaN if xx or yy is not positive, with one unit
+    left out or none: then that side does not distinguish the units.
     """
     variances = np.concatenate([[xx.whole, yy.whole], xx.delete_one_n, yy.delete_one_n])
     if not (variances > 0).all():

@@ -1,4 +1,4 @@
-"""How far two reward functions agree on the completions of one prompt. Axis F: functions."""
+"""Agreement of two reward functions on the completions of one prompt. Axis F: functions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from grpo_ustat.records import Array
 
 
 def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Interval:
-    """Correlation of functions f and g within prompts, `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X)
-    E Var(Z_g | X))`, with an interval by the jackknife; NaN where one of them never varies.
+    """Estimate the correlation of functions f and g within prompts, with a jackknife interval.
 
-    Each mean is unbiased (divisor N - 1), their ratio consistent.
+    It is `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X) E Var(Z_g | X))`; NaN if one of them never
+    varies. Each mean is unbiased (divisor N - 1), their ratio consistent.
 
     Args:
         rewards_PNF: N >= 3 completions of each of P prompts.
@@ -33,7 +33,8 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
     if interval == "questions":
         others_31P = (moments_3P.sum(axis=1, keepdims=True) - moments_3P)[:, None] / (count - 1)
         delete_one = _ratio(others_31P)
-    else:  # without completion i a sum of squares loses N / (N - 1) times its own product
+    else:
+        # Without completion i a sum of squares loses N / (N - 1) times its own product.
         deleted_3PN = (sums_3P[..., None] - products_3PN * size / (size - 1)) / (size - 2)
         means_311 = moments_3P.mean(axis=1)[:, None, None]
         delete_one = _ratio(means_311 + (deleted_3PN - moments_3P[..., None]) / count)
@@ -41,7 +42,7 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
 
 
 def _ratio(moments_3: Array) -> Array:
-    """Covariance over the root of both variances, elementwise; NaN where one is 0."""
+    """Divide the covariance by the root of both variances, elementwise; NaN where one is 0."""
     covariance, first, second = moments_3
     product = first * second
     return covariance / np.sqrt(np.where(product > 0, product, np.nan))

@@ -17,9 +17,9 @@ n rows, the sums over those that count (a row that is left out has L_i = 0 and W
       vespo
     bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) that of row i
 
-The weights of the first four depend on the row alone, those of the last two lines on all rows: with
-`coupled` ones the gradient is no mean over prompts, and with `sum`, `luspo` and `dr_grpo` alone it
-has the direction of the advantage's own estimate.
+The weights of the first four lines depend only on the row, those of the last two on all rows: with
+these `COUPLED` weights the gradient is no mean over prompts. Only with `sum`, `luspo` and `dr_grpo`
+it has the direction of the advantage's own estimate.
 
 A filter takes rows out of n and of every sum: those of groups whose rewards are all equal, of
 groups of small reward variance, of small advantage (`rows_that_count`). It couples rows as well,
@@ -39,40 +39,39 @@ from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo", "bnpo", "luspo", "sapo", "cispo", "vespo")
 BY_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")
-COUPLED = (*BY_TOKENS_OF_ALL, "bnpo")  # loss types whose w_i depends on other rows
+# Loss types whose w_i depends on other rows.
+COUPLED = (*BY_TOKENS_OF_ALL, "bnpo")
 KEEP, DROP, REPLACE = ZERO_VARIANCE = ("keep", "drop", "replace")
-SILENT = ("leave_one_out", "group_mean")  # rules of 0 where all rewards of a group are equal
+# Rules whose advantages are 0 if all rewards of a group are equal.
+SILENT = ("leave_one_out", "group_mean")
 
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Which rows of an update count, see `rows_that_count`; all of them unless something is said.
+    """Filter of the rows of an update that count, see `rows_that_count`; by default all count."""
 
-    Attributes:
-        zero_variance_groups: those of equal rewards: keep, drop, or replace, which draws groups
-            until their rewards differ (dynamic sampling of DAPO, Yu et al. 2025).
-        reward_variance_share: p, of the summed reward variance of the groups that count.
-        advantage_threshold: least |A|.
-    """
-
+    # Treatment of groups of equal rewards: keep, drop, or replace, which draws groups until their
+    # rewards differ (dynamic sampling of DAPO, Yu et al. 2025).
     zero_variance_groups: str = KEEP
+    # p, the share of the summed reward variance that the counted groups have.
     reward_variance_share: float = 1.0
+    # Least |A|.
     advantage_threshold: float = 0.0
 
     @property
     def couples(self) -> bool:
-        """Whether the number of rows that count depends on the rewards of all."""
+        """True if the number of rows that count depends on the rewards of all."""
         dropped = self.zero_variance_groups == DROP or self.reward_variance_share < 1
         return dropped or self.advantage_threshold > 0
 
     @property
     def replaces(self) -> bool:
-        """Whether the update's groups are drawn until their rewards differ."""
+        """True if the update's groups are drawn until their rewards differ."""
         return self.zero_variance_groups == REPLACE
 
 
 def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> Mask:
-    """Rows of an update that count, [P, G]; one that does not is in no sum and not in n.
+    """Return the rows of an update that count, [P, G]; the others are in no sum and not in n.
 
         drop                      Z_xi != Z_xj for some i, j
         reward_variance_share p   x is of the smallest set S, of the largest reward variances V_x,
@@ -80,13 +79,8 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
         advantage_threshold a     |A_xi| >= a
 
     The second is the filter of RAGEN-2 (arXiv 2604.06268, top-p); among groups of equal variance
-    the earlier ones of the update come first, which are in random order. Where no variance is,
+    the earlier ones of the update come first, which are in random order. If there is no variance,
     none counts. `replace` leaves nothing out here: its groups have been drawn anew.
-
-    Args:
-        rows: the filter.
-        rewards_PG: rewards of all prompts of the update.
-        advantage_PG: advantages of its rows.
 
     >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
     >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
@@ -101,7 +95,7 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     if rows.zero_variance_groups == DROP:
         counts_PG &= mixed_P[:, None]
     if rows.reward_variance_share < 1:
-        # sorted and rounded: groups of the same rewards are equal whatever their order
+        # Sorting and rounding make groups of the same rewards equal whatever their order.
         variance_P = np.sort(rewards_PG, axis=1).var(axis=1) * mixed_P
         total = max(float(variance_P.sum()), np.finfo(np.float64).tiny)
         share_P = (variance_P / total).round(12)
@@ -114,7 +108,7 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
 
 
 def mixed_groups(rewards: Array) -> Mask:
-    """Whether not all rewards of a group are equal, over the last axis."""
+    """Return True for groups whose rewards are not all equal, over the last axis."""
     return (rewards != rewards[..., :1]).any(axis=-1)
 
 
@@ -126,15 +120,15 @@ def token_weights(
     order_N: Integers | None = None,
     counts_N: Mask | None = None,
 ) -> Array:
-    """w_i of all rows of an update, [N]; 0 of a row that is left out or does not count.
+    """Compute w_i of all rows of an update, [N]; 0 for a row that is left out or does not count.
 
     Args:
         loss_type: one of `LOSS_TYPES`.
-        lengths_N: L_i in tokens, 0 of a row that is left out.
+        lengths_N: L_i in tokens, 0 for a row that is left out.
         max_completion_length: L_max, tokens after which a completion is cut.
         micro_batch_size: rows of a micro-batch of `bnpo`; it divides n.
-        order_N: rows in the order in which micro-batches are cut from them; None: as they are.
-        counts_N: rows that count, not with `bnpo`; None: all.
+        order_N: rows in the order in which micro-batches are cut from them; None: unchanged.
+        counts_N: rows that count; None: all. It must be None for `bnpo`.
 
     >>> token_weights("grpo", np.array([2, 4]), 8).tolist()
     [0.25, 0.125]
@@ -167,29 +161,24 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss: how advantages and lengths become the weights of an update's rows.
+    """A loss, which turns advantages and lengths into the weights of an update's rows."""
 
-    Attributes:
-        name: of the objective.
-        rule, options: of its advantages, a key of `BASELINES` with its options.
-        loss_type: one of `LOSS_TYPES`.
-        max_completion_length: L_max.
-        micro_batch_size: rows of a micro-batch of `bnpo`.
-        mask_truncated_completions: whether those that did not end are left out; they count in n and
-            in the advantages.
-        rows: which rows count.
-        tokens: how the tokens of a row weigh, see `token_weights`; None: all by 1, at the first
-            update of a batch, where every importance ratio is 1 and no penalty counts.
-    """
-
+    # Name of the objective.
     name: str
+    # Rule of its advantages, a key of `BASELINES`, with the rule's options.
     rule: str
     options: Mapping[str, float] = field(hash=False)
+    # One of `LOSS_TYPES`.
     loss_type: str
+    # L_max, tokens.
     max_completion_length: int
+    # Rows of a micro-batch of `bnpo`.
     micro_batch_size: int | None = None
+    # True if completions that did not end are left out; they count in n and in the advantages.
     mask_truncated_completions: bool = False
     rows: RowFilter = RowFilter()
+    # Weights of the tokens of a row, see `estimators.token_weights`; None: all are 1, as at the
+    # first update of a batch, where every importance ratio is 1 and no penalty counts.
     tokens: TokenWeights | None = None
 
     @property
@@ -199,21 +188,21 @@ class Loss:
 
     @property
     def beta(self) -> float:
-        """The coefficient of a penalty in the loss."""
+        """The coefficient of a penalty in the loss, 0 without one."""
         return self.tokens.beta if PENALTY in self.kinds and self.tokens is not None else 0.0
 
     @property
     def couples_prompts(self) -> bool:
-        """Whether a row's weight depends on other groups: the gradient is no mean over prompts."""
+        """True if a row's weight depends on other groups: the gradient is no mean over prompts."""
         rule = BASELINES[self.rule]
         return self.rows.couples or self.loss_type in COUPLED or rule.couples_prompts
 
     def scale(self, group_size: int) -> float | None:
-        """c with E ghat = c grad J for any policy and rewards, or c grad J / K where groups are
-        replaced and a share K is kept; None of other losses.
+        """Return c with E ghat = c grad J for any policy and rewards; None for other losses.
 
-        The mean of a group that is kept is g_x / (1 - q_x) where a rule is 0 on the others, and the
-        law of its prompt rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
+        If groups are replaced and a share K is kept, E ghat = c grad J / K. The mean of a group
+        that is kept is g_x / (1 - q_x) where a rule is 0 on the others, and the law of its prompt
+        rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
@@ -227,11 +216,11 @@ class Loss:
         return 1 / divisor if BASELINES[self.rule].unbiased else None
 
     def counted_lengths(self, lengths: Integers, ended: Mask | None = None) -> Integers:
-        """L of each row, 0 of those that are left out."""
+        """Return L of each row, 0 for those that are left out."""
         return lengths * ended if self.mask_truncated_completions and ended is not None else lengths
 
     def length_factors(self, lengths: Integers, ended: Mask | None = None) -> Array:
-        """The part of n w_i that depends on the row alone, of the lengths' shape."""
+        """Return the part of n w_i that depends only on the row, of the lengths' shape."""
         counted = self.counted_lengths(lengths, ended)
         if self.loss_type in ("grpo", "sapo"):
             return (counted > 0) / np.maximum(counted, 1)
@@ -246,14 +235,15 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """W of every kind of vector of every row of an update, [K, P, G]: its gradient is the sum of W
-    times the vectors. Of a loss whose tokens all weigh 1 the only kind is the row's score.
+    """Compute W of every kind of vector of every row of an update, [K, P, G].
+
+    The update's gradient is the sum of W times the vectors. For a loss whose tokens all weigh 1 the
+    only kind is the row's score.
 
     Args:
-        loss: which.
         rewards_PG: rewards of all prompts of the update.
-        context: what the rule of advantages reads, and the rows' lengths.
-        ended_PG: whether each completion ended; None: all did.
+        context: the fields that the rule of advantages reads, and the rows' lengths.
+        ended_PG: True for a completion that ended; None: all did.
         order_N: see `token_weights`.
 
     >>> loss = Loss("dapo", "group_mean", {}, "dapo", 8)

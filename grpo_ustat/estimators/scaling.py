@@ -1,4 +1,4 @@
-r"""The scaling law: C1, C2, C3 and ||grad J||^2, and all that they say of G and n.
+r"""The scaling law: C1, C2, C3 and ||grad J||^2, and the statements on G and n that follow.
 
 For B prompts drawn independently, G completions each, leave-one-out baseline (paper, Proposition 3,
 section 6):
@@ -21,13 +21,13 @@ at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
 
 and where the curvature is alike in all directions, a step of the best length gains a share
 `n / ( n + n_c )` of what the true gradient gains. So one percent more rollouts makes a step gain
-(noise share) percent more: at n_c half a percent, far below it a whole one, far above it nothing.
+(noise share) percent more: half a percent at n_c, one percent far below it, nothing far above it.
 In tokens a group costs k + G c (its prompt once), so `n_c (k + G c) / G` tokens take the place of
 n_c rollouts.
 
-Each of these is linear in the four numbers, or follows from a ratio of two such. So their
-covariance, from a jackknife, is all that intervals need: Student's t, Fieller's (1954) set of a
-ratio, which has no upper end where the denominator may be 0, and of G* the posterior of
+Each of these is linear in the four numbers, or follows from a ratio of two such combinations. So
+intervals need only their covariance, from a jackknife: Student's t, Fieller's (1954) set of a
+ratio, which has no upper end if the denominator may be 0, and for G* the posterior of
 `group_size`.
 """
 
@@ -62,10 +62,14 @@ from grpo_ustat.records import Array
 
 CONSTANTS = ("c1", "c2", "c3")
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
-C1, C2, C3, GRAD_SQ = np.eye(4)  # weights of one of the four numbers
-LEAST_GSTAR = 1 + math.sqrt(2)  # of any policy, since C3 >= 2 C1
-MAX_GROUP_SIZE = 1e6  # up to which sizes are looked for
-LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)  # of G - 1, between which one is sought
+# Weights of one of the four numbers.
+C1, C2, C3, GRAD_SQ = np.eye(4)
+# Least G* of any policy, since C3 >= 2 C1.
+LEAST_GSTAR = 1 + math.sqrt(2)
+# Largest size of the search.
+MAX_GROUP_SIZE = 1e6
+# Bounds of log(G - 1) in a search.
+LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)
 # The critical value of a lower end without an upper one is so many times Student's t: it is given
 # mostly where the denominator came out too small.
 ONE_SIDED_FACTOR = 2.0
@@ -77,13 +81,6 @@ WHOLE_GROUPS = 8
 class ScalingLaw:
     """C1, C2, C3 and ||grad J||^2, exact or estimated, with the covariance of their errors.
 
-    Attributes:
-        constants_4: C1, C2, C3 and ||grad J||^2; NaN of what is not known.
-        covariance_K44: of their errors, from each of K independent parts of the sample; NaN where
-            nothing is known of them.
-        part_dof: degrees of freedom of a part, its units less 1.
-        prompts: how many the numbers are from.
-
     >>> law = ScalingLaw.exact(c1=1.0, c2=2.0, c3=9.0, grad_sq=0.5)
     >>> law.mse(num_prompts=8, group_size=4), law.best_size(), law.least(divisors(48))
     (0.28125, 4.0, 4)
@@ -91,19 +88,24 @@ class ScalingLaw:
     (18.0, 0.444)
     """
 
+    # C1, C2, C3 and ||grad J||^2; NaN for an unknown number.
     constants_4: Array
+    # Covariance of their errors, from each of K independent parts of the sample; NaN if it is
+    # unknown.
     covariance_K44: Array
+    # Degrees of freedom of a part, its units less 1.
     part_dof: float
+    # Number of prompts that the numbers are from.
     prompts: float
 
     @classmethod
     def exact(cls, c1: float, c2: float, c3: float, grad_sq: float = math.nan) -> ScalingLaw:
-        """The law of numbers without errors."""
+        """Return the law of numbers without errors."""
         return cls(np.array([c1, c2, c3, grad_sq]), np.zeros((1, 4, 4)), math.inf, math.inf)
 
     @classmethod
     def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
-        """The law of the prompts at hand (C1 with divisor P), without errors.
+        """Return the law of the prompts at hand (C1 with divisor P), without errors.
 
         Args:
             moments: per-prompt moments, exact or unbiased.
@@ -118,13 +120,13 @@ class ScalingLaw:
 
     @classmethod
     def jackknifed(cls, whole_4: Array, delete_one_4Kn: Array, prompts: float) -> ScalingLaw:
-        """The law of estimates, with the jackknife covariance of their errors.
+        """Return the law of estimates, with the jackknife covariance of their errors.
 
         Args:
             whole_4: C1, C2, C3 and ||grad J||^2 from all units.
             delete_one_4Kn: the same with one of a part's n units left out, of K independent parts
-                (K = 1 where prompts are left out).
-            prompts: how many they are from.
+                (K = 1 if prompts are left out).
+            prompts: number of prompts that the estimates are from.
         """
         change = delete_one_4Kn - delete_one_4Kn.mean(axis=2, keepdims=True)
         count = change.shape[2]
@@ -133,12 +135,12 @@ class ScalingLaw:
 
     @classmethod
     def of_steps(cls, values_4S: Array, prompts: float = math.inf) -> ScalingLaw:
-        """The law of the policies of some steps together, jackknifed over steps.
+        """Return the law of the policies of several steps together, jackknifed over steps.
 
         Args:
             values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 of each of S >= 2 steps,
                 which share no completions.
-            prompts: of a step; what is said of C3/C1 depends on it.
+            prompts: number of prompts of a step; statements on C3/C1 depend on it.
         """
         count = values_4S.shape[1]
         delete_one_4S = (values_4S.sum(axis=1, keepdims=True) - values_4S) / (count - 1)
@@ -146,10 +148,11 @@ class ScalingLaw:
 
     @classmethod
     def of_result(cls, scaling: Mapping[str, Any]) -> ScalingLaw:
-        """The law that a study stored, without ||grad J||^2; no error is known without covariance.
+        """Return the law that a study stored, without ||grad J||^2.
 
         Args:
-            scaling: of `result.json`, see `stored_errors`.
+            scaling: entry of `result.json`, see `stored_errors`; without a covariance the errors
+                are unknown.
         """
         constants_4 = np.array([*(scaling[name] for name in CONSTANTS), math.nan], float)
         covariance_K44 = np.full((1, 4, 4), math.nan)
@@ -158,7 +161,7 @@ class ScalingLaw:
         return cls(constants_4, covariance_K44, dof, dof + 1)
 
     def stored_errors(self) -> dict[str, Any]:
-        """The errors of C1, C2 and C3 as `result.json` holds them; None where nothing is known."""
+        """Return the errors of C1, C2 and C3 for `result.json`; None if they are unknown."""
         known = np.isfinite(self.covariance_33).all()
         return {
             "covariance": self.covariance_33.tolist() if known else None,
@@ -166,7 +169,7 @@ class ScalingLaw:
         }
 
     def with_c3(self, weights_4: Array) -> ScalingLaw:
-        """The law in which a linear combination of the four numbers takes the place of C3."""
+        """Return the law in which a linear combination of the four numbers replaces C3."""
         matrix_44 = np.stack([C1, C2, weights_4, GRAD_SQ])
         covariance_K44 = matrix_44 @ self.covariance_K44 @ matrix_44.T
         constants_4 = matrix_44 @ self.constants_4
@@ -184,7 +187,7 @@ class ScalingLaw:
 
     @property
     def c3(self) -> float:
-        """What the other completions' baseline adds, of order 1/G^2."""
+        """The noise that the other completions' baseline adds, of order 1/G^2."""
         return float(self.constants_4[2])
 
     @property
@@ -194,15 +197,16 @@ class ScalingLaw:
 
     @property
     def dof(self) -> float:
-        """Degrees of freedom of `covariance_33`: Welch & Satterthwaite's for the sum of K parts,
-        the least of the three constants'.
+        """Degrees of freedom of `covariance_33`.
+
+        They are Welch & Satterthwaite's for the sum of K parts, the least of the three constants'.
         """
         variance_K3 = np.diagonal(self.covariance_K44[:, :3, :3], axis1=1, axis2=2)
         return min(pooled_dof(variance_K, self.part_dof) for variance_K in variance_K3.T)
 
     @property
     def has_errors(self) -> bool:
-        """Whether C1, C2 and C3 are estimates with known errors: a stored result may lack some."""
+        """True if C1, C2 and C3 are estimates with known errors: a stored result may lack some."""
         known = np.isfinite(self.constants_4[:3]).all() and np.isfinite(self.covariance_33).all()
         return bool(known) and math.isfinite(self.part_dof)
 
@@ -220,7 +224,7 @@ class ScalingLaw:
         return UNDRAWN_VARIANCE * (1 / self.prompts + relative)
 
     def linear(self, weights_4: Array, level: float = CONFIDENCE) -> Interval:
-        """A linear combination of the four numbers, with Student's interval."""
+        """Estimate a linear combination of the four numbers, with Student's interval."""
         variance_K = np.maximum(self._covariance(weights_4, weights_4), 0.0)
         dof = pooled_dof(variance_K, self.part_dof)
         estimate = float(_weighted(weights_4, self.constants_4).sum())
@@ -229,16 +233,18 @@ class ScalingLaw:
     def ratio(
         self, above_4: Array, below_4: Array, level: float = CONFIDENCE, factor: float = 1.0
     ) -> Interval:
-        """The ratio of two linear combinations that are truly at least 0, with `fieller_set`.
+        """Estimate the ratio of two linear combinations that are truly at least 0.
+
+        The interval is that of `fieller_set`.
 
         Args:
             above_4, below_4: weights of the four numbers.
-            level: of the interval.
-            factor: on the critical value.
+            level: coverage of the interval.
+            factor: multiplier of the critical value.
 
         Returns:
-            The estimate is NaN where the denominator's is not positive or where every ratio is
-            possible; the ends are NaN where no error is known.
+            The ratio. Its estimate is NaN if the denominator's is not positive or if every ratio is
+            possible; its ends are NaN if the errors are unknown.
         """
         above, below = (float(_weighted(x, self.constants_4).sum()) for x in (above_4, below_4))
         above_K, mixed_K, below_K = (
@@ -254,30 +260,30 @@ class ScalingLaw:
         return Interval(max(0.0, above / below) if known else math.nan, low, high)
 
     def _covariance(self, left_4: Array, right_4: Array) -> Array:
-        """The covariance of two linear combinations, from each part, [K]."""
+        """Compute the covariance of two linear combinations, from each part, [K]."""
         return _weighted(np.outer(left_4, right_4), self.covariance_K44).sum(axis=(1, 2))
 
     def mse(self, num_prompts: int, group_size: float) -> float:
-        """MSE(B, G), prompts drawn independently."""
+        """Compute MSE(B, G) for prompts drawn independently."""
         second = self.c3 / (group_size * (group_size - 1))
         return (self.c1 + self.c2 / group_size + second) / num_prompts
 
     def n_mse(self, group_size: float) -> float:
-        """n MSE(n/G, G) = G C1 + C2 + C3/(G-1), the same for every number of rollouts n."""
+        """Compute n MSE(n/G, G) = G C1 + C2 + C3/(G-1), the same for every number of rollouts n."""
         return group_size * self.c1 + self.c2 + self.c3 / (group_size - 1)
 
     def least(self, sizes: Sequence[int]) -> int:
-        """The group size of least error, by the estimates, at a fixed number of rollouts."""
+        """Return the group size of least estimated error at a fixed number of rollouts."""
         return min(sizes, key=self.n_mse)
 
     def best_of(self, sizes: Sequence[int]) -> int:
-        """The group size to take, decided or not: see `decide`."""
+        """Return the group size to take, decided or not: see `decide`."""
         if not (self.has_errors and self.c3 > 0):
             return self.least(sizes)
         return self.decide(sizes).group_size
 
     def decide(self, sizes: Sequence[int]) -> Decision:
-        """Choose a group size, with what can be said of its error; see `Decision`.
+        """Choose a group size, with a bound of its error; see `Decision`.
 
         Args:
             sizes: admissible group sizes, each at least 2.
@@ -287,11 +293,11 @@ class ScalingLaw:
         return Decision(sizes[int(place[0])], known if math.isfinite(known) else None)
 
     def best_size(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> float:
-        """The G > 1 that minimises the error at a fixed cost; NaN where there is none.
+        """Return the G > 1 that minimises the error at a fixed cost; NaN if there is none.
 
         Args:
             prompt_cost: k, shared by a prompt's group (reading it).
-            completion_cost: c, of each completion.
+            completion_cost: c, cost of each completion.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
         >>> law.best_size(), round(law.best_size(10.0), 2)
@@ -311,31 +317,32 @@ class ScalingLaw:
         return high
 
     def _slope(self, g: float, k: float, c: float) -> float:
-        """The derivative by G of K times the error at a fixed cost K.
+        """Compute the derivative by G of K times the error at a fixed cost K.
 
         `(k + G c) { C1 + C2/G + C3/(G (G-1)) }` has the derivative
-        `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, increasing in G where
+        `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, increasing in G if
         C2, C3 >= 0.
         """
         third = -c / (g - 1) ** 2 - k * (2 * g - 1) / (g * (g - 1)) ** 2
         return c * self.c1 - k / g**2 * self.c2 + third * self.c3
 
     def gstar(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> Interval:
-        """The best G at a fixed cost.
+        """Estimate the best G at a fixed cost.
 
-        Where a usual size is decided, the interval is the smallest that contains the central 95 %
-        of the posterior under each prior. Else it has no upper end, and its lower one is where
-        Fieller's statistic has twice the critical value, by the data alone.
+        If one of `USUAL_SIZES` is decided, the interval is the smallest that contains the central
+        95 % of the posterior under each prior. Else it has no upper end, and at its lower one
+        Fieller's statistic has twice the critical value, from only the data.
 
-        The estimate is the plug-in where it lies in the interval; NaN where there is none. It is
-        too large on average, since `1 + sqrt(C3/C1)` is convex in C1.
+        The estimate is the plug-in if it lies in the interval, else the middle of the posterior; it
+        is NaN if there is no best G. It is too large on average, since `1 + sqrt(C3/C1)` is convex
+        in C1.
 
         Args:
             prompt_cost, completion_cost: see `best_size`.
         """
 
         def best(ratio: float) -> float:
-            """The best G at C3/C1 = `ratio`, with C3 and C2 as estimated."""
+            """Return the best G at C3/C1 = `ratio`, with C3 and C2 as estimated."""
             if math.isinf(ratio):
                 return math.inf
             law = ScalingLaw.exact(self.c3 / ratio, max(self.c2, 0.0), self.c3)
@@ -353,7 +360,7 @@ class ScalingLaw:
         return Interval(plain if low <= plain <= high else middle, low, high)
 
     def _least_ratio(self) -> float:
-        """The low end of k = C3/C1 without an upper one, by Fieller's set."""
+        """Return the low end of k = C3/C1 without an upper one, by Fieller's set."""
         covariance_33 = self.covariance_33
         variances = (
             float(covariance_33[2, 2]) + self.undrawn * self.c3**2,
@@ -364,15 +371,16 @@ class ScalingLaw:
         return fieller_set(self.c3, self.c1, variances, critical)[0]
 
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
-        """MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
+        """Estimate MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
 
         The estimate is the plug-in. It rises or falls with k = C3/C1, so its ends are its values
         at the ends of the central part of the posterior of k: one interval of k serves all G and R,
-        and the intervals hold together, also for a reference that the same data chose.
+        and the intervals are simultaneous, also for a reference that the same data chose.
 
         Returns:
-            NaN where the estimate of either error is not positive; a width of 0 where G = R; ends
-            that are NaN where fewer than 16 effective prompts are behind the constants.
+            The extra error: NaN if the estimate of either error is not positive; with a width of 0
+            if G = R; with ends that are NaN if the constants are from fewer than 16 effective
+            prompts.
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -392,15 +400,16 @@ class ScalingLaw:
         return Interval(extra, min(extra, *ends), max(extra, *ends))
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """The numbers of prompts with which half and nine in ten of such studies would decide;
-        infinite where no number up to 10^6 does, or where nothing is known yet.
+        """Estimate the numbers of prompts with which half and nine in ten such studies decide.
+
+        They are infinite if no number up to 10^6 suffices, or if nothing is known yet.
         """
         if not (self.has_errors and self.c3 > 0):
             return math.inf, math.inf
         return self._estimates.prompts_to_decide(sizes)
 
     def constants_ratio(self, level: float = CONFIDENCE) -> Interval:
-        """k = C3/C1 with Fieller's interval, by the data alone."""
+        """Estimate k = C3/C1 with Fieller's interval, from only the data."""
         return self.ratio(C3, C1, level)
 
     def noise_scale(
@@ -410,17 +419,17 @@ class ScalingLaw:
         completion_cost: float = 1.0,
         level: float = CONFIDENCE,
     ) -> Interval:
-        """n_c(G) with Fieller's interval: no upper end where ||grad J||^2 may be 0.
+        """Estimate n_c(G) with Fieller's interval: no upper end if ||grad J||^2 may be 0.
 
-        An upper end is given where ||grad J||^2 is above 0 at the level .995, two-sided, since it
-        is given mostly where ||grad J||^2 came out too large. A lower end without an upper one is
-        given mostly where it came out too small, so its critical value is twice as large.
+        An upper end is given only if ||grad J||^2 is above 0 at the level .995, two-sided, since it
+        is given mostly if ||grad J||^2 came out too large. A lower end without an upper one is
+        given mostly if it came out too small, so its critical value is twice as large.
 
         Args:
             group_size: G > 1; at the estimate of G* the interval is to first order that of the
                 least n_c, whose slope in G is 0. NaN gives NaN.
             prompt_cost, completion_cost: k and c; by default the unit is a rollout.
-            level: of the interval.
+            level: coverage of the interval.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0, 0.5)
         >>> law.noise_scale(4), law.noise_scale(4, 8.0, 3.0).estimate
@@ -436,15 +445,15 @@ class ScalingLaw:
         return Interval(self.ratio(error_4, GRAD_SQ, level).estimate, low, high)
 
     def prompt_share(self, group_size: float, level: float = CONFIDENCE) -> Interval:
-        """G C1 / ( G C1 + C2 + C3/(G-1) ): the share of the noise that comes from which prompts are
-        drawn, which no rollouts of the same prompts would average out; within [0, 1].
+        """Estimate the share of the noise that comes from the draw of prompts, within [0, 1].
 
-        Fieller's interval of the odds `G C1 / (C2 + C3/(G-1))`. Prompts that were not drawn add
-        `undrawn` to the relative variance of C1 at hypothetical odds.
+        It is G C1 / ( G C1 + C2 + C3/(G-1) ), and no rollouts of the same prompts average it out.
+        The interval is Fieller's of the odds `G C1 / (C2 + C3/(G-1))`. Prompts that were not drawn
+        add `undrawn` to the relative variance of C1 at hypothetical odds.
 
         Args:
             group_size: G > 1; NaN gives NaN.
-            level: of the interval.
+            level: coverage of the interval.
         """
         if not math.isfinite(group_size):
             return UNDETERMINED
@@ -463,14 +472,15 @@ class ScalingLaw:
         return Interval(share, low, high)
 
     def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
-        """G at which as much of the noise comes from which prompts are drawn as from their
-        completions: `G C1 = C2 + C3/(G-1)`, with Fieller's set.
+        """Estimate the G at which prompts and completions add equal noise, with Fieller's set.
 
+        There `G C1 = C2 + C3/(G-1)`: the draw of prompts adds as much noise as their completions.
         The prompts' share rises with G, so there is one such G > 1, the larger root of
-        `C1 G^2 - (C1 + C2) G + C2 - C3`; a G belongs to the set where that does not differ from 0.
+        `C1 G^2 - (C1 + C2) G + C2 - C3`; a G belongs to the set if that does not differ from 0
+        significantly.
 
         Args:
-            level: of the interval; no upper end where C1 may be 0.
+            level: coverage of the interval, which has no upper end if C1 may be 0.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
         >>> [round(x, 3) for x in law.equal_noise_size()]  # 4.541 = 2 + 9/3.541
@@ -481,12 +491,13 @@ class ScalingLaw:
             return UNDETERMINED
         half = (c1 + c2) / 2
         size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
-        if not size > 1:  # C3 came out below 0
+        # This fails if C3 came out below 0.
+        if not size > 1:
             return UNDETERMINED
         critical = _student(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
-            """Above 0 where the shares differ significantly at G = 1 + exp(log_gap)."""
+            """Return a number > 0 if the shares at G = 1 + exp(log_gap) differ significantly."""
             gap = math.exp(log_gap)
             weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
             variance = float(weights_3 @ self.covariance_33 @ weights_3)
@@ -497,7 +508,8 @@ class ScalingLaw:
         ends: list[float] = []
         for side, far in ((-1, LEAST_LOG_GAP), (1, MOST_LOG_GAP)):
             near = math.log(size - 1)
-            if outside(near, side) >= 0:  # no error
+            # Without errors the set is this one size.
+            if outside(near, side) >= 0:
                 ends.append(size)
             elif outside(far, side) <= 0:
                 ends.append(1.0 if side < 0 else math.inf)
@@ -507,8 +519,10 @@ class ScalingLaw:
         return Interval(size, *ends)
 
     def intervals(self, group_size: int) -> dict[str, Interval]:
-        """`c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` and `prompt_share` at a group size in
-        use, and `noise_scale_best`, at the estimate of G*.
+        """Return all intervals at a group size in use, by name.
+
+        They are `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` and `prompt_share`, and
+        `noise_scale_best`, at the estimate of G*.
         """
         numbers = zip(CONSTANTS_AND_GRADIENT, (C1, C2, C3, GRAD_SQ), strict=True)
         return {
@@ -521,17 +535,17 @@ class ScalingLaw:
 
 
 def _weighted(weights: Array, values: Array) -> Array:
-    """Their product; 0 where the weight is, also of a number that is not known."""
+    """Multiply elementwise; 0 where the weight is 0, also for an unknown number."""
     return np.where(weights != 0, weights * values, 0.0)
 
 
 def _student(dof: float, level: float) -> float:
-    """The critical value of Student's t, two-sided."""
+    """Return the critical value of Student's t, two-sided."""
     return float(stdtrit(dof, (1 + level) / 2))
 
 
 def noise_share(scale: Interval, rollouts: float) -> Interval:
-    """n_c / (n + n_c): the share of E||ghat||^2 that is noise, from n_c or its interval.
+    """Compute n_c / (n + n_c), the share of E||ghat||^2 that is noise, from n_c or its interval.
 
     >>> noise_share(Interval(300.0, 100.0, math.inf), 100.0)
     Interval(estimate=0.75, low=0.5, high=1.0)
@@ -540,7 +554,7 @@ def noise_share(scale: Interval, rollouts: float) -> Interval:
 
 
 def divisors(rollouts: int) -> list[int]:
-    """The group sizes G >= 2 that divide n.
+    """List the group sizes G >= 2 that divide n.
 
     Raises:
         ValueError: n < 2.
@@ -551,7 +565,7 @@ def divisors(rollouts: int) -> list[int]:
 
 
 def divisible_rollouts(rollouts: int) -> int:
-    """n, or the next multiple of 8 where n is prime: its one group would be a whole step.
+    """Return n, or the next multiple of 8 if n is prime: its only group would be a whole step.
 
     >>> divisible_rollouts(10), divisible_rollouts(97), divisible_rollouts(2)
     (10, 104, 8)

@@ -1,6 +1,6 @@
-r"""Weights of a row's tokens where the policy at hand is not the one that wrote it.
+r"""Weights of a row's tokens if the current policy is not the one that wrote it.
 
-Completions come from a policy mu, the gradient is wanted at pi. A row of advantage A adds
+Completions come from a policy mu, the gradient is at pi. A row of advantage A adds
 
     w ( A sum_t omega_t u_t - beta sum_t kappa_t u_t )       u_t = grad log pi(token t | before)
 
@@ -29,8 +29,8 @@ for each sign, and a further one for its penalty (`KINDS`):
     k2 in the loss   kappa_t = l_t - r_t
     k1 in the reward Z - beta sum_t (o_t - r_t), no further vector
 
-Where a sampler is not quite the model, as an inference engine is, omega is multiplied by a
-correction: with q = pi/mu of each token, or of the whole completion (`sequence_...`), min(q, cap)
+If the sampler differs slightly from the model, as an inference engine does, omega is multiplied by
+a correction: with q = pi/mu of each token, or of the whole completion (`sequence_...`), min(q, cap)
 (`..._truncate`), or q and 0 where q > cap (`..._mask`), as TRL 1.16's
 `vllm_importance_sampling_mode`. Where the ratio of the loss is the completion's, TRL multiplies its
 (B, 1) losses by (B, T) corrections and sums over tokens, so that a completion's tokens share the
@@ -49,34 +49,35 @@ from grpo_ustat.records import Array, Mask
 
 ALL, POSITIVE, NEGATIVE, PENALTY = KINDS = ("all", "positive", "negative", "penalty")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-SAPO_TEMPERATURES = (1.0, 1.05)  # of positive advantages, of the others
-VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)  # k, lambda: of advantages >= 0, of the others
-VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)  # bounds of log W
+# tau of positive advantages, and of the others.
+SAPO_TEMPERATURES = (1.0, 1.05)
+# k and lambda, each of advantages >= 0 and of the others.
+VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)
+# Bounds of log W.
+VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)
 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """How the tokens of a row weigh; the default weighs each by 1.
+    """Weights of the tokens of a row; by default each is 1."""
 
-    Attributes:
-        level: of the ratio: none, token, sequence, whole_sequence.
-        form: clip, cispo, sapo or vespo.
-        epsilon, epsilon_high: of clipping; None: not.
-        beta, kl_estimator, kl_in: of the penalty; beta is 0 without one.
-        correction: one of `CORRECTIONS`, of the sampler's gap; None: none.
-        cap: of the correction.
-        shared: whether the tokens of a completion share the mean of their corrections.
-    """
-
+    # Level of the importance ratio: none, token, sequence, whole_sequence.
     level: str = "none"
+    # clip, cispo, sapo or vespo.
     form: str = "clip"
+    # Bounds of clipping; None: the ratio is not clipped.
     epsilon: float | None = None
     epsilon_high: float | None = None
+    # Coefficient of the penalty; 0 without one.
     beta: float = 0.0
+    # Estimator and place of the penalty, see the module; None without one.
     kl_estimator: str | None = None
     kl_in: str | None = None
+    # Correction of the sampler's gap, one of `CORRECTIONS`; None: no correction.
     correction: str | None = None
+    # Cap of the correction's ratio q.
     cap: float = 3.0
+    # True if the tokens of a completion share the mean of their corrections.
     shared: bool = False
 
     @property
@@ -90,12 +91,13 @@ class TokenWeights:
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of `A omega u` is that of the policy at hand, whatever the two are."""
+        """True if the mean of `A omega u` is that of the current policy, for any two policies."""
         exact = self.level == "whole_sequence" and self.form == "clip" and self.epsilon is None
         return exact and not self.beta and self.correction is None
 
 
-EXACT = TokenWeights(level="whole_sequence")  # unbiased, with a variance that explodes
+# Unbiased weights, with a variance that explodes.
+EXACT = TokenWeights(level="whole_sequence")
 
 
 def token_factors(
@@ -106,15 +108,16 @@ def token_factors(
     counts_NT: Mask,
     reference_NT: Array | None = None,
 ) -> Array:
-    """omega of rows whose advantage has the sign of `kind`, or kappa, [N, T]; 0 where none counts.
+    """Compute omega or, for a penalty, kappa, [N, T]; 0 for tokens that do not count.
+
+    omega is that of rows whose advantage has the sign of `kind`.
 
     Args:
-        weights: how tokens weigh.
         kind: one of `weights.kinds`.
-        own_NT: l, log-probabilities under the policy at hand.
-        old_NT: o, under the one that wrote the rows.
-        counts_NT: tokens that the policy wrote.
-        reference_NT: r, for a penalty.
+        own_NT: l, log-probabilities under the current policy.
+        old_NT: o, under the policy that wrote the rows.
+        counts_NT: True for tokens that the policy wrote.
+        reference_NT: r, needed for a penalty.
 
     >>> own, old = np.log([[0.5, 0.5]]), np.log([[0.25, 0.5]])
     >>> counts, clipped = np.ones((1, 2), bool), TokenWeights("token", "clip", 0.2, 0.2)
@@ -153,7 +156,7 @@ def token_factors(
 
 
 def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
-    """omega as a function of rho and of the advantage's sign."""
+    """Compute omega as a function of rho and of the advantage's sign."""
     ratio, below = np.exp(log_ratio), kind == NEGATIVE
     if weights.form == "cispo":
         high = weights.epsilon_high
@@ -173,7 +176,7 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
 
 
 def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
-    """The factor of each kind of vector of rows, [K, ...]: that of another sign is 0.
+    """Return the factor of each kind of vector of rows, [K, ...]; 0 if the sign is another.
 
     >>> by_kind(np.array([2.0, -1.0]), ("positive", "negative", "penalty"), 0.5).tolist()
     [[2.0, 0.0], [0.0, -1.0], [-0.5, -0.5]]
@@ -190,17 +193,18 @@ def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
 def reward_penalty(
     weights: TokenWeights, old_NT: Array, reference_NT: Array, counts_NT: Mask
 ) -> Array:
-    """beta times k1 of each completion, which its reward loses, [N]."""
+    """Compute beta times k1 of each completion, which is subtracted from its reward, [N]."""
     return weights.beta * np.where(counts_NT, old_NT - reference_NT, 0.0).sum(axis=1)
 
 
 def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
-    """The effective sample size `(sum w)^2 / sum w^2` as a share of the number of weights, of all
-    prompts and without each of them, [1 + P].
+    """Compute the effective sample size as a share, of all prompts and without each, [1 + P].
+
+    It is `(sum w)^2 / sum w^2`, as a share of the number of weights.
 
     Args:
-        sums_P, squares_P: of a prompt's weights and of their squares.
-        counts_P: of a prompt's weights.
+        sums_P, squares_P: sums of a prompt's weights and of their squares.
+        counts_P: number of a prompt's weights.
 
     >>> effective_share(np.array([2.0, 4.0]), np.array([2.0, 16.0]), np.array([2, 2])).round(3)
     array([0.5, 0.5, 1. ])

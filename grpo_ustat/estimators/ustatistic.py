@@ -12,10 +12,10 @@ from grpo_ustat.records import Array, Integers
 
 
 def silent_share(rewards_PN: Array, group_size: int) -> Array:
-    """Probability that a group's rewards are all equal, so that it says nothing, per prompt [P].
+    """Estimate the probability that all rewards of a group are equal, per prompt [P].
 
-    Unbiased: the share of all groups of G of the N completions, sum_c C(n_c, G) / C(N, G) over the
-    counts n_c of equal rewards.
+    Such a group adds nothing to the gradient. The estimate is unbiased: the share of all groups of
+    G of the N completions, sum_c C(n_c, G) / C(N, G) over the counts n_c of equal rewards.
 
     >>> silent_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
     [0.5]
@@ -26,17 +26,17 @@ def silent_share(rewards_PN: Array, group_size: int) -> Array:
 
 
 def silent_share_if_alike(successes_P: Integers, group_size: int) -> float:
-    """Share of silent groups, `p^G + (1-p)^G`, were every prompt as hard as their average p.
+    """Estimate the share of silent groups, `p^G + (1-p)^G`, if all prompts have their average p.
 
-    By convexity at most the share that the prompts' own chances give, mean_x p_x^G + (1-p_x)^G;
-    what is silent beyond it comes from prompts of unequal difficulty, which no larger group cures.
+    By convexity it is at most the share from the prompts' own chances, mean_x p_x^G + (1-p_x)^G;
+    the rest comes from prompts of unequal difficulty, which no larger group cures.
     Unbiased for the prompts at hand: with `p = sum_x p_x / P`, the power p^G is G! times the
     coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`; prompts are independent and p_x^m has
-    the unbiased estimate `(S)_m / (G)_m`. (Of one prompt's own `p_x^G + (1-p_x)^G`, G draws have
-    no unbiased estimate but whether they were silent.)
+    the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of one prompt's own
+    `p_x^G + (1-p_x)^G` from G draws is 1 if they were silent, else 0.)
 
     Args:
-        successes_P: S, right ones among each prompt's G completions.
+        successes_P: S, number of right completions among each prompt's G.
         group_size: G.
 
     >>> silent_share_if_alike(np.array([2, 0]), 2), silent_share_if_alike(np.array([2, 2]), 2)
@@ -47,11 +47,12 @@ def silent_share_if_alike(successes_P: Integers, group_size: int) -> float:
 
 
 def _power_of_mean(successes_P: Integers, size: int) -> float:
-    """The unbiased estimate of p^G, p the mean of the prompts' chances, see above."""
+    """Estimate p^G without bias, p the mean of the prompts' chances, see above."""
     powers = np.arange(size + 1)
     choose = binom(powers[:, None], powers)
     draws = np.arange(size)
-    total = (powers == 0).astype(float)  # of no prompt
+    # The coefficients of the product over no prompt.
+    total = (powers == 0).astype(float)
     for successes in successes_P:
         own = np.cumprod([1, *((successes - draws).clip(0) / (size - draws) / len(successes_P))])
         shift: Array = toeplitz(total, np.zeros(size + 1))
@@ -60,9 +61,10 @@ def _power_of_mean(successes_P: Integers, size: int) -> float:
 
 
 def pass_at_k(successes_P: Integers, count: int, k: int) -> Array:
-    """Probability that one of k completions is right, per prompt [P] (Chen et al. 2021).
+    """Estimate the probability that one of k completions is right, per prompt [P].
 
-    `1 - C(n-c, k) / C(n, k)` with c right ones of n: unbiased, the share of all subsets of k.
+    It is `1 - C(n-c, k) / C(n, k)` with c right ones of n, the share of all subsets of k, and
+    unbiased (Chen et al. 2021).
 
     >>> pass_at_k(np.array([0, 1, 3]), 4, 2).tolist()
     [0.0, 0.5, 1.0]

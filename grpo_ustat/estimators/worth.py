@@ -1,7 +1,7 @@
-r"""What a rollout of a loss is worth: its gradient's error against that of the unbiased estimate.
+r"""Worth of a rollout of a loss: its gradient's error against that of the unbiased estimate.
 
-A loss's update is a random vector ghat of mean `mu = E ghat`. Its length is the learning rate's
-business, so it is judged by the multiple of it that is as long as the true gradient along it,
+A loss's update is a random vector ghat of mean `mu = E ghat`. The learning rate sets its length, so
+it is judged by the multiple of it that is as long as the true gradient along it,
 
     kappa = <mu, grad J> / ||grad J||^2
     error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
@@ -14,12 +14,12 @@ unbiased estimate, `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` of leave-one-out,
     worth = MSE(n, G) / error
 
 rollouts of the unbiased estimate at the same G do what one rollout of the loss does; with the least
-of the measured `MSE(n, G)`, at its best G. Two parts of the error are said apart:
+of the measured `MSE(n, G)`, at its best G. Two parts of the error are given separately:
 
-    direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n mends
+    direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n corrects
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
-Where the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, no signal
+If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, no signal
 is needed, and the worth is a ratio of variances. Inner products of means are taken over pairs of
 different prompts, whose terms are independent; second moments are exact within a prompt. Every
 number is a function of such means and has a delete-one-prompt jackknife, paired among losses.
@@ -46,11 +46,13 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array
 
-if TYPE_CHECKING:  # it imports scipy.stats, which takes a second
+# This module imports scipy.stats, which takes a second.
+if TYPE_CHECKING:
     from grpo_ustat.estimators.group_terms import GroupTerms
 
 # Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
-BLOCK = 256  # prompts whose products are taken at once
+# Prompts whose products are computed at once.
+BLOCK = 256
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
 # Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`: with few prompts the
@@ -61,63 +63,54 @@ UNDRAWN_VARIANCE = 0.5
 
 @dataclass(frozen=True)
 class UpdateMoments:
-    """Moments of a loss's update of n rollouts in groups of G.
+    """Moments of a loss's update of n rollouts in groups of G."""
 
-    Attributes:
-        energy_D: E||ghat||^2.
-        mean_sq_D: ||mu||^2.
-        cross_D: <mu, grad J>.
-        scale: c with mu = c grad J for any policy; of replaced groups c / K, [D]; None of other
-            losses.
-    """
-
+    # E||ghat||^2.
     energy_D: Array
+    # ||mu||^2.
     mean_sq_D: Array
+    # <mu, grad J>.
     cross_D: Array
+    # c with mu = c grad J for any policy; c / K, [D], if groups are replaced; None for other
+    # losses.
     scale: float | Array | None
 
 
 @dataclass(frozen=True)
 class LossError:
-    """The error of a loss's update and its parts, see the module's page.
+    """The error of a loss's update and its parts, see the module's docstring."""
 
-    Attributes:
-        error_D: E||ghat / kappa - grad J||^2.
-        apart_D: ||mu - kappa grad J||^2; 0 of losses of known scale.
-        mean_sq_D: ||mu||^2.
-        energy_D: E||ghat||^2.
-        known: whether kappa differs from 0 significantly, or is known.
-        cross_D, signal_D: numerator and denominator of an estimated kappa; None where it is given.
-    """
-
+    # E||ghat / kappa - grad J||^2.
     error_D: Array
+    # ||mu - kappa grad J||^2; 0 for losses of known scale.
     apart_D: Array
+    # ||mu||^2.
     mean_sq_D: Array
+    # E||ghat||^2.
     energy_D: Array
+    # True if kappa differs from 0 significantly, or is known.
     known: bool
+    # Numerator and denominator of an estimated kappa; None if kappa is known.
     cross_D: Array | None = None
     signal_D: Array | None = None
 
 
 @dataclass(frozen=True)
 class Worth:
-    """What a rollout of a loss is worth at one group size.
+    """Worth of a rollout of a loss at one group size."""
 
-    Attributes:
-        worth: rollouts of the unbiased estimate at the same G that do as much as one of the loss.
-        worth_best: rollouts of the unbiased estimate at its own best G.
-        direction: cos^2 of the loss's mean and the gradient.
-        noise: share of an update's squared norm that is noise.
-    """
-
+    # Rollouts of the unbiased estimate at the same G that do as much as one rollout of the loss.
     worth: Interval
+    # Rollouts of the unbiased estimate at its own best G.
     worth_best: Interval
+    # cos^2 of the loss's mean and the gradient.
     direction: Interval
+    # Share of an update's squared norm that is noise.
     noise: Interval
 
 
 def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
-    """The mean of the prompts' values and that without each of them, [D].
+    """Return the mean of the prompts' values and that without each of them, [D].
 
     >>> mean_over_prompts(np.array([0.0, 3.0, 6.0])).tolist()
     [3.0, 4.5, 3.0, 1.5]
@@ -129,7 +122,7 @@ def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
 
 
 def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
-    """<E left, E right> over pairs of different prompts, and that without each prompt, [D].
+    """Estimate <E left, E right> over pairs of different prompts, all and without each, [D].
 
     Args:
         left_PR, right_PR: sketches of the prompts' vectors.
@@ -163,12 +156,12 @@ def update_moments(
     scale: float | None,
     metrics: int = 1,
 ) -> UpdateMoments:
-    """Moments of an update that is the mean of independent terms of its prompts.
+    """Compute the moments of an update that is the mean of independent terms of its prompts.
 
     Args:
-        terms: of every prompt, at one G.
-        gradient_PR: sketches of the prompts' gradients, unbiased.
-        prompts: B = n / G; need not be whole.
+        terms: terms of every prompt, at one G.
+        gradient_PR: unbiased sketches of the prompts' gradients.
+        prompts: B = n / G; it need not be whole.
         scale: c, see `Loss.scale`.
         metrics: K, see `ScorePool.metrics`.
     """
@@ -188,10 +181,9 @@ def update_moments(
 
 
 def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> LossError:
-    """The error of a loss's update.
+    """Compute the error of a loss's update.
 
     Args:
-        moments: of the update.
         signal_D: ||grad J||^2.
         metrics: K, see `ScorePool.metrics`.
     """
@@ -222,18 +214,18 @@ def worth(
     metrics: int = 1,
     level: float = CONFIDENCE,
 ) -> Worth:
-    """What a rollout of a loss is worth.
+    """Estimate the worth of a rollout of a loss.
 
-    The best G of the unbiased estimate is chosen by the data that judge it, so what is worth little
-    against it looks better. The interval against its best G therefore reaches down to the lowest of
-    the intervals against any G that may be its best.
+    The best G of the unbiased estimate is chosen by the data that judge it, so a loss of little
+    worth against it looks better. The interval against its best G therefore reaches down to the
+    lowest of the intervals against any G that may be its best.
 
     Args:
-        loss: its error at n rollouts in groups of G.
+        loss: error of the loss at n rollouts in groups of G.
         group_size: that G.
         unbiased: errors of the unbiased estimate at n rollouts by G, this one among them.
         metrics: K, see `ScorePool.metrics`.
-        level: of each interval.
+        level: coverage of each interval.
     """
     against = {size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()}
     best, others = alike(unbiased, metrics)
@@ -250,18 +242,18 @@ def worth(
 def relative(
     unbiased_D: Array, loss: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """The error of the unbiased estimate over that of a loss.
+    """Estimate the error of the unbiased estimate over that of a loss.
 
-    It is said where an estimated kappa is above 0, so mostly where that is overestimated; of these
-    the jackknife's interval misses up to one in five. It is therefore made to hold the ratios at
-    both ends of kappa's one-sided intervals, all else as estimated; without a lower end nothing is
-    said. Checked by `scripts/benchmarks/worth.py --turned`.
+    It is given only if an estimated kappa is above 0, so mostly if that is overestimated; the
+    jackknife's interval then misses up to one in five. It is therefore made to contain the ratios
+    at both ends of kappa's one-sided intervals, all else as estimated; if kappa's interval has no
+    lower end, the result is `UNKNOWN`. `scripts/benchmarks/worth.py --turned` checks the coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
-        loss: its error.
+        loss: error of the loss.
         metrics: K, see `ScorePool.metrics`.
-        level: of the interval, and of each end of kappa's.
+        level: coverage of the interval, and of each end of kappa's.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         found = positive(unbiased_D / loss.error_D, metrics, level)
@@ -279,18 +271,19 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """The error of a loss over its own in smaller groups: what a rollout in these is worth.
+    """Estimate the error of a loss over its own in smaller groups, the worth of a rollout in these.
 
-    On the log scale, with Student's t of the effective number of prompts behind the standard error:
-    where few of them carry the signal it is too short, and with t of all of them the interval
-    missed 9 % (`scripts/benchmarks/worth.py --smaller`, 64 groups). Nothing where either
-    kappa may be 0, or the ratio is not above 0 without some prompt.
+    The interval is on the log scale, with Student's t of the effective number of prompts behind the
+    standard error: if few of them carry the signal, the standard error is too short, and with t of
+    all of them the interval missed 9 % (`scripts/benchmarks/worth.py --smaller`, 64 groups). The
+    result is `UNKNOWN` if either kappa may be 0, or if the ratio is not above 0 without some
+    prompt.
 
     Args:
-        loss: its error at n rollouts in groups of G.
-        smaller: that of the same loss and n in groups of g.
+        loss: error of the loss at n rollouts in groups of G.
+        smaller: error of the same loss at n rollouts in groups of g.
         metrics: K, see `ScorePool.metrics`.
-        level: of the interval.
+        level: coverage of the interval.
     """
     if not (loss.known and smaller.known):
         return UNKNOWN
@@ -303,18 +296,19 @@ def between_sizes(
 
 
 def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
-    """cos^2 of a loss's mean and the gradient.
+    """Estimate cos^2 of a loss's mean and the gradient.
 
-    The interval reaches from the lower to the upper ends of two. Fieller's set of the part of
-    ||mu||^2 that is apart is right where cos^2 is near 1, where its estimate is skewed. Where the
-    mean is truly turned it ends too low, since a sample of little ||mu||^2 has a short standard
-    error; the jackknife of cos^2 itself, with Student's t of the effective number of prompts,
-    reaches high enough there and not low enough. Nothing where they allow every direction.
+    The interval reaches from the lower to the upper ends of two. Fieller's set of the share of
+    ||mu||^2 off the gradient's direction is right if cos^2 is near 1, where its estimate is skewed.
+    If the mean truly has another direction, it ends too low, since a sample of little ||mu||^2 has
+    a short standard error; the jackknife of cos^2 itself, with Student's t of the effective number
+    of prompts, reaches high enough there and not low enough. The result is `UNKNOWN_DIRECTION` if
+    they allow every direction.
 
     Args:
-        loss: its moments.
+        loss: moments of the loss.
         metrics: K, see `ScorePool.metrics`.
-        level: of the interval.
+        level: coverage of the interval.
     """
     if not loss.apart_D.any():
         return Interval(1.0, 1.0, 1.0)
@@ -333,8 +327,9 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
 
 
 def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
-    """The jackknife variance of a statistic, with the degrees of freedom of the effective number of
-    prompts that carry it, at least 1.
+    """Return the jackknife variance of a statistic and its degrees of freedom.
+
+    These are those of the effective number of prompts that carry the variance, at least 1.
     """
     values_Kh = without(values_D, metrics)
     variance = float(jackknife_variance(values_Kh, axis=1).sum())
@@ -343,10 +338,10 @@ def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]
 
 
 def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
-    """The G of the smallest error, and all G that are not significantly worse.
+    """Return the G of the smallest error, and all G that are not significantly worse.
 
-    A G is worse where the paired interval of its error less the smallest one's is above 0, the
-    level shared among the sizes (Bonferroni). The best one is chosen by the same data.
+    A G is worse if the paired interval of its error less the smallest one's is above 0, the level
+    shared among the sizes (Bonferroni). The best one is chosen by the same data.
 
     Args:
         errors: error_D by G.
@@ -364,8 +359,9 @@ def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]
 
 
 def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
-    """A positive statistic with its jackknife interval on the log scale; nothing where it is not
-    above 0 or some prompt alone decides that it is.
+    """Return a positive statistic with its jackknife interval on the log scale.
+
+    The result is `UNKNOWN` if the statistic is not above 0, with all prompts or without one.
     """
     if not (np.isfinite(values_D).all() and (values_D > 0).all()):
         return UNKNOWN
@@ -379,8 +375,9 @@ def ratio(
     level: float = CONFIDENCE,
     undrawn: float = 0.0,
 ) -> Interval:
-    """A ratio of two statistics that are truly at least 0, see `ratio_interval`; nothing where one
-    of them is infinite without some prompt.
+    """Return the ratio of two statistics that are truly at least 0, see `ratio_interval`.
+
+    The result is `UNKNOWN` if one of them is not finite, with all prompts or without one.
     """
     if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
         return UNKNOWN
@@ -391,5 +388,5 @@ def ratio(
 
 
 def without(values_D: Array, metrics: int = 1) -> Array:
-    """The statistics without each prompt, by metric, [K, h]."""
+    """Return the statistics without each prompt, by metric, [K, h]."""
     return values_D[1:].reshape(-1, metrics).T

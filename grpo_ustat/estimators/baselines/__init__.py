@@ -1,4 +1,4 @@
-r"""Baselines: how a group's rewards become advantages.
+r"""Baselines: the rules that turn a group's rewards into advantages.
 
 One signature for the whole family, so that adding one changes no caller:
 
@@ -6,8 +6,8 @@ One signature for the whole family, so that adding one changes no caller:
 
 The gradient estimate is always `1/(P G) sum_i s_i advantage_i`, linear in the scores s_i, so a
 baseline never sees the model. It owns centring and scale; nothing downstream normalises again.
-Rules are pure and work in float64; their options are keyword arguments with defaults. What else
-command line and studies know of a rule of ours stands in its decorator, see `registry.rule`.
+Rules are pure and work in float64; their options are keyword arguments with defaults. The decorator
+of a rule of ours holds all else that command line and studies know of it, see `registry.rule`.
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards

@@ -1,4 +1,4 @@
-"""What a rule is, and the arithmetic that several rules share."""
+"""Definition of a rule, and the arithmetic that several rules share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grpo_ustat.records import Array
 
 Value = TypeVar("Value")
 
-OF_THE_BATCH = frozenset(  # fields that cost no further completion
-    {"lengths_PG", "history", "rewards_PGF", "reward_weights_F"}
-)
+# Fields that cost no further completion.
+OF_THE_BATCH = frozenset({"lengths_PG", "history", "rewards_PGF", "reward_weights_F"})
 
 
 class UnfitRewards(ValueError):
-    """Rewards outside the range that a rule is defined for; its message is one line that names the
-    rule, the rewards and the fix.
+    """Rewards outside the range that a rule is defined for.
+
+    Its message is one line that names the rule, the rewards and the fix.
     """
 
 
@@ -29,22 +29,7 @@ class UnfitRewards(ValueError):
 class Baseline:
     """A named rule.
 
-    Attributes:
-        name: the word used in configurations and tables.
-        advantage: the rule itself, `rule(rewards_PG, context, **options) -> advantage_PG`, each
-            option with a default.
-        unbiased: whether E[estimate] is the gradient of the expected reward, given the past.
-        min_group_size: the smallest group it is defined for.
-        needs: names of the `BaselineContext` fields that it reads.
-        memory: options, with their defaults, that the rule itself does not take: those of the
-            memory behind it, see `train.baseline_state`.
-        target: where its mean goes as groups grow, see below.
-        couples_prompts: whether a prompt's advantages depend on other prompts' rewards or lengths.
-        prompt_only: whether `A_i = r_i - b(x)` with b independent of the group.
-        min_prompts: the fewest prompts it is defined for.
-        words: what `--help` says of it.
-
-    A prompt's mean goes to, with epsilon the rule's option:
+    As groups grow a prompt's mean goes to its `target`, with epsilon the rule's option:
 
         expected_reward      g
         g_over_sigma         g / (sigma + epsilon); for 0/1 rewards and a small epsilon the gradient
@@ -53,7 +38,7 @@ class Baseline:
         kept_part            0/1 rewards: g / (V (1-V)) sigma_m^2 / (sigma_m + epsilon), sigma_m
                              the std of the part of the group that is kept
 
-    and but for one number of the rule or of the batch, the same for all prompts, to
+    and, up to one number of the rule or of the batch that is the same for all prompts, to
 
         multiple_of_g        g
         g_over_density       g / f(V), f a density fitted to the batch
@@ -61,44 +46,58 @@ class Baseline:
         sum_g_over_sigma     sum_f w_f g_f / (sigma_f + epsilon) over reward functions
     """
 
+    # The word used in configurations and tables.
     name: str
+    # The rule itself, `rule(rewards_PG, context, **options) -> advantage_PG`, each option with a
+    # default.
     advantage: Callable[..., Array]
+    # True if E[estimate] is the gradient of the expected reward, given the past.
     unbiased: bool
+    # The smallest group that the rule is defined for.
     min_group_size: int
+    # Names of the `BaselineContext` fields that the rule reads.
     needs: frozenset[str] = frozenset()
+    # Options, with their defaults, that the rule itself does not take: those of the memory behind
+    # it, see `train.baseline_state`.
     memory: Mapping[str, float] = field(default_factory=dict[str, float])
+    # Limit of the rule's mean as groups grow, see above.
     target: str = "expected_reward"
+    # True if a prompt's advantages depend on other prompts' rewards or lengths.
     couples_prompts: bool = False
+    # True if `A_i = r_i - b(x)` with b independent of the group.
     prompt_only: bool = False
+    # The fewest prompts that the rule is defined for.
     min_prompts: int = 1
+    # Description in `--help`.
     words: str = ""
 
     @cached_property
     def options(self) -> dict[str, float]:
-        """The options and their defaults: the rule's parameters behind the first two, then those of
-        its memory.
+        """Options and their defaults.
+
+        They are the rule's parameters behind the first two, then those of its memory.
         """
         _, _, *parameters = inspect.signature(self.advantage).parameters.values()
         return {each.name: each.default for each in parameters} | dict(self.memory)
 
     @property
     def needs_value(self) -> bool:
-        """Whether it reads `context.value_P`."""
+        """True if the rule reads `context.value_P`."""
         return "value_P" in self.needs
 
     @property
     def only_trains(self) -> bool:
-        """Whether it remembers each prompt or a fit of many batches: a study has no past."""
+        """True if the rule remembers each prompt or a fit of many batches: a study has no past."""
         return bool(self.needs & {"tracker_P", "critic_P"})
 
 
 def require(value: Value | None, name: str, rule: str) -> Value:
-    """The value of a `BaselineContext` field that a rule cannot do without.
+    """Return the value of a `BaselineContext` field that a rule cannot do without.
 
     Args:
-        value: of the field.
-        name: of the field, for the message.
-        rule: the baseline's name, for the message.
+        value: value of the field.
+        name: name of the field, for the message.
+        rule: name of the baseline, for the message.
 
     Raises:
         ValueError: the value is None.
@@ -109,7 +108,7 @@ def require(value: Value | None, name: str, rule: str) -> Value:
 
 
 def centre(rewards_PG: Array) -> Array:
-    """Rewards minus their group's mean, [P, G]; exactly 0 where a group's rewards are all equal.
+    """Subtract the group's mean from rewards, [P, G]; exactly 0 if a group's rewards are equal.
 
     Shifting by the first reward beforehand keeps rounding of the mean out of equal groups, where a
     small divisor would magnify it.
@@ -119,7 +118,7 @@ def centre(rewards_PG: Array) -> Array:
 
 
 def quotient(numerator: Array, denominator: Array | float) -> Array:
-    """`numerator / denominator`, elementwise; 0 where the numerator is 0, whatever the denominator.
+    """Divide elementwise; 0 where the numerator is 0, whatever the denominator.
 
     >>> quotient(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
     [0.0, 0.5]

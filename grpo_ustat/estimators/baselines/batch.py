@@ -11,7 +11,8 @@ from grpo_ustat.estimators.baselines.group import group_std
 from grpo_ustat.estimators.baselines.registry import rule
 from grpo_ustat.records import Array, BaselineContext, Integers
 
-NO_SPREAD = 1e-12  # variance of mapped group means below which no Beta distribution is fitted
+# Variance of mapped group means below which no Beta distribution is fitted.
+NO_SPREAD = 1e-12
 
 
 @rule(
@@ -19,7 +20,7 @@ NO_SPREAD = 1e-12  # variance of mapped group means below which no Beta distribu
     unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
 )  # fmt: skip
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Batch scaling (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; an option of TRL).
+    """Scale by the batch's std (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; a TRL option).
 
     `A_i = (r_i - rbar) / (std of the batch + epsilon)`, rbar the group's own mean.
 
@@ -38,7 +39,7 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
     target="multiple_of_g",
 )  # fmt: skip
 def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """REINFORCE++ (Hu 2025): `(r_i - batch mean)`, then whitened over all tokens of the batch.
+    """Whiten `r_i - batch mean` over all tokens of the batch: REINFORCE++ (Hu 2025).
 
     Biased: token-weighted mean and scale hold the completion's own reward and length. The batch
     mean cancels in the whitening, see `_whiten`.
@@ -59,7 +60,7 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float 
 def reinforce_pp_baseline(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8
 ) -> Array:
-    """REINFORCE++-baseline (Hu 2025): `r_i - rbar`, then whitened over all tokens of the batch.
+    """Whiten `r_i - rbar` over all tokens of the batch: REINFORCE++-baseline (Hu 2025).
 
     Biased for the reasons of `reinforce_pp` and `group_mean`.
 
@@ -72,10 +73,10 @@ def reinforce_pp_baseline(
 
 
 def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
-    """Values minus their mean over tokens, over sqrt(variance over tokens + epsilon).
+    """Return values minus their mean over tokens, over sqrt(variance over tokens + epsilon).
 
     Each value counts once per token of its completion; the variance has divisor tokens - 1 and
-    epsilon stands under the root, as in verl's masked_whiten (epsilon 1e-8).
+    epsilon is under the root, as in verl's masked_whiten (epsilon 1e-8).
     """
     tokens = lengths_PG.sum()
     deviation_PG = values_PG - (lengths_PG * values_PG).sum() / tokens
@@ -91,7 +92,7 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
 def length_weighted(
     rewards_PG: Array, context: BaselineContext, *, power: float = 0.75, epsilon: float = 1e-4
 ) -> Array:
-    """VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558): `group_std` times L_i^-power weights.
+    """Weigh `group_std` by L_i^-power: VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558).
 
     The weights are over their mean in the whole batch, `w_i = L_i^-power / mean of L^-power`, as in
     its authors' code (Delta-L-Normalization), so that prompts of short completions count more. With
@@ -117,7 +118,7 @@ def length_weighted(
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """Shrinkage towards the other prompts (Zeng et al. 2025, arXiv 2511.03710v1, section 3.3).
+    """Shrink towards the other prompts (Zeng et al. 2025, arXiv 2511.03710v1, section 3.3).
 
         b_i = (1 - lambda_x) leave-one-out mean_i + lambda_x mean of the other prompts' means
         lambda_x = (P - 1) / P * v / (v + s + epsilon)
@@ -145,9 +146,9 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
-    """`james_stein` as its authors' code has it (JSPO-Official, epsilon 1e-6): no factor (P - 1)/P.
+    """Return `james_stein` as in its authors' code (JSPO-Official): without the factor (P - 1)/P.
 
-    Unbiased for the reasons of `james_stein`.
+    The code's epsilon is 1e-6. Unbiased for the reasons of `james_stein`.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> jspo(rewards, BaselineContext(), epsilon=0.0)[1].tolist()  # lambda = 2/3
@@ -157,7 +158,7 @@ def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) 
 
 
 def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
-    """Advantages with lambda_x = factor v / (v + s + epsilon), see `james_stein`."""
+    """Compute advantages with lambda_x = factor v / (v + s + epsilon), see `james_stein`."""
     count, size = rewards_PG.shape
     loo_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (size - 1)
     mean_P, noise_P = rewards_PG.mean(axis=1), rewards_PG.var(axis=1, ddof=1) / size
@@ -181,7 +182,7 @@ def beta(
     maximum: float = 1.0,
     ceiling: float = 1e6,
 ) -> Array:
-    """BNPO (Xiao et al. 2025): `A_i = (r_i - rbar) / f(rbar)`, f the density of a Beta law.
+    """Divide by a Beta law's density f: BNPO (Xiao et al. 2025), `A_i = (r_i - rbar) / f(rbar)`.
 
     Rewards are first mapped from [minimum, maximum] to [0, 1]. Its parameters 1 + a/3 and 1 + b/3,
     at least 1, follow from the moment fit Beta(a, b) to the group means; 1/f is at most `ceiling`
@@ -213,7 +214,8 @@ def beta(
         both = mean * (1 - mean) / variance - 1
         alpha, gamma = max(1.0, 1 + both * mean / 3), max(1.0, 1 + both * (1 - mean) / 3)
     log_norm = math.lgamma(alpha) + math.lgamma(gamma) - math.lgamma(alpha + gamma)
-    inside_P = (mean_P > 0) & (mean_P < 1)  # at means 0 and 1 all rewards of the group are equal
+    # At means 0 and 1 all rewards of the group are equal.
+    inside_P = (mean_P > 0) & (mean_P < 1)
     p = mean_P[inside_P]
     log_inverse = log_norm - (alpha - 1) * np.log(p) - (gamma - 1) * np.log1p(-p)
     weight_P = np.zeros_like(mean_P)

@@ -17,7 +17,7 @@ from grpo_ustat.records import Array, BaselineContext
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def none(rewards_PG: Array, context: BaselineContext) -> Array:
-    """REINFORCE (Williams 1992), "vanilla" in the paper: `A_i = r_i`.
+    """Return the rewards, `A_i = r_i`: REINFORCE (Williams 1992), "vanilla" in the paper.
 
     Unbiased: E[S Z | x] is the gradient by definition.
 
@@ -32,7 +32,7 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5) -> Array:
-    """One number for all prompts (Williams 1992): `A_i = r_i - value`.
+    """Subtract one number for all prompts (Williams 1992): `A_i = r_i - value`.
 
     Unbiased: the number is fixed beforehand.
 
@@ -47,7 +47,7 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
     unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
 )  # fmt: skip
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
-    """The paper's oracle: `A_i = r_i - V(x)`, V from completions outside the group.
+    """Subtract V(x), from completions outside the group: the paper's oracle, `A_i = r_i - V(x)`.
 
     Unbiased for every V that is independent of the group, exact or estimated; K completions behind
     V add `M_0 sigma^2 / K` to A_V and with it variance, never bias.
@@ -63,10 +63,11 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
-    """The prompt-only baseline of least variance (Greensmith et al. 2004, Hao et al. 2025).
+    """Subtract the prompt-only baseline of least variance.
 
-    `A_i = r_i - b*(x)`, `b* = E[q Z | x] / E[q | x]` with q the squared score norm. Unbiased for
-    the reason of `oracle`: b* comes from completions outside the group.
+    The sources are Greensmith et al. 2004 and Hao et al. 2025. `A_i = r_i - b*(x)`, `b* = E[q Z |
+    x] / E[q | x]` with q the squared score norm. Unbiased for the reason of `oracle`: b* comes from
+    completions outside the group.
 
     >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
     [[0.375, -0.625]]
@@ -75,7 +76,7 @@ def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
-    """b*(x) = sum q z / sum q of completions outside the group, [P]; 0 where every q is 0.
+    """Estimate b*(x) = sum q z / sum q from completions outside the group, [P]; 0 if every q is 0.
 
     >>> norms = np.array([[3.0, 1.0], [0.0, 0.0]])
     >>> best_constant(norms, np.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
@@ -91,9 +92,10 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
 )  # fmt: skip
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
-    """ReMax (Li et al. 2023): `A_i = r_i - r(greedy completion of x)`.
+    """Subtract the greedy completion's reward: `A_i = r_i - r(greedy completion of x)`.
 
-    Unbiased: the greedy completion is a function of the prompt and the policy alone.
+    This is ReMax (Li et al. 2023). Unbiased: the greedy completion is a function of the prompt and
+    the policy alone.
 
     >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
     [[0.0, -1.0]]

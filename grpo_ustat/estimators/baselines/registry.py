@@ -1,4 +1,4 @@
-"""All rules by name, how one of ours is declared, and the one way to call them."""
+"""Registry of all rules by name: their declaration, and the function that calls them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from grpo_ustat.records import Array, BaselineContext
 
 Rule = TypeVar("Rule", bound=Callable[..., Array])
 
-PLUGIN_GROUP = "grpo_ustat.baselines"  # entry points, each a `Baseline` of the same name
+# Group of entry points, each a `Baseline` of the same name.
+PLUGIN_GROUP = "grpo_ustat.baselines"
 
 
 class _Rules(dict[str, Baseline]):
-    """Our rules by name, and, where it is looked up, that of an installed package, which is none of
-    the keys.
+    """Our rules by name.
+
+    A lookup also gives a rule of an installed package, which is none of the keys.
 
     Raises:
         KeyError: no rule has this name.
@@ -37,7 +39,7 @@ class _Rules(dict[str, Baseline]):
 
 
 def _load(name: str) -> Baseline:
-    """The rule that an installed package offers by this name, see `_Rules`."""
+    """Load the rule that an installed package offers by this name, see `_Rules`."""
     rule = entry_points(group=PLUGIN_GROUP)[name].load()
     if not isinstance(rule, Baseline) or rule.name != name:
         raise TypeError(
@@ -76,13 +78,13 @@ def rule(
     memory: Mapping[str, float] | None = None,
     target: str = "expected_reward",
 ) -> Callable[[Rule], Rule]:
-    """A decorator that puts a function, as it is, among `BASELINES` by its own name.
+    """Return a decorator that puts a function, unchanged, among `BASELINES` by its own name.
 
-    This is all that a rule of ours needs: command line, `--help` and studies read it there. Another
+    A rule of ours needs nothing else: command line, `--help` and studies read it there. Another
     package offers a `Baseline`.
 
     Args:
-        words: what `--help` says of it, its first sentence alone where that is long.
+        words: description in `--help`, which shows only its first sentence if it is long.
         unbiased, min_group_size, min_prompts, prompt_only, couples_prompts, needs, memory, target:
             see `Baseline`.
     """
@@ -108,7 +110,7 @@ def rule(
 
 
 def own_rules(names: Iterable[str] | None = None) -> set[str]:
-    """Rules that installed packages offer, of these names or all; ours cannot be replaced."""
+    """Return the rules of installed packages, of these names or all; ours cannot be replaced."""
     if names is not None and BASELINES.keys() >= set(names):
         return set()
     offered = entry_points(group=PLUGIN_GROUP).names.difference(BASELINES)
@@ -121,12 +123,12 @@ def advantages(
     context: BaselineContext,
     options: Mapping[str, float] | None = None,
 ) -> Array:
-    """Advantages of a baseline by name, shape [P, G], float64.
+    """Compute the advantages of a baseline by name, shape [P, G], float64.
 
     Args:
-        name: of a rule of `BASELINES`.
+        name: a key of `BASELINES`, or a rule of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
-        context: what else the rule reads.
+        context: the other numbers that the rule reads.
         options: the rule's options, exactly those of `Baseline.options`.
 
     Raises:
@@ -144,7 +146,7 @@ def check_options(name: str, options: Mapping[str, float]) -> None:
     """Refuse options that are not exactly the rule's.
 
     Raises:
-        ValueError: naming those unknown or missing.
+        ValueError: it names the unknown or missing options.
     """
     names = BASELINES[name].options
     faults = {
@@ -163,7 +165,7 @@ def check_shape(name: str, num_prompts: int, group_size: int) -> None:
     """Refuse fewer completions or prompts than the rule is defined for.
 
     Raises:
-        ValueError: naming both numbers.
+        ValueError: it names both numbers.
     """
     rule = BASELINES[name]
     if group_size < rule.min_group_size:

@@ -1,5 +1,6 @@
-"""Advantages where several reward functions judge a completion: sum, then normalise, or the other
-way round. Axis F: reward functions.
+"""Advantages if several reward functions judge a completion.
+
+Either their sum is normalised, or each is normalised before the sum. Axis F: reward functions.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from grpo_ustat.records import Array, BaselineContext
 
 
 def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
-    """The one reward of a completion, `sum_f w_f r_f`, [P, G].
+    """Compute the single reward of each completion, `sum_f w_f r_f`, [P, G].
 
-    Function by function, so that a completion's sum depends on nothing beside it: equal rewards
-    have equal sums, on any number of ranks.
+    The sum runs function by function, so that a completion's sum does not depend on others: equal
+    rewards have equal sums, on any number of ranks.
 
     >>> weighted_sum(np.array([[[1.0, 0.5], [0.0, 1.0]]]), np.array([1.0, 0.2])).tolist()
     [[1.1, 0.2]]
@@ -28,18 +29,18 @@ def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
 
 
 def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) -> Array:
-    """GDPO (Shih-Yang Liu et al. 2026, arXiv 2601.05242), as TRL's `normalize_then_sum`, [P, G].
+    """Normalise each function's rewards, then sum: GDPO, as TRL's `normalize_then_sum`, [P, G].
 
-    `group_std` of each function's rewards apart, their weighted sum, and this over the std of the
-    whole batch (divisor P G - 1) plus epsilon. TRL also takes the batch's mean off, which is 0 but
-    for rounding; left in place, a group that is silent under every function has advantages of
-    exactly 0. A function that is silent in a group counts nothing there, and the others as much as
-    ever. Biased, function by function as `group_std`: with many completions its mean goes to that
-    of sum_f w_f g_f/sigma_f, times one number for the batch.
+    The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
+    function's rewards separately, and their weighted sum is divided by the std of the whole batch
+    (divisor P G - 1) plus epsilon. TRL also subtracts the batch's mean, which is 0 up to rounding;
+    left in place, a group that is silent under every function has advantages of exactly 0. A
+    function that is silent in a group counts nothing there, and the others as much as ever. Biased,
+    function by function as `group_std`: with many completions its mean goes to that of
+    sum_f w_f g_f/sigma_f, times one number for the batch.
 
     Args:
-        rewards_PGF: of every reward function, float64.
-        weights_F: of the functions.
+        rewards_PGF: rewards of every function, float64.
         epsilon: added to every std (TRL: 1e-4).
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])  # the second function's scale is 5
@@ -65,7 +66,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     needs={"reward_weights_F", "rewards_PGF"}, target="sum_g_over_sigma",
 )  # fmt: skip
 def gdpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """`normalise_then_sum` as a rule: it reads the functions' rewards, never their sum.
+    """Return `normalise_then_sum` as a rule: it reads the functions' rewards, never their sum.
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])
     >>> context = BaselineContext(rewards_PGF=z, reward_weights_F=np.ones(2))

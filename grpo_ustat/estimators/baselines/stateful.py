@@ -1,6 +1,6 @@
-"""Rules whose baseline was learned from past batches, and how the past is weighed.
+"""Rules whose baseline was learned from past batches, and the weights of the past.
 
-The memory itself lives where batches follow each other, in `train.baseline_state`; here is its
+The memory itself is in `train.baseline_state`, where batches follow each other; this module has its
 arithmetic. A memory is read before the batch at hand is added to it: given the past, b is then
 independent of the batch's completions. Updated first, the same rule would be biased.
 """
@@ -19,7 +19,7 @@ from grpo_ustat.records import Array, BaselineContext
     unbiased=True, min_group_size=1, prompt_only=True, needs={"running"}, memory={"decay": 0.95},
 )  # fmt: skip
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
+    """Subtract the moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
     Unbiased given the past: b is used before `running_update` sees the batch.
 
@@ -30,7 +30,7 @@ def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 def running_update(running: float, rewards_PG: Array, decay: float) -> float:
-    """`b <- decay b + (1 - decay) mean reward`.
+    """Update the moving average: `b <- decay b + (1 - decay) mean reward`.
 
     >>> running_update(0.5, np.array([[1.0, 1.0]]), decay=0.75)
     0.625
@@ -44,7 +44,7 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
     memory={"decay": 0.9, "ridge": 1.0},
 )  # fmt: skip
 def critic(rewards_PG: Array, context: BaselineContext) -> Array:
-    """A learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
+    """Subtract a learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
     Unbiased given the past: v was fitted on past batches only and reads the prompt alone.
 
@@ -60,12 +60,13 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
 )  # fmt: skip
 def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """SPO (Xu and Ding 2025): `r_i - tracker(x)`, minus its batch mean, over (std + epsilon).
+    """Whiten `r_i - tracker(x)` over the batch: SPO (Xu and Ding 2025).
 
-    Before the batch's mean and std it is unbiased given the past; these hold the completion's own
-    reward, which makes it biased by a scale and by O(1/(P G)) in direction. The std has divisor
-    P G - 1, as in the authors' code (epsilon 1e-8). Groups of one are enough. With rho_min 0.875
-    the tracker's start is worth 8 draws.
+    The difference is taken less its batch mean, over (std + epsilon). Before the batch's mean and
+    std it is unbiased given the past; these hold the completion's own reward, which makes it biased
+    by a scale and by O(1/(P G)) in direction. The std has divisor P G - 1, as in the authors' code
+    (epsilon 1e-8). Groups of one are enough. With rho_min 0.875 the tracker's start is worth 8
+    draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
@@ -84,8 +85,10 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
     target="multiple_of_g",
 )  # fmt: skip
 def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """EBPO (Han et al. 2026, arXiv 2602.05165v1, algorithm 1): the group's mean shrunken to the
-    policy's, `b(x) = (1 - S) rbar + S mu`, then (A - mean) / (std + epsilon) over the batch.
+    """Subtract the group's mean shrunken to the policy's, then whiten over the batch: EBPO.
+
+    The source is Han et al. 2026, arXiv 2602.05165v1, algorithm 1. The baseline is
+    `b(x) = (1 - S) rbar + S mu`, then (A - mean) / (std + epsilon) over the batch.
 
         S = (sigma^2 / G) / (sigma^2 / G + tau^2)
         sigma^2 = variance of all rewards so far, tau^2 = variance of all groups' means so far
@@ -113,7 +116,7 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) 
 
 
 def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
-    """`BaselineContext.history` with another batch: Welford's way for parts (Chan et al. 1983).
+    """Add a batch to `BaselineContext.history`, by Welford's method for parts (Chan et al. 1983).
 
     >>> add_to_history(np.zeros((2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]])).tolist()
     [[4.0, 0.25, 0.75], [2.0, 0.25, 0.125]]
@@ -133,7 +136,7 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
 
 
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
-    """(alpha, beta) from K draws before the first visit, worth 1/(1 - rho_min) observations.
+    """Return (alpha, beta) from K draws before the first visit, worth 1/(1 - rho_min) observations.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
     [[2.5], [1.5]]
@@ -146,7 +149,7 @@ def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
 def tracker_discount(
     distance_P: Array, half_distance: float, rho_min: float, rho_max: float
 ) -> Array:
-    """rho = 2^(-D / half_distance) within [rho_min, rho_max].
+    """Return rho = 2^(-D / half_distance) within [rho_min, rho_max].
 
     D is the mean absolute change of a token's log-probability on the prompt's last answer.
 
