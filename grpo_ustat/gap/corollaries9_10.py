@@ -186,7 +186,7 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
         return float(np.trace(weighting @ covariance(moments, value_P + shift_P)))
 
     def least_excess(baseline_P: np.ndarray) -> float:
-        """Return the smallest eigenvalue of Sigma(b) - Sigma(V), 0 or more if no weight is smaller."""
+        """Return the least eigenvalue of Sigma(b) - Sigma(V), >= 0 if no weight is smaller."""
         return float(np.linalg.eigvalsh(covariance(moments, baseline_P) - oracle)[0])
 
     shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
