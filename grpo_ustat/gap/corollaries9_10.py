@@ -236,7 +236,7 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
 
 
 def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
-    """Draw the difference against G, and the weights of baselines shifted from V."""
+    """Return panels of the difference against G, and of the weights of baselines shifted from V."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
     line = [size * weight_excess(bed, c, size) for size in map(int, measured.x)]
     weights = [shifted_sum(bed, c, shift) for shift in COMMON_SHIFTS]

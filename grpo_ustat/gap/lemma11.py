@@ -193,7 +193,7 @@ def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) 
 
 
 def _panels(exact: ExactValues) -> list[Panel]:
-    """Draw difference and variances, the difference's share by prompt, and the bias."""
+    """Return panels of difference and variances, the difference's share by prompt, and the bias."""
     moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
     limits = {
         "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),

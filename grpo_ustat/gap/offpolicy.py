@@ -160,7 +160,7 @@ class Setting:
         return policy_D + penalty_D
 
     def quality(self, current: SequencePolicy) -> dict[str, float]:
-        """Compute squared biases, variances and errors of both levels; `_kl` of the penalty's part alone.
+        """Compute squared biases, variances and errors of both levels; `_kl`: the penalty's part.
 
         `_policy` is without the penalty; `ratio_second_moment` is E rho^2, mean over prompts. With
         normalisation also `_drift2`, the squared change of the bias since theta_old, and
@@ -404,7 +404,7 @@ class Draws:
 
 
 def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Draw one replicate's minibatches from a generator that depends on seed and replicate alone."""
+    """Draw one replicate's minibatches from a generator keyed by seed and replicate alone."""
     rng = generator(seed, "theorem12", replicate)
     law_PY = setting.old.probabilities_PY
     prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))

@@ -78,7 +78,7 @@ class EndPoint:
 
 
 def plan(design: Proposition13Config) -> list[Simulation]:
-    """Plan GRPO at the largest G, normalised at every G; variants with KL term, minibatches, both."""
+    """Plan GRPO at the largest G, normalised at every G; variants with KL term or minibatches."""
     (rate,), steps = learning_rates(design), (design.steps // 4, design.steps)
     kl, parts = kl_term(design), design.minibatches
     split = {"num_prompts": design.num_prompts // parts, "minibatches": parts}
@@ -326,7 +326,7 @@ def _notes(ends: list[EndPoint]) -> list[str]:
 
 
 def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
-    """Draw ends by group size, ends of the variants, and the two objectives."""
+    """Return panels of the ends by group size and of variants, and of the two objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
     x = [end.estimator.group_size for end in by_size]
     curves = [
@@ -359,7 +359,7 @@ def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
 
 
 def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
-    """Draw measured ends with their intervals, and the roots."""
+    """Return lines of measured ends with their intervals, and of the roots."""
     x = [end.estimator.group_size for end in ends]
     y, low, high = (list(values) for values in zip(*(end.measured for end in ends), strict=True))
     roots = [end.root for end in ends]

@@ -92,7 +92,10 @@ class SequencePolicy:
         return self.weighted_scores(np.ones(len(self.theta_LVV)))
 
     def weighted_scores(self, weight_PYL: np.ndarray) -> np.ndarray:
-        """Return `sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D]; weights may be broadcast."""
+        """Return `sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D].
+
+        Weights may be broadcast.
+        """
         return self._in_rows(weight_PYL[..., None] * (self._token_YLV - self.next_PYLV))
 
     def value_P(self, reward_PY: np.ndarray) -> np.ndarray:

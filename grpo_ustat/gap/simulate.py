@@ -131,7 +131,7 @@ class Trajectories:
         return self.gap_SR.shape[1]
 
     def scaled_gap(self, place: int) -> np.ndarray:
-        """Return (T + offset) times the gap of every replicate at one of the recorded steps, [R]."""
+        """Return (T + offset) times the gap of every replicate at one recorded step, [R]."""
         return (self.steps_S[place] + self.rate.offset) * self.gap_SR[place]
 
 
