@@ -186,7 +186,8 @@ class ScorePool:
     # different questions have a meaning within a metric alone.
     metrics: int = 1
     # The kinds of vectors that a completion has, see `estimators.token_weights.KINDS`. With
-    # several, axes N of `gram_PNN` and `features_PNR` have those of the first kind, then the others'.
+    # several, axes N of `gram_PNN` and `features_PNR` have those of the first kind, then
+    # the others'.
     kinds: tuple[str, ...] = ("all",)
 
     @property

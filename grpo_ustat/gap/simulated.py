@@ -50,7 +50,7 @@ def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
 
 
 def check_limit_rates(experiment: Experiment) -> None:
-    """Apply `check_rates` for theorems on the limit, where the curvature at the maximisers counts."""
+    """Check rates for theorems on the limit, where the curvature at the maximisers counts."""
     bed = build_testbed(experiment.bed)
     check_rates(experiment, bed, bed.least_curvature)
 

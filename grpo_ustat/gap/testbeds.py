@@ -88,7 +88,7 @@ class Testbed(ABC):
         return len(self.start_K)
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser that training next to each u ends at, [K, R], or [K, 1] if unique."""
+        """Return the maximiser where training from next to each u ends, [K, R]; [K, 1] if unique."""
         return self.best_K[:, None]
 
     @property
@@ -298,7 +298,7 @@ class RidgeCoinTestbed(Testbed):
 
 
 def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """Return the law of two independent coins, each a probability [P, R] and its slope [P, K, R]."""
+    """Return the law of two independent coins, each a chance [P, R] and its slope [P, K, R]."""
     (right_PR, slope_PKR), (heads_PR, style_PKR) = answer, style
     answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
     styles = [(heads_PR, style_PKR), (1 - heads_PR, -style_PKR)]

@@ -289,7 +289,7 @@ def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
 
 
 def _plain_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims without normalisation; a ConfigError if the exact path has no bias to speak of."""
+    """Make claims without normalisation; a ConfigError if the exact path has hardly any bias."""
     start, leading = paths.start, paths.leading
     assert leading is not None
     if not leading.exact > ROUNDING * start["token_variance"]:
@@ -353,7 +353,10 @@ def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
 
 
 def _place_claim(paths: PathErrors) -> Claim:
-    """Test the bias by place: j updates move theta by j eta times the target, to first order in eta."""
+    """Test the growth of the bias with the place of a minibatch in its batch.
+
+    After j updates the displacement is j eta times the target, to first order in eta.
+    """
     last = paths.exact_by_place.shape[1] - 1
     ratio_E = paths.exact_by_place[:2, last] / paths.exact_by_place[:2, 1]
     how = (
@@ -593,7 +596,7 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """Describe which level has the smaller error where, by 95 % t intervals of paths' differences."""
+    """Describe which level has the smaller error where, by 95 % t intervals of differences."""
     token, sequence = "that of token ratios", "that of the completion's ratio"
     rates: dict[str, list[str]] = {token: [], sequence: [], "not significantly different": []}
     difference_ER = paths.random["sequence_mse"] - paths.random["token_mse"]
@@ -609,7 +612,10 @@ def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
 
 
 def _crossing(paths: PathErrors, limit: float) -> str:
-    """Return the learning rate at which mean squared bias, `limit` eta^2 at first, is the variance."""
+    """Return the learning rate at which mean squared bias is the mean variance.
+
+    The mean squared bias is `limit` eta^2 at first.
+    """
     if paths.crossing is not None:
         return f"Squared bias equals the variance at learning rate {paths.crossing:.3g}."
     share_E, rate = paths.bias_share_E, np.sqrt(paths.start["token_variance"] / limit)

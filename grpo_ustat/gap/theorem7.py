@@ -43,7 +43,10 @@ Gaps = dict[int, np.ndarray]
 
 
 def plan(design: Theorem7Config) -> list[Simulation]:
-    """Plan GRPO at every learning rate, n and G that divides n; n of a step or total / T at each T."""
+    """Plan GRPO at every learning rate, n, and G that divides n.
+
+    n is that of a step, or total / T at each T.
+    """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
     return [
@@ -335,7 +338,7 @@ def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]])
 
 
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """Return panels of the gap against G, for each rate and T of the budgets, each rate and total."""
+    """Return panels of the gap against G: by rate and T of the budgets, by rate and total."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]

@@ -290,7 +290,10 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
-    """Return quantiles at QUANTILES, below `top`, of the law of all replicates, the mean of theirs."""
+    """Return quantiles at QUANTILES, below `top`, of the law of all replicates.
+
+    It is the mean of their own laws.
+    """
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)
     grid = top * np.linspace(0, 1, LIMIT_POINTS) ** 3

@@ -1,4 +1,4 @@
-"""The run folder: whose it is, whether it is complete, and how files get into it."""
+"""Run folder: its configuration, whether it is complete, and how files get into it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.console import tell
 
-TRACKER_FOLDER = "tracker"  # what a tracker keeps of a run folder, inside it
+# The part of a run folder in which a tracker keeps its files.
+TRACKER_FOLDER = "tracker"
 ARTEFACTS = (
     ".hydra",
     "code.json",
