@@ -88,7 +88,7 @@ class Testbed(ABC):
         return len(self.start_K)
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser where training from next to each u ends, [K, R]; [K, 1] if unique."""
+        """Return the maximiser where training from next to u ends, [K, R]; [K, 1] if unique."""
         return self.best_K[:, None]
 
     @property

@@ -194,7 +194,7 @@ def _order_claim(start: OnPolicy) -> Claim:
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Return panels of squared bias by group size, and of the batch that does not average it out."""
+    """Return panels of squared bias by group size, and of batches that do not average it out."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]

@@ -46,7 +46,7 @@ def start_row() -> dict[str, Any]:
 
 @cache
 def seconds_before_the_first_run() -> float:
-    """Return seconds from the process's start to the first call: imports, configurations, checks."""
+    """Return seconds from the process's start to the first call: imports, configuration, checks."""
     # the system tells a process's start to a second
     return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 
