@@ -80,8 +80,8 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
-        # Opens a tracker, from the folder's path, the configuration's logger, and what is to be shown
-        # of the configuration and the code; None: nothing is sent.
+        # Opens a tracker, from the folder's path, the configuration's logger, and what is to be
+        # shown of the configuration and the code; None: nothing is sent.
         self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []

@@ -229,7 +229,7 @@ class RunRecord:
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """Identity by dotted key: the configuration's choices, and fingerprints of weights and data.
+        """Identity by dotted key: the configuration's choices, fingerprints of weights and data.
 
         Operational keys differ freely (see `identity.OPERATIONAL_KEYS`).
         """
@@ -242,7 +242,7 @@ class RunRecord:
 
     @property
     def policy(self) -> str:
-        """Model and prompt (one model with two prompts counts as two policies), or the test problem.
+        """Model and prompt (a model with two prompts counts as two policies), or the test problem.
 
         For a study of a file of rollouts the model alone: its prompts are in the file.
         """

@@ -34,7 +34,10 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Fields of every row of `eval.csv`; beside them `pass@K` with its ends, and a judge's failures."""
+    """Fields of every row of `eval.csv`.
+
+    Beside them a row has `pass@K` with its ends, and failures of a judge.
+    """
 
     # Updates before it.
     step: Count

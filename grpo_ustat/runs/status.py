@@ -41,7 +41,7 @@ COLOURS = {
     DONE: "green", RUNNING: "cyan", FAILED: "red", PAST_MAX_STEPS: "red", STOPPED: "yellow",
     MISSING: "dim",
 }  # fmt: skip
-# The columns that a table shows of the finished runs of a command.
+# Captions of a table of finished runs, by command.
 CAPTIONS = {
     "train": "held-out {}, 95 % intervals generalising to new questions",
     "mse": "{} of the policy and best G, 95 % intervals generalising to new questions{}",
@@ -162,7 +162,7 @@ def _read_sweep(file: Path) -> Sweep:
 
 
 def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
-    """Make a table for a terminal: a row for every run, and below it the numbers done, failed etc."""
+    """Make a table for a terminal: a row for every run, and below it counts of done, failed etc."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
@@ -205,7 +205,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
 
 
 def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
-    """Return a line for every run that needs more words: its failure, or the process that runs it."""
+    """Return a line for every run that needs more words: its failure, or the process at work."""
     pairs = zip(sweep.entries, states, strict=True)
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 

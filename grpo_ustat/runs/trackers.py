@@ -388,8 +388,10 @@ class Tracking:
 
 
 def visible_texts(content: Any) -> Any:
-    """The value with the invisible characters of its texts spelt out, also within rows and keys, so
-    that a tracker receives no control sequences and no lone surrogates; all else unchanged.
+    """Return the value with the invisible characters of its texts spelt out; all else unchanged.
+
+    This includes texts within rows and keys, so that a tracker receives no control sequences and no
+    lone surrogates.
     """
     if isinstance(content, str):
         return visible(content)
@@ -399,5 +401,5 @@ def visible_texts(content: Any) -> Any:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value is a list of rows, such as curves or claims."""
+    """Return True for a list of rows, such as curves or claims."""
     return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
