@@ -248,7 +248,7 @@ def _compose(name: str, overrides: list[str]) -> DictConfig:
 
 
 def _checked(node: DictConfig, schema: type) -> Any:
-    """Return the checked configuration of a composed one, which keeps the name that follows from it."""
+    """Return the checked configuration of a composed one; it keeps the name that follows from it."""
     config = build_config(_job_part(node), schema)
     OmegaConf.get_cache(node)["folder_name"]["checked"] = folder_name(config)
     return config
@@ -366,7 +366,7 @@ def _check_slurm(warning: int, grace: int) -> None:
 
 
 def _check_folders(planned_runs: list[PlannedRun]) -> None:
-    """Refuse a sweep unless every run has a folder of its own, which tells whether its run is done."""
+    """Refuse a sweep unless every run has a folder of its own: it tells whether its run is done."""
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
         if planned.folder is None or planned.sweep is None:

@@ -35,7 +35,6 @@ from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 MULTIRUN = RunMode.MULTIRUN
-# An interpolation.
 INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
 
@@ -171,7 +170,7 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def sweep_node(name: str, overrides: list[str]) -> DictConfig:
-    """Return the configuration with Hydra's own node as a sweep has it, before any run is chosen."""
+    """Return a sweep's configuration with Hydra's own node, before any run is chosen."""
     return _open_hydra().compose_config(
         name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
     )

@@ -66,7 +66,7 @@ def show_prompts(config: Common, split: str) -> None:
 
 
 def visible(text: str) -> str:
-    r"""Return the text with control characters except newlines written out: none acts on a terminal.
+    r"""Return the text with control characters except newlines spelt out: none acts on a terminal.
 
     >>> visible("[b]\x1b")
     '[b]\\x1b'

@@ -80,7 +80,7 @@ class FixedCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` over new questions, see `estimators.scaling`."""
+    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` for new questions, see `estimators.scaling`."""
 
     c1: Estimate
     c2: Estimate
@@ -142,7 +142,7 @@ class LossWorth:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicy:
-    """Efficiency of rollouts written by another policy, or by a sampler that is not quite the policy."""
+    """Efficiency of rollouts written by another policy, or by a sampler that differs from it."""
 
     # The policy that wrote them.
     written_by: str
@@ -192,7 +192,10 @@ class ClaimVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRow:
-    """The noise scale of `leave_one_out` at one G in rollouts and tokens, see `estimators.scaling`."""
+    """The noise scale of `leave_one_out` at one G, in rollouts and tokens.
+
+    See `estimators.scaling`.
+    """
 
     group_size: float | None
     rollouts: Estimate
@@ -235,7 +238,7 @@ class DynamicSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The relative change of the error by a plan of unequal group sizes, see `estimators.allocation`."""
+    """Relative change of the error by a plan of unequal group sizes, see `estimators.allocation`."""
 
     plan: str
     group_size: Size

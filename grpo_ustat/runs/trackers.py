@@ -30,15 +30,15 @@ from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, tell, warn
 from grpo_ustat.terminal.streams import single_line, visible
 
-# of a run, in letters; wandb takes 128
+# Of a run, in letters; wandb takes 128.
 LONGEST_NAME = 120
-# seconds before a stopped run is killed that no tracker may use
+# Seconds before a stopped run is killed that no tracker may use.
 STOP_MARGIN_SECONDS = 10.0
-# exit codes for wandb
+# Exit codes for wandb.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
-# of what was sent: the run's id, how often, the latest step of metrics and of each evaluation
+# Of what was sent: the run's id, how often, the latest step of metrics and of each evaluation.
 STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
-# columns of a curve of errors, which TensorBoard draws over the group size
+# Columns of a curve of errors, which TensorBoard draws over the group size.
 CURVE_COLUMNS = {"mse", "group_size", "baseline", "method", "setting"}
 
 Rows = Sequence[dict[str, Any]]
@@ -48,17 +48,17 @@ Rows = Sequence[dict[str, Any]]
 class About:
     """The run, for a tracker."""
 
-    # for the tracker's own files
+    # For the tracker's own files.
     folder: Path
-    # the same when the run goes on
+    # The same when the run goes on.
     run_id: str
-    # of the run, and of its seeds together
+    # Of the run; `group` is that of its seeds together.
     name: str
     group: str
     project: str | None
-    # without secrets
+    # Without secrets.
     config: dict[str, Any]
-    # that opening and ending may take
+    # Time that opening and ending may take.
     seconds: float
 
 
