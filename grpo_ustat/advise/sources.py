@@ -329,7 +329,7 @@ def _from_pool(request: Request) -> Advice:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """Return TRL's logs in a run's folder or its folder of completions, from the first to the last."""
+    """Return TRL's logs in a run's folder or its folder of completions, first to last."""
     logs = list(folder.glob("completions*.parquet"))
     logs = logs or list(folder.glob("completions/completions*.parquet"))
     return sorted(logs, key=natural_order)

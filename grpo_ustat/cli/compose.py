@@ -248,7 +248,7 @@ def _compose(name: str, overrides: list[str]) -> DictConfig:
 
 
 def _checked(node: DictConfig, schema: type) -> Any:
-    """Return the checked configuration of a composed one; it keeps the name that follows from it."""
+    """Return the checked configuration of a composed one, with the name that follows from it."""
     config = build_config(_job_part(node), schema)
     OmegaConf.get_cache(node)["folder_name"]["checked"] = folder_name(config)
     return config

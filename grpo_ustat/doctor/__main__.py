@@ -27,7 +27,7 @@ from grpo_ustat.doctor.checks import CHECKS, Check, Finding, answer_within, fail
 from grpo_ustat.terminal.streams import visible
 
 COLOURS = {"ok": "32", "warning": "33", "failed": "1;31"}
-# where the messages begin, characters
+# Characters before a message.
 INDENT = 18
 
 

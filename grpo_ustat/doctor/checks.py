@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 PACKAGE = "grpo-ustat"
-# extras that every command needs
+# Extras that every command needs.
 COMMAND_EXTRAS = ("", "torch", "cli")
 TRACKERS = ("wandb", "tensorboard", "trackio")
 WANDB_SERVER = "https://api.wandb.ai"
@@ -40,27 +40,27 @@ SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 CGROUP = Path("/sys/fs/cgroup")
 CONNECT_SECONDS = 2.0
 SCONTROL_SECONDS = 10.0
-# importing torch and starting CUDA takes 5 s
+# Importing torch and starting CUDA takes 5 s.
 CUDA_SECONDS = 20.0
 SUM_SECONDS = 30.0
-# the largest relative error of a float32 product; TF32's is 3e-4
+# The largest relative error of a float32 product; TF32's is 3e-4.
 FLOAT32_ERROR = 1e-3
-# the error of a product in bfloat16, which has 8 bits, lies between these
+# The error of a product in bfloat16, which has 8 bits, is between these.
 BF16_ERROR = (3e-4, 2e-2)
-# torch loads in no less; a small model trains within the second
+# torch loads in no less than the first; a small model trains within the second.
 LEAST_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
 TRIAL_BYTES = 2**24
 LEAST_DISK_BYTES = 5e9
-# 5 minutes for a checkpoint of 0.5 B parameters
+# 5 minutes for a checkpoint of 0.5 B parameters.
 LEAST_BYTES_PER_SECOND = 20e6
 OTHER_FOLDER = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
-# deadline and memory of a judge as in conf/dataset/math.yaml; spare seconds on a busy machine
+# Deadline and memory of a judge as in conf/dataset/math.yaml; spare seconds on a busy machine.
 JUDGE_SECONDS, JUDGE_MEMORY_GB, JUDGE_SPARE_SECONDS = 2.0, 2.0, 4.0
 JUDGE_FIX = (
     "pip install -c constraints.txt 'math-verify[antlr4-9-3]'; sets without dataset=math do "
     "without it"
 )
-# locks a file until its process is killed
+# Locks a file until its process is killed.
 LOCK_CODE = (
     "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB);"
     "print('locked', flush=True); sys.stdin.read()"
@@ -71,10 +71,10 @@ RANK_CODE = "import sys; from grpo_ustat.doctor.checks import add_up; add_up(sys
 class Finding(NamedTuple):
     """The report of a check."""
 
-    # warning: runs work, but something is likely a mistake; failed: runs will fail or be wrong
+    # warning: runs work, but something is likely a mistake; failed: runs will fail or be wrong.
     status: Literal["ok", "warning", "failed"]
     message: str
-    # only of a status that is not ok
+    # Empty if the status is ok.
     fix: str = ""
 
 
@@ -152,7 +152,7 @@ def installed_version(name: str) -> str | None:
 
 
 def check_torch(_: Path) -> Finding:
-    """List GPUs by name, memory and driver; multiply matrices in float32 and bfloat16 on each device."""
+    """List GPUs by name, memory and driver; each multiplies matrices in float32 and bfloat16."""
     import torch
 
     driver, built_for = _gpu_driver(), torch.version.cuda
@@ -216,7 +216,7 @@ def cuda_error() -> str | None:
 
 
 def _gpu_driver() -> str | None:
-    """Return the version of the first GPU's driver; None if nvidia-smi is missing or sees no GPU."""
+    """Return the version of the first GPU's driver; None if nvidia-smi or a GPU is missing."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.TimeoutExpired, subprocess.CalledProcessError, IndexError):
         return subprocess.check_output(command, text=True, timeout=5).splitlines()[0]
@@ -503,7 +503,7 @@ def check_ranks(_: Path) -> Finding:
 def all_reduce_error(
     backend: str, count: int, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """Have `count` processes add up 1, ..., count; return the reason why they could not, else None."""
+    """Have `count` processes add up 1, ..., count; return the reason of a failure, else None."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -612,11 +612,11 @@ def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
 class Check(NamedTuple):
     """A line of the table of checks."""
 
-    # on the command line and in the output
+    # On the command line and in the output.
     name: str
-    # from the output folder to a finding
+    # From the output folder to a finding.
     run: Callable[[Path], Finding]
-    # after which it is not waited for any more; those that import torch wait for slow disks
+    # Deadline of the check; checks that import torch wait for slow disks.
     seconds: float
 
 

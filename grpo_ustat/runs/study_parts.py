@@ -80,7 +80,10 @@ class FixedCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` for new questions, see `estimators.scaling`."""
+    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` for new questions.
+
+    See `estimators.scaling`.
+    """
 
     c1: Estimate
     c2: Estimate
@@ -238,7 +241,10 @@ class DynamicSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Relative change of the error by a plan of unequal group sizes, see `estimators.allocation`."""
+    """Relative change of the error by a plan of unequal group sizes.
+
+    See `estimators.allocation`.
+    """
 
     plan: str
     group_size: Size

@@ -172,7 +172,7 @@ class Meter:
             self._print_when_due(completed / total, f"{self.title}: {name} {text}")
 
     def activity(self) -> tuple[str, int, int, str]:
-        """Return the latest activity of all processes: name, completions done and in all, and a text."""
+        """Return the latest activity of all processes: name, completions done, in all, a text."""
         now = self._clock()
         recent = [activity for at, activity in self._reports.values() if now - at < STALE_SECONDS]
         if not recent:
@@ -308,7 +308,7 @@ def clock_text(seconds: float) -> str:
 
 
 def monitor_text(row: dict[str, Any]) -> str:
-    """Write the best group size with its interval and the gradient's error, if a metrics row has them.
+    """Write a metrics row's best group size with its interval and gradient error, if it has them.
 
     >>> row = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
     >>> monitor_text(row | {"monitor/mse": 2.345})

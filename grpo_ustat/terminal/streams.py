@@ -139,7 +139,7 @@ def percentage(share: float, digits: int = 0) -> str:
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
-    """Write G* with its interval; None if not even a lower end above 2, the smallest group, is known.
+    """Write G* with its interval; None without even a lower end above 2, the smallest group.
 
     Args:
         best: estimate, null or NaN if there is none.
