@@ -151,7 +151,6 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
     """Return a command line's unchecked configuration with Hydra's own node, to show, not to run.
 
     Args:
-        entry: the command.
         words: its command line.
         sweep: True if keys may have several values, as before the runs of a sweep are chosen.
     """

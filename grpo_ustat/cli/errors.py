@@ -64,7 +64,6 @@ def refuse_words(words: Sequence[str], arguments: Sequence[str], flags: Sequence
     """Refuse words that the parser of flags did not take.
 
     Args:
-        words: that it did not take.
         arguments: the whole command line.
         flags: all that there are.
     """
@@ -87,7 +86,6 @@ def check_words(words: Sequence[str], schema: type) -> None:
 
     Args:
         words: of the command line, without flags.
-        schema: of the command.
     """
     for i, word in enumerate(words):
         key, equals, value = word.partition("=")
@@ -113,7 +111,6 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
         word: without a `=`, or with nothing before it.
         before: the words before it.
         rest: the word and those after it.
-        schema: of the command.
     """
     choices = _groups_of(schema)
     groups = [group for group in choices if "/" not in word and _is_choice(group, word, schema)]
@@ -169,7 +166,6 @@ def one_line(error: Exception, schema: type) -> str:
 
     Args:
         error: of Hydra or OmegaConf, while a configuration was composed.
-        schema: of the command.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
 

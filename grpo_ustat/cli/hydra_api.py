@@ -228,10 +228,8 @@ def run_composed(
     """Run a job with a composed configuration, with Hydra's folder, logging and callbacks.
 
     Args:
-        entry: the command.
         node: the configuration with Hydra's own node.
         task: called with the configuration without that node.
-        config_dir: of `--config-dir`.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -252,12 +250,7 @@ def run_composed(
 
 
 def show_hydra(name: str, words: Namespace) -> None:
-    """Print the answer of Hydra itself to `--hydra-help`, `--info` or `--shell-completion`.
-
-    Args:
-        name: of the main configuration file.
-        words: the command line.
-    """
+    """Print the answer of Hydra itself to `--hydra-help`, `--info` or `--shell-completion`."""
     if words.hydra_help:
         _open_hydra().hydra_help(name, get_args_parser(), words)
     elif words.shell_completion:

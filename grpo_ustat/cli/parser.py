@@ -29,7 +29,7 @@ class VerbParser(argparse.ArgumentParser):
         self.verb, self.words = verb, list[str]()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser`; a misspelt option is refused before what it lacks."""
+        """Parse the arguments; a misspelt option is refused before what it lacks."""
         self.words = list[str](sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 

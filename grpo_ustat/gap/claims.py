@@ -102,7 +102,6 @@ def replicates_converge(
     Args:
         last_R: values whose mean tends to 0, at the last step.
         before_R: the values at an earlier step.
-        last_step, before_step: the steps.
     """
     share = (before_step / last_step) ** RATE_EXPONENT
     excess_R = np.sign(last_R.mean()) * (last_R - share * before_R)
@@ -144,7 +143,6 @@ def interval_p_value(
     Args:
         interval: of `t_interval`, at `CONFIDENCE`.
         dof: its degrees of freedom.
-        predicted: the value.
         tolerance: the distance up to which a value counts as the predicted one.
 
     >>> around = Interval(1.0, 0.0, 2.0)  # its half-width is t_4's quantile of 97.5 %

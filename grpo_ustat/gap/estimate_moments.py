@@ -287,7 +287,6 @@ def estimate_moments(
         moments: of each prompt's advantages, see `advantage_moments`.
         probability_PY: of the outcomes, the same as there.
         weight_PYD: w.
-        group_size: G.
         beside_PYD: a.
     """
     beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)

@@ -140,7 +140,6 @@ def normalised_moments(
     """Compute exact errors of N and U in groups of G, by a sum over the number of right answers.
 
     Args:
-        moments: of the prompts.
         group_size: G >= 2.
         epsilon: added to std.
 

@@ -247,7 +247,6 @@ def estimate(
     Args:
         setting: its normalisation does not draw groups again.
         current: pi_theta.
-        prompt_B: the prompts.
         outcome_BG: their completions, of pi_old.
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")

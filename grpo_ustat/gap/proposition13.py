@@ -190,7 +190,6 @@ def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = 
     Args:
         bed: of one coordinate.
         pull: a function of V.
-        u: the coordinate.
         estimator: its KL term counts; None: no KL term.
     """
     probability_PYR, score_PYKR = bed.law(np.array([[u]]))

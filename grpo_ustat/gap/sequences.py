@@ -124,7 +124,6 @@ class SequencePolicy:
         instead.
 
         Args:
-            reference: the other policy.
             prefix_PY: law of the completions whose prefixes these are.
         """
         return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))

@@ -141,8 +141,6 @@ def simulate(bed: Testbed, simulation: Simulation, replicates: range, seed: int)
     In u the update is the same as in theta: the score is Q's and Q Q' = 1.
 
     Args:
-        bed: the policy and its rewards.
-        simulation: the estimator, rate and steps.
         replicates: their numbers; they run side by side.
         seed: with a replicate's number, all that its path depends on.
     """
@@ -202,7 +200,6 @@ def gradient(
 
     Args:
         bed: its rewards count.
-        estimator: of the gradient.
         law: of `bed.law`.
         uniform: [B + B G, R] in [0, 1): which prompts, then which completions.
         old_PYR: probabilities of pi_old, which writes; None: of the policy itself.
@@ -243,7 +240,6 @@ def outcome_counts(
         probability_PYR: of the policy that writes.
         prompt_BR: of each group.
         uniform: [G B, R] in [0, 1), a group's completions B rows apart.
-        group_size: G.
     """
     uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)
     edge_PYR = probability_PYR.cumsum(axis=1)[:, :-1].astype(np.float32)
@@ -299,8 +295,6 @@ def run_simulations(
     """Return every simulation's trajectories in their order, and the number of completions drawn.
 
     Args:
-        simulations: to run, all replicates of each.
-        bed: its policy learns.
         replicates: R.
         seed: with a replicate's number, all that its path depends on.
         workers: processes that share the replicates.

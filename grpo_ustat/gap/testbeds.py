@@ -177,7 +177,7 @@ class CoinTestbed(Testbed):
         return np.sqrt(2 * self.reach / self.lambda_K)
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Testbed.law`."""
+        """Return probabilities and scores, see `Testbed.law`."""
         bend_R = (self.lambda_K[:, None] * np.square(u_KR)).sum(axis=0) / 2
         right_PR = self.value_P[:, None] + self.slope_PK @ u_KR - bend_R
         heads_PR = 0.5 + self.style_PK @ u_KR
@@ -186,12 +186,12 @@ class CoinTestbed(Testbed):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Testbed.curvature_at`; the same everywhere."""
+        """Return the curvature, the same everywhere."""
         return np.diag(self.lambda_K)
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """See `Testbed.constants`; exact."""
+        """(mu, L), exact."""
         return float(self.lambda_K.min()), float(self.lambda_K.max())
 
 
@@ -241,16 +241,16 @@ class RidgeCoinTestbed(Testbed):
 
     @property
     def curved(self) -> int:
-        """See `Testbed.curved`."""
+        """1: J curves along v and is flat along w."""
         return 1
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """See `Testbed.limits`: v = 0, and the w that is there."""
+        """Return the maximiser next to each u: v = 0, and the w that is there."""
         return np.stack([np.zeros_like(u_KR[1]), u_KR[1]])
 
     @property
     def least_curvature(self) -> float:
-        """See `Testbed.least_curvature`."""
+        """The least curvature along the ridge, within the box."""
         return self.curvature * (1 - abs(self.bend) * self.width)
 
     @cached_property
@@ -264,7 +264,7 @@ class RidgeCoinTestbed(Testbed):
         return np.array([np.sqrt(2 * self.reach / self.least_curvature), self.width])
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Testbed.law`."""
+        """Return probabilities and scores, see `Testbed.law`."""
         v_R, w_R = u_KR
         lambda_R = self.curvature * (1 + self.bend * w_R)
         right_PR = self.value_P[:, None] + self.slope_P[:, None] * v_R - lambda_R * v_R**2 / 2
@@ -280,19 +280,19 @@ class RidgeCoinTestbed(Testbed):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Testbed.curvature_at`."""
+        """Return the curvature at u, see `Testbed.curvature_at`."""
         across = self.curvature * self.bend * u_K[0]
         return np.array([[self.curvature * (1 + self.bend * u_K[1]), across], [across, 0.0]])
 
     def sublevel_grid(self) -> np.ndarray:
-        """See `Testbed.sublevel_grid`; within the box."""
+        """Return points of the sublevel set, [K, points], within the box."""
         axes = [np.linspace(-half, half, GRID_POINTS) for half in self.box_K]
         grid_KR = np.array(list(product(*axes))).T
         return grid_KR[:, self.gap(grid_KR) <= self.reach]
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """See `Testbed.constants`; `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
+        """(mu, L) of the sublevel set; `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
         norms = [np.linalg.norm(self.curvature_at(u_K), 2) for u_K in self.sublevel_grid().T]
         return self.least_curvature, float(max(norms))
 
@@ -324,7 +324,7 @@ class SoftmaxTestbed(Testbed):
     offset_PY: np.ndarray
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Testbed.law`."""
+        """Return probabilities and scores, see `Testbed.law`."""
         logits_PYR = (self.feature_YK @ u_KR)[None] + self.offset_PY[..., None]
         weights_PYR = np.exp(logits_PYR - logits_PYR.max(axis=1, keepdims=True))
         probability_PYR = weights_PYR / weights_PYR.sum(axis=1, keepdims=True)
@@ -332,7 +332,7 @@ class SoftmaxTestbed(Testbed):
         return probability_PYR, self.feature_YK[None, ..., None] - mean_PKR[:, None]
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Testbed.curvature_at`: `-E[(r - V) s s']`."""
+        """Return the curvature, `-E[(r - V) s s']`."""
         probability_PYR, score_PYKR = self.law(u_K[:, None])
         value_P1 = self.value(probability_PYR)
         weight_PY = probability_PYR[..., 0] * (self.rewards_PY - value_P1)

@@ -84,7 +84,6 @@ def theorem12(
         policy: pi_old, of at least 2 tokens.
         reference: pi_ref, with the same prompts.
         reward_PY: rewards of all its completions on a grid, such that no token decides them alone.
-        design: what is run and enumerated.
         seed: of the paths; the same completions are drawn at every learning rate.
     """
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1
@@ -138,7 +137,6 @@ def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
     """Make claims of the theorem with normalisation, then of what would make it hold.
 
     Args:
-        start: exact values.
         group_size: G at which other divisors are compared.
     """
     by_size = [_bias_claim(start, "group_std", size, "with normalisation") for size in start.sizes]

@@ -245,7 +245,6 @@ def total_claim(
 
     Args:
         total: n T.
-        rate: of learning.
         cells: gaps of every G at (rate, n, T).
         theories: the best G there by each theory.
         steps: every T.

@@ -104,7 +104,6 @@ def limit_weights_at(
 
     Args:
         bed: its curvature and noise at each limit are enumerated.
-        estimator: of the gradient.
         rate: c / (t + offset).
         u_KR: the replicates' coordinates.
     """

@@ -80,8 +80,6 @@ def checked(
     """Return a file's parsed content and an empty text, or None and a line on what is wrong.
 
     Args:
-        folder: of the run.
-        name: of the file in it.
         parse: makes its content of its text, by a ValueError if it cannot.
         shape: of the content, see `misfit`; None: anything.
         whole: True if all of its keys have to be there.

@@ -71,7 +71,6 @@ class RunFolder:
 
     Args:
         path: the folder; need not exist.
-        config: the run's typed configuration.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -354,12 +353,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Return the files of a finished run that changed: result.json, or tables still there.
-
-    Args:
-        folder: of the run.
-        result: the content of its result.json.
-    """
+    """Return the files of a finished run that changed: result.json, or tables still there."""
     changed = []
     if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)

@@ -88,8 +88,6 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
     """Note the failure of a launch that could not note it itself.
 
     Args:
-        folder: of the run.
-        error: the error that ended it.
         config_hash: of the launch's configuration, which may not be the folder's.
         before: the last row, if any, before it began.
     """
@@ -110,7 +108,6 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
     A launch that was killed has no end, and is left out.
 
     Args:
-        rows: of the history.
         now: the end of the last launch, if it has none yet.
 
     >>> wall_seconds([{"event": "start", "time": "2026-03-01T00:00:00+00:00"},

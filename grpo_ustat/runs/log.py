@@ -59,7 +59,6 @@ class MetricsLog:
     """`metrics.jsonl`, one row a step, written at once; rows that cannot be written wait.
 
     Args:
-        folder: the run folder.
         keep_up_to: rows of later steps are dropped: a resumed run writes them again.
     """
 
@@ -110,7 +109,6 @@ class RunLog:
     """Files of rank 0 during training: metrics.jsonl and completions.parquet.
 
     Args:
-        folder: the run folder.
         keep_up_to: rows of later steps are dropped: a resumed run writes them again.
     """
 
@@ -140,7 +138,6 @@ class CompletionLog:
     goes beyond the checkpoint that a run resumes from is dropped, so that no step comes twice.
 
     Args:
-        folder: the run folder.
         keep_up_to: rows of later steps are dropped.
     """
 

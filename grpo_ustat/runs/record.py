@@ -97,7 +97,6 @@ class RunRecord:
     """A run folder; every file is read once, when it is first needed.
 
     Args:
-        folder: of the run.
         label: its name among other runs.
         config_hash: fingerprint that its result must have; None: any.
         max_steps: training steps that it must have done; None of a study.
@@ -409,7 +408,6 @@ class RunRecord:
         """Return a file's parsed content; None if it is missing, or damaged and noted.
 
         Args:
-            name: of the file.
             parse: makes its content of its text, by a ValueError if it cannot.
             shape: of a mapping, see `contents.misfit`; None: anything.
         """

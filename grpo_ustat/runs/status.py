@@ -99,7 +99,6 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
     """Write the list of a sweep's runs.
 
     Args:
-        command: of all runs.
         planned_runs: each with a folder below the sweep's.
     """
     place = planned_runs[0].sweep

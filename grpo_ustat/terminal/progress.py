@@ -104,7 +104,6 @@ class Meter:
     activities only before the first unit is done, when nothing else shows that work goes on.
 
     Args:
-        title: of the work.
         total, completed: of units, at the end and at the start.
         unit: what is counted.
         visible: False on ranks other than 0.

@@ -37,7 +37,6 @@ def single_line(text: object, most: int | None = None) -> str:
     r"""Return an error's message on one line, a blank for each run of white space.
 
     Args:
-        text: an error, or its text.
         most: largest number of characters, the rest is cut; None: no limit.
 
     >>> single_line("no\n  such file ", 7)
