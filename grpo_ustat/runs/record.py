@@ -31,15 +31,15 @@ CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 # Notes on other files come after these.
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)
-# On a page.
+# Largest log of completions that a page holds, in completions and bytes.
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000
-# Unpacked, of a log of completions.
+# Largest log of completions that is read, unpacked.
 MOST_PARQUET_BYTES = 4_000_000_000
-# Shown of a run.
+# Largest number of evaluations shown of a run.
 MOST_EVALS = 1000
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
-# Of a training step if none are named, as in conf/budget/train.yaml.
+# Rollouts of a training step if none are named, as in conf/budget/train.yaml.
 DEFAULT_ROLLOUTS = 256
 PAST_MAX_STEPS = "already past max_steps"
 
