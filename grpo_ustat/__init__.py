@@ -1,14 +1,14 @@
-"""grpo_ustat: how good a GRPO policy gradient is, which group size to use, and training with it.
+"""Quality of a GRPO policy gradient, the best group size, and training with it.
 
-The names below are loaded when they are first used, so that `import grpo_ustat` takes no time:
+Each name below is loaded when it is first used, so that `import grpo_ustat` takes no time:
 
 - `GradientNoiseCallback`: the gradient's error in TRL's GRPOTrainer, while it trains.
-- `audit`: whether the gradient that a trainer applies is the one that its loss declares;
-  `UpdateRows`: of which rows, `Loss`: what it declares.
+- `audit`: check whether the gradient that a trainer applies is the one that its loss declares;
+  `UpdateRows` gives the rows of the update, `Loss` the declaration.
 - `completion_scores`: exact scores of completions of a loaded model.
 - `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
 - `noise_scale_from_norms`: how many rollouts are worth their price, from norms of gradients.
-- `Baseline`: what a baseline of one's own is.
+- `Baseline`: the declaration of a user's own baseline.
 - `load_run`: a run folder, finished or not.
 - `read_curves`: the curves of a study as a table.
 """
@@ -40,7 +40,8 @@ __all__ = [
     "scaling_from_arrays",
 ]
 
-_HOMES = {  # the module of a name, and the extra that it needs
+# The module of each name, and the extra that it needs.
+_HOMES = {
     "Baseline": ("grpo_ustat.estimators.baselines", ""),
     "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),
     "Loss": ("grpo_ustat.estimators.row_weights", ""),

@@ -1,4 +1,4 @@
-"""`grpo-ustat VERB ...`, or `python -m grpo_ustat VERB ...`: all that the package does."""
+"""Console entry `grpo-ustat VERB ...`, also `python -m grpo_ustat VERB ...`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
 from grpo_ustat.config.command_line import install_line
 
-EXTRA_PACKAGES = {  # the package of each module that the extra [cli] brings
+# The package of each module that the extra [cli] brings.
+EXTRA_PACKAGES = {
     "accelerate": "accelerate",
     "datasets": "datasets",
     "gx2": "gx2",
@@ -18,7 +19,8 @@ EXTRA_PACKAGES = {  # the package of each module that the extra [cli] brings
     "jinja2": "jinja2",
     "math_verify": "math-verify",
     "matplotlib": "matplotlib",
-    "omegaconf": "hydra-core",  # which brings it
+    # hydra-core brings omegaconf.
+    "omegaconf": "hydra-core",
     "packaging": "packaging",
     "pandas": "datasets",
     "psutil": "psutil",
@@ -32,7 +34,7 @@ EXTRA_PACKAGES = {  # the package of each module that the extra [cli] brings
 
 
 def main() -> None:
-    """Console entry: the rest of the command line is the verb's own."""
+    """Run the verb, which reads the rest of the command line itself."""
     verb, *arguments = sys.argv[1:] or [""]
     if verb in ("", "-h", "--help", "help"):
         print(help_text(), file=sys.stdout if verb else sys.stderr)
@@ -54,7 +56,7 @@ def main() -> None:
 
 
 def _call(verb: str) -> None:
-    """Call the verb's own entry; what the system refuses it is one line."""
+    """Call the verb's own entry, and print an error of the operating system in one line."""
     from grpo_ustat.launch.command import without_garbage_collection
     from grpo_ustat.runs.faults import fault_line
     from grpo_ustat.terminal.streams import lasting_output

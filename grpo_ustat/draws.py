@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw is a function of what it is for.
+"""Keyed random numbers: every draw is a function of its purpose.
 
 Uniforms come from Philox (Salmon et al. 2011), a counter-based generator: its key is a hash of
 (seed, stream, step, prompt id) and its counter starts at the completion's index, so results do not
@@ -14,11 +14,11 @@ import numpy as np
 
 
 def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
-    """A 128-bit Philox key, two uint64.
+    """Return a 128-bit Philox key, two uint64.
 
     Args:
         seed: the run's seed.
-        stream: what the draws are for, such as `rollout`, `value` or `eval`.
+        stream: the purpose of the draws, such as `rollout`, `value` or `eval`.
         step: training step or replicate.
         name: prompt id.
     """
@@ -27,14 +27,14 @@ def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
-    """A generator for choices that belong to no single completion, such as which prompts."""
+    """Return a generator for choices that belong to no single completion, such as which prompts."""
     return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 
 def uniforms(
     seed: int, stream: str, step: int, prompt_id: str, completions: Sequence[int], count: int
 ) -> np.ndarray:
-    """Uniforms in [0, 1), shape [len(completions), count]; row i belongs to completion i alone.
+    """Return uniforms in [0, 1), [len(completions), count]; row i depends on completion i alone.
 
     >>> both = uniforms(0, "rollout", 3, "7*3", range(2), 4)
     >>> second = uniforms(0, "rollout", 3, "7*3", range(1, 2), 2)
@@ -52,7 +52,7 @@ def uniforms(
 def request_seeds(
     seed: int, stream: str, step: int, prompt_id: str, completions: range
 ) -> list[int]:
-    """A seed in [0, 2^63) for each completion alone, for a sampler that draws by itself.
+    """Return a seed in [0, 2^63) for each completion alone, for a sampler that draws by itself.
 
     >>> request_seeds(0, "rollout", 3, "7*3", range(2))[1:] == request_seeds(
     ...     0, "rollout", 3, "7*3", range(1, 2)

@@ -1,4 +1,4 @@
-"""The records that travel between rooms: frozen, every axis named.
+"""Records that travel between rooms: frozen, every axis named.
 
 Axes: P prompts, G completions of one prompt (its group), N completions of one prompt's pool,
 T completion tokens, B rows of a batch, F reward functions. Names carry their axes: `rewards_PG`,
@@ -20,14 +20,16 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-LARGEST_REWARD = 1e50  # in absolute value: squares of larger ones, and their products, overflow
-LEAST_QUESTIONS = 4  # of which an interval for new ones is made
-ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is called
+# In absolute value: squares of larger rewards, and their products, overflow.
+LARGEST_REWARD = 1e50
+# Fewer questions give no interval for new questions.
+LEAST_QUESTIONS = 4
+# Names of a mean of rewards.
+ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
 
 
 def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
-    """Whether a value is a finite real number of at most `largest` in absolute value, and a float
-    can hold it.
+    """Return True for a finite real number, at most `largest` in absolute value, that fits a float.
 
     >>> is_number(1), is_number(10**400), is_number("1"), is_number(1e60, LARGEST_REWARD)
     (True, False, False, False)
@@ -42,7 +44,7 @@ def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
 
 
 def joint_quantity(quantities: Iterable[str]) -> str:
-    """The name that several means of rewards have in common: an accuracy is a mean reward too.
+    """Return the name that several means of rewards share: an accuracy is a mean reward too.
 
     >>> joint_quantity(["accuracy"]), joint_quantity(["accuracy", "mean reward"])
     ('accuracy', 'mean reward')
@@ -52,42 +54,32 @@ def joint_quantity(quantities: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a data set.
+    """One question of a data set."""
 
-    Attributes:
-        id: stable name, a function of the question alone; keys every random draw.
-        text: the bare question.
-        answer: the expected final answer.
-        kind: the sort of question, for counts per kind.
-        solution: a worked solution that ends in the answer, as examples in prompts show it.
-        columns: further columns of its row, by name.
-        where: file and number of its row, for errors; empty where there is none.
-    """
-
+    # Stable name, a function of the question alone; keys every random draw.
     id: str
+    # Without the prompt around it.
     text: str
     answer: str
+    # The sort of question, for counts per kind.
     kind: str
+    # A worked solution that ends in the answer, as examples in prompts show it.
     solution: str
+    # Further columns of its row, by name.
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    # File and number of its row, for errors; empty if there is none.
     where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question as the policy reads it.
+    """One question as the policy reads it."""
 
-    Attributes:
-        id: of the question.
-        text: the rendered prompt.
-        question: the bare question.
-        answer: the expected final answer.
-        kind: the sort of question.
-        columns, where: of the question.
-    """
-
+    # The question's; so are `answer`, `kind`, `columns` and `where`.
     id: str
+    # The rendered prompt.
     text: str
+    # Without the prompt around it.
     question: str
     answer: str
     kind: str
@@ -97,30 +89,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """G completions of each of P prompts, right-padded to T tokens.
-
-    Attributes:
-        prompts: the P prompts.
-        prompt_tokens: token ids of each prompt, P lists of their own lengths.
-        tokens_PGT: completion token ids, end token included, padded with 0 (int64).
-        scored_PGT: True on the tokens that the policy wrote, where an environment wrote others,
-            such as the answers of tools; None: it wrote all.
-        mask_PGT: True on the completion's tokens; a prefix of every row.
-        ended_PG: True where the policy wrote its end token, False where it was cut.
-        texts_PG: the decoded completions, P lists of G strings, without special tokens.
-        logprobs_PGT: the sampler's log-probabilities of the tokens, 0 on padding; only ever
-            compared with the trainer's.
-        entropy_PGT: entropy in nats of the distributions the tokens were drawn from, 0 on padding.
-    """
+    """G completions of each of P prompts, right-padded to T tokens."""
 
     prompts: list[Prompt]
+    # Token ids of each prompt, P lists of different lengths.
     prompt_tokens: list[list[int]]
+    # Completion token ids, end token included, padded with 0.
     tokens_PGT: Integers
+    # True on the completion's tokens; a prefix of every row.
     mask_PGT: Mask
+    # True if the policy wrote its end token, False if the completion was cut.
     ended_PG: Mask
+    # The decoded completions, P lists of G strings, without special tokens.
     texts_PG: list[list[str]]
+    # The sampler's log-probabilities of the tokens, 0 on padding; only ever compared with the
+    # trainer's.
     logprobs_PGT: Array | None = None
+    # Entropy in nats of the distributions the tokens were drawn from, 0 on padding.
     entropy_PGT: Array | None = None
+    # True on the tokens that the policy wrote, if an environment wrote others, such as the answers
+    # of tools; None: the policy wrote all.
     scored_PGT: Mask | None = None
 
     @property
@@ -129,7 +117,7 @@ class Rollouts:
         return self.mask_PGT.sum(axis=-1)
 
     def of_prompt(self, place: int) -> Rollouts:
-        """The completions of one prompt."""
+        """Return the completions of one prompt."""
         one = slice(place, place + 1)
         known = {name: value[one] for name, value in vars(self).items() if value is not None}
         return replace(self, **known)
@@ -137,74 +125,69 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class BaselineContext:
-    """What a baseline may look at besides the group's rewards. Fields it does not need stay None.
+    """Inputs of a baseline besides the group's rewards; fields that it does not need stay None."""
 
-    Attributes:
-        value_P: the oracle's V(x) of each prompt, from completions outside the group.
-        lengths_PG: completion lengths in tokens, end token included, at least 1.
-        greedy_P: reward of each prompt's greedy completion.
-        optimal_P: b* = E[q Z | x] / E[q | x] of each prompt, from completions outside the group.
-        running: the mean reward of past batches, one number for all prompts.
-        tracker_P: what the tracker expects of each prompt after its past visits.
-        critic_P: what the critic, fitted on past batches, expects of each prompt.
-        rewards_PGF: rewards of every reward function, of which `rewards_PG` is the weighted sum.
-        reward_weights_F: of the functions in that sum.
-        history: of past rewards and of past groups' mean rewards, the number, the mean and the sum
-            of squared deviations: [2, 3], zeros where there is no past.
-    """
-
+    # The oracle's V(x) of each prompt, from completions outside the group.
     value_P: Array | None = None
+    # Completion lengths in tokens, end token included, at least 1.
     lengths_PG: Integers | None = None
+    # Reward of each prompt's greedy completion.
     greedy_P: Array | None = None
+    # b* = E[q Z | x] / E[q | x] of each prompt, from completions outside the group.
     optimal_P: Array | None = None
+    # The mean reward of past batches, one number for all prompts.
     running: float | None = None
+    # The tracker's expected reward of each prompt, from its past visits.
     tracker_P: Array | None = None
+    # The expected reward of each prompt by the critic, which is fitted on past batches.
     critic_P: Array | None = None
+    # Row 0 is of past rewards, row 1 of past groups' mean rewards: the number, the mean and the sum
+    # of squared deviations of each, [2, 3]; zeros without a past.
     history: Array | None = None
+    # Rewards of every reward function; `rewards_PG` is their weighted sum.
     rewards_PGF: Array | None = None
+    # Weights of the functions in that sum.
     reward_weights_F: Array | None = None
 
 
 @dataclass(frozen=True)
 class ScorePool:
-    """N scored completions of each of P prompts: all that closed forms and losses need.
+    """N scored completions of each of P prompts: all that closed forms and losses need."""
 
-    Attributes:
-        rewards_PN: rewards, float64; of several reward functions their weighted sum.
-        gram_PNN: inner products <s_i, s_j> of the scores of a prompt's completions; the diagonal
-            holds the squared score norms q_i.
-        lengths_PN: completion lengths in tokens.
-        features_PNR: sketches of the scores: inner products across prompts, unbiased; exact where
-            the model has no more parameters than R.
-        centred_sums_PR: wider sketches of `sum_i (z_i - zbar) s_i`, zbar a prompt's mean reward,
-            float32 as they were stored or float64; None where `centred_sums_PFR` is there.
-        greedy_P: reward of the greedy completion, None where no baseline asks for it.
-        sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
-            some of the completions, nats a token; None where the model itself sampled.
-        packages: completions by the versions of the packages that scored them, where known.
-        ended_PN: whether each completion ended with the policy's end token; None: all did.
-        rewards_PNF, centred_sums_PFR: rewards and `centred_sums_PR` of every reward function; None
-            where there is one, of weight 1.
-        reward_weights_F: of the functions in the weighted sum; None likewise.
-        metrics: K, in how many metrics the scores are: question x in metric x mod K, and inner
-            products of different questions have a meaning within a metric alone.
-        kinds: of vectors that a completion has, see `estimators.token_weights.KINDS`. With several,
-            axes N of `gram_PNN` and `features_PNR` have those of the first kind, then the others'.
-    """
-
+    # With several reward functions their weighted sum.
     rewards_PN: Array
+    # Inner products <s_i, s_j> of the scores of a prompt's completions; the diagonal holds the
+    # squared score norms q_i.
     gram_PNN: Array
+    # In tokens.
     lengths_PN: Integers
+    # Sketches of the scores: inner products across prompts, unbiased; exact if the model has no
+    # more parameters than R.
     features_PNR: npt.NDArray[np.float32]
+    # Wider sketches of `sum_i (z_i - zbar) s_i`, zbar a prompt's mean reward, float32 as they were
+    # stored or float64; None if `centred_sums_PFR` is there.
     centred_sums_PR: Array | None
+    # Reward of the greedy completion; None if no baseline asks for it.
     greedy_P: Array | None = None
+    # Mean absolute difference of the sampler's log-probabilities and the model's, in some of the
+    # completions, nats a token; None if the model itself sampled.
     sampler_gap: float | None = None
+    # Numbers of completions by the versions of the packages that scored them; empty if unknown.
     packages: dict[str, int] = field(default_factory=dict[str, int])
+    # True if the completion ended with the policy's end token; None: all did.
     ended_PN: Mask | None = None
+    # Rewards of every reward function; None with a single one of weight 1, like the next two.
     rewards_PNF: Array | None = None
+    # `centred_sums_PR` of every reward function.
     centred_sums_PFR: Array | None = None
+    # Weights of the functions in the weighted sum.
     reward_weights_F: Array | None = None
+    # K, the number of metrics of the scores: question x is in metric x mod K, and inner products of
+    # different questions have a meaning within a metric alone.
     metrics: int = 1
+    # The kinds of vectors that a completion has, see `estimators.token_weights.KINDS`. With
+    # several, axes N of `gram_PNN` and `features_PNR` have those of the first kind, then
+    # the others'.
     kinds: tuple[str, ...] = ("all",)
 
     @property
@@ -213,8 +196,9 @@ class ScorePool:
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     def gradients_of(self, rows: slice) -> Array:
-        """Sketches of some pools' leave-one-out gradients,
-        `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`, in float64.
+        """Return sketches of some pools' leave-one-out gradients, in float64.
+
+        They are `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`.
         """
         if self.centred_sums_PR is not None:
             sums_PR = self.centred_sums_PR[rows].astype(np.float64)

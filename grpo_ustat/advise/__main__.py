@@ -27,7 +27,7 @@ OPTION_MEANINGS = {
 
 
 def main() -> None:
-    """Console entry; the exit code is 0 whatever the advice is, 2 where there is none."""
+    """Run the command; the exit code is 0 whatever the advice is, 2 if there is none."""
     parser = VerbParser(
         "advise",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Advice from what is at hand: a study's folder, a training run's, a pool, a log of rollouts."""
+"""Advice from one source: a study's folder, a training run's, a pool, or a log of rollouts."""
 
 from __future__ import annotations
 
@@ -57,38 +57,37 @@ from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around, study_rollouts
 
 OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your loss wants is told by:"
-NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")  # refused by mse
-LEAST_STEPS = 4  # with constants, of which a mean has an interval
+# Refused by mse.
+NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")
+# Steps with constants; from so many on a mean has an interval.
+LEAST_STEPS = 4
 POOL = "pool.json"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of `advise`.
+    """The command line of `advise`."""
 
-    Attributes:
-        source: a run folder, a pool folder, a log of rollouts, or a folder of logs.
-        num_generations: the group size to judge; None: that of the run.
-        rollouts: n of a step; None: that of the run that wrote the log, or of the run.
-        reward: the column of rewards of a log.
-        model: a checkpoint or a model's name, with which a log's rollouts are scored.
-        objective: overrides of the loss to judge: its preset, fields, baseline.
-        overrides: further ones, for `mse`.
-        output_root: the folder below which a study that is made now is written.
-    """
-
+    # A run folder, a pool folder, a log of rollouts, or a folder of logs.
     source: Path
+    # The group size to judge; None: that of the run.
     num_generations: int | None = None
+    # n of a step; None: that of the run that wrote the log, or of the run.
     rollouts: int | None = None
+    # The column of rewards of a log.
     reward: str | None = None
+    # A checkpoint or a model's name, with which a log's rollouts are scored.
     model: str | None = None
+    # Overrides of the loss to judge: its preset, fields, baseline.
     objective: Sequence[str] = ()
+    # Further ones, for `mse`.
     overrides: Sequence[str] = ()
+    # The folder below which a study that is made now is written.
     output_root: str = "outputs"
 
 
 def advice_of(request: Request) -> Advice:
-    """The advice that a source supports."""
+    """Return the advice that a source supports."""
     source, size, rollouts = request.source, request.num_generations, request.rollouts
     if size is not None and rollouts is not None and rollouts >= size and rollouts % size:
         fewer = rollouts // size * size
@@ -141,7 +140,7 @@ def advice_of(request: Request) -> Advice:
 
 
 def _refuse_dump(request: Request) -> None:
-    """Refuse what another framework wrote, but for a single log of TRL."""
+    """Refuse a file that another framework wrote, except a single log of TRL."""
     source = request.source
     one = format_of(source)
     if one is None or (one.name == "trl" and source.is_file()):
@@ -155,7 +154,7 @@ def _refuse_dump(request: Request) -> None:
 
 
 def _from_study(run: RunRecord, request: Request) -> Advice:
-    """Advice from a study's own `result.json`."""
+    """Return advice from a study's own `result.json`."""
     if run.result is None:
         again = command_line("mse", *policy_overrides(run.config))
         raise ConfigError(
@@ -196,8 +195,9 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
 
 
 def _from_training(run: RunRecord, request: Request) -> Advice:
-    """Advice from the constants that the gradient monitor measured in the second half of the steps;
-    without them only on zero-variance groups.
+    """Return advice from the constants that the gradient monitor measured in the second half.
+
+    Without constants the advice rests on zero-variance groups only.
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
@@ -239,7 +239,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
 
 
 def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: int) -> Advice:
-    """Advice for a training run whose metrics have too few constants, or none."""
+    """Return advice for a training run whose metrics have too few constants, or none."""
     shares = [row["frac_reward_zero_std"] for row in run.metrics if "frac_reward_zero_std" in row]
     reason = "this run did not measure its gradient"
     details = ["Train with monitor.gradient_mse_every=10, or measure the model itself, as below."]
@@ -264,14 +264,15 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: 
 
 
 def _measurable_loss(run: RunRecord) -> list[str]:
-    """Overrides of a training run's loss for `mse`; none where a pool does not tell of it."""
+    """Return overrides of a training run's loss for `mse`; none if a pool cannot measure it."""
     words = objective_overrides(run.config)
     return [] if any(word.startswith(NOT_IN_A_POOL) for word in words) else words
 
 
 def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
-    """The command that studies the newest checkpoint of a run, or the model that it starts from,
-    and its loss.
+    """Return the command that studies a run's newest checkpoint and its loss.
+
+    Without a checkpoint it studies the model that the run starts from.
     """
     overrides = [*policy_overrides(run.config), *(loss or _measurable_loss(run))]
     checkpoints = sorted(
@@ -285,7 +286,7 @@ def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
 
 
 def _from_pool(request: Request) -> Advice:
-    """Advice from a pool folder: from the study that it belongs to, or from one made of it now."""
+    """Return advice from a pool folder: from the study that it belongs to, or from one made now."""
     folder = request.source
     for near in (folder.parent, folder):
         if (near / CONFIG).is_file() and (near / RESULT).is_file():
@@ -328,15 +329,17 @@ def _from_pool(request: Request) -> Advice:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """TRL's logs in a run's folder, or in its folder of completions, from the first to the last."""
+    """Return TRL's logs in a run's folder or its folder of completions, first to last."""
     logs = list(folder.glob("completions*.parquet"))
     logs = logs or list(folder.glob("completions/completions*.parquet"))
     return sorted(logs, key=natural_order)
 
 
 def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
-    """Advice from one of a run's logs, in their order: the last that the model wrote which is
-    typed, or else one of the run's checkpoints, or that is nearest to it.
+    """Return advice from one of a run's logs, which are in their order.
+
+    It is the last log written by the typed model, or else by one of the run's checkpoints, or the
+    log that is nearest to it.
     """
     steps = list(checkpoints_of(run_folder_of(logs[-1])))
     if request.model is not None:
@@ -352,7 +355,7 @@ def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
 
 
 def _from_log(path: Path, request: Request) -> Advice:
-    """Advice from a log of rollouts: with a checkpoint from its scores, else from rewards alone."""
+    """Return advice from a log: with a checkpoint from its scores, else from rewards alone."""
     if request.model is not None:
         if path.suffix != ".parquet":
             raise ConfigError(
@@ -430,9 +433,10 @@ OPTION_NAMES = ("num_generations", "rollouts", "reward", "model", "objective", "
 
 
 def parse_request(words: Sequence[str]) -> Request:
-    """The command line's words: a source, `num_generations=`, `rollouts=`, `reward=`, `model=`,
-    `objective=` and `baseline=` with their fields, `output_root=`, and with a model overrides of
-    `mse`.
+    """Parse the words of the command line.
+
+    They are a source, `num_generations=`, `rollouts=`, `reward=`, `model=`, `objective=` and
+    `baseline=` with their fields, `output_root=`, and with a model overrides of `mse`.
     """
     values: dict[str, Any] = {}
     sources, overrides, objective = [], [], []

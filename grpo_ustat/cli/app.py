@@ -1,4 +1,4 @@
-"""What the commands share: compose, check, run; errors in one line."""
+"""Shared part of the commands: compose, check, run; errors in one line."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def main(command: Command) -> None:
 
 
 def _make(command: Command, node: DictConfig) -> float | None:
-    """Run a command in the folder that Hydra created, as Hydra's task; an error of it ends this
-    process.
+    """Run a command in the folder that Hydra created, as Hydra's task.
+
+    An error of it ends this process.
     """
     folder = output_folder()
     try:
@@ -85,8 +86,9 @@ def _make(command: Command, node: DictConfig) -> float | None:
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration, or what Hydra says of itself; False if the command line asks for
-    none of them.
+    """Print help, a configuration, or Hydra's information on itself.
+
+    False if the command line asks for none of them.
     """
     words = parse_arguments(sys.argv[1:])
     if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
@@ -109,7 +111,7 @@ def print_help(entry: str) -> bool:
 
 
 def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
-    """Print prompts or costs; False where the command line asks for neither."""
+    """Print prompts or costs; False if the command line asks for neither."""
     with_prompts = [planned.config for planned in planned_runs if planned.config.show_prompts]
     costs = any(planned.config.dry_run for planned in planned_runs)
     if with_prompts and is_main():
@@ -128,7 +130,7 @@ def _exit(error: Exception) -> NoReturn:
     """Print an error in one line (once if all ranks have it) and end with its exit code.
 
     Raises:
-        Exception: the error, where it is neither a refusal nor the system's.
+        Exception: the error, if it is neither a refusal nor the system's.
     """
     if not isinstance(error, ONE_LINE_ERRORS):
         line = fault_line(error)

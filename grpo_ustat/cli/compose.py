@@ -1,4 +1,4 @@
-"""From a command line to the runs it asks for: composed, checked, each with its folder."""
+"""Runs of a command line: composed, checked, each with its folder."""
 
 from __future__ import annotations
 
@@ -47,27 +47,25 @@ from grpo_ustat.logs.rows import check_columns
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import PlannedRun
 
-MOST_MESSAGES = 5  # of a sweep
+# Of a sweep.
+MOST_MESSAGES = 5
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a command line asks for.
+    """The content of a command line."""
 
-    Attributes:
-        name: of the main configuration file, the command's unless `--config-name` gives another.
-        overrides: of the command line, with the search path of `--config-dir`.
-        sweep: whether it is a sweep, whose runs Hydra's launcher starts.
-        planned_runs: its runs; none of a command that makes none.
-        config_dir: the folder of `--config-dir`.
-        node: the composed configuration with Hydra's own node, of a sweep before any run is chosen.
-    """
-
+    # Of the main configuration file, the command's unless `--config-name` gives another.
     name: str
+    # Of the command line, with the search path of `--config-dir`.
     overrides: list[str]
+    # True for a sweep, whose runs Hydra's launcher starts.
     sweep: bool
+    # None of a command that makes no runs.
     planned_runs: list[PlannedRun]
+    # The folder of `--config-dir`.
     config_dir: str | None
+    # The composed configuration with Hydra's own node, of a sweep before any run is chosen.
     node: DictConfig
 
 
@@ -137,7 +135,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
 
 
 def compose_config(entry: str, overrides: list[str]) -> Any:
-    """The checked configuration that a command line would run with.
+    """Return the checked configuration that a command line would run with.
 
     Args:
         entry: `train`, `mse` or `gap`.
@@ -150,12 +148,11 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
 
 
 def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfig:
-    """The unchecked configuration of a command line with Hydra's own node, to show, not to run.
+    """Return a command line's unchecked configuration with Hydra's own node, to show, not to run.
 
     Args:
-        entry: the command.
         words: its command line.
-        sweep: whether keys may have several values, as before the runs of a sweep are chosen.
+        sweep: True if keys may have several values, as before the runs of a sweep are chosen.
     """
     name = words.config_name or entry
     with composing(entry, words.config_dir):
@@ -164,15 +161,17 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
 
 @contextmanager
 def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Hydra, with all that `conf/` refers to; what it refuses is a ConfigError in one line."""
+    """Let Hydra read all that `conf/` refers to; a refusal is a ConfigError in one line."""
     register(entry)
     with hydra_session(entry, config_dir), in_one_line(SCHEMAS[entry]):
         yield
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema; our rules; `${folder_name:}`, the run
-    folder's name, which is a function of the whole configuration; `${learning_rate:}`, the model's.
+    """Give Hydra what `conf/` refers to: the schema, our rules, and two resolvers.
+
+    `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
+    `${learning_rate:}` is the model's.
     """
     schema = SCHEMAS[entry]
 
@@ -196,7 +195,7 @@ def register(entry: str) -> None:
 
 
 def check_trust(config: Any, overrides: list[str]) -> None:
-    """A model's own code runs only where the command line itself says so, no file for it."""
+    """Refuse a model's own code unless the command line itself allows it; no file can."""
     named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in overrides)
     if config.model is not None and config.model.trust_remote_code and not named:
         raise ConfigError(
@@ -206,8 +205,10 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 
 
 def _check_log(config: Any, overrides: list[str]) -> None:
-    """Refuse a file of rollouts without the columns of a study, or an embedded model to score it
-    that the command line does not name: the file is another model's.
+    """Refuse a file of rollouts that cannot be studied.
+
+    It has no columns of a study, or an embedded model would score it that the command line does not
+    name: the file is another model's.
     """
     if not getattr(config, "imports_pool", False):
         return
@@ -223,8 +224,9 @@ def _check_log(config: Any, overrides: list[str]) -> None:
 
 
 def _one_or_several(name: str, overrides: list[str], multirun: bool) -> DictConfig:
-    """The configuration of a single run; for a sweep the one without the swept values. A line is a
-    sweep if `-m` is typed or if a file that it names sets `hydra.mode=MULTIRUN`.
+    """Return the configuration of a single run; for a sweep the one without the swept values.
+
+    A line is a sweep if `-m` is typed or if a file that it names sets `hydra.mode=MULTIRUN`.
     """
     if multirun:
         return sweep_node(name, overrides)
@@ -240,19 +242,19 @@ def _one_or_several(name: str, overrides: list[str], multirun: bool) -> DictConf
 
 
 def _compose(name: str, overrides: list[str]) -> DictConfig:
-    """The unchecked configuration with Hydra's own node."""
+    """Return the unchecked configuration with Hydra's own node."""
     return hydra.compose(name, overrides, return_hydra_config=True)
 
 
 def _checked(node: DictConfig, schema: type) -> Any:
-    """The checked configuration of a composed one, which keeps the name that follows from it."""
+    """Return the checked configuration of a composed one, with the name that follows from it."""
     config = build_config(_job_part(node), schema)
     OmegaConf.get_cache(node)["folder_name"]["checked"] = folder_name(config)
     return config
 
 
 def _job_part(node: DictConfig) -> dict[str, Any]:
-    """The configuration without Hydra's own node."""
+    """Return the configuration without Hydra's own node."""
     return {
         str(key): OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for key, part in node.items()
@@ -298,8 +300,9 @@ def _plan_run(
 
 
 def _check_packages(config: Any) -> None:
-    """Refuse a run whose configuration needs a package that is not installed; one that only shows
-    prompts or costs needs none.
+    """Refuse a run whose configuration needs a package that is not installed.
+
+    A run that only shows prompts or costs needs none.
     """
     lora, rollout = getattr(config, "lora", None), getattr(config, "rollout", None)
     if config.only_shows:
@@ -314,8 +317,9 @@ def _check_packages(config: Any) -> None:
 
 
 def check_cuda(config: Any, is_submitted: bool) -> None:
-    """Refuse `cuda` where this PyTorch is built without it, or this machine has no driver, without
-    importing PyTorch; where jobs are submitted, another machine may have one.
+    """Refuse `cuda` if this PyTorch is built without it, or this machine has no driver.
+
+    PyTorch is not imported. If jobs are submitted, another machine may have a driver.
     """
     device, spec = getattr(config.launch, "device", "cpu"), importlib.util.find_spec("torch")
     if not device.startswith("cuda") or spec is None or spec.origin is None:
@@ -337,7 +341,7 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a package can be imported, without importing it."""
+    """Return True if a package can be imported, without importing it."""
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
@@ -361,9 +365,7 @@ def _check_slurm(warning: int, grace: int) -> None:
 
 
 def _check_folders(planned_runs: list[PlannedRun]) -> None:
-    """Refuse a sweep unless every run has a folder of its own: the folder tells whether its run is
-    done.
-    """
+    """Refuse a sweep unless every run has a folder of its own: it tells whether its run is done."""
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
         if planned.folder is None or planned.sweep is None:

@@ -1,5 +1,6 @@
-"""`grpo-ustat convert SRC DST.parquet`: rollouts of another framework as one Parquet file, which
-`grpo-ustat mse pool=DST.parquet model=CHECKPOINT` and `grpo-ustat advise` take.
+"""`grpo-ustat convert SRC DST.parquet`: rollouts of another framework as one Parquet file.
+
+`grpo-ustat mse pool=DST.parquet model=CHECKPOINT` and `grpo-ustat advise` take the file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from grpo_ustat.terminal.console import tell
 
 
 def main() -> None:
-    """Console entry; the exit code is 2 where nothing was written."""
+    """Run the command; the exit code is 2 if nothing was written."""
     parser = VerbParser("convert", description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a folder of files")
     parser.add_argument("target", type=Path, metavar="DST", help="a Parquet file to write")

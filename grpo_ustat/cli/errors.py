@@ -27,7 +27,8 @@ from grpo_ustat.config.values import example_value, field_at, quote_for_shell, t
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.terminal.streams import single_line
 
-NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
+# Names of fields in other trainers, and the names here.
+NAMES_OF_OTHERS = {
     "num_generations": "group_size",
     "chat_template_kwargs": "prompt.template_options",
     "lr": "learning_rate",
@@ -41,13 +42,18 @@ NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
     "normalize_then_sum",
     "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
 }
-CUT_FIELDS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
+# Cuts of the sampled distribution, which other trainers have.
+CUT_FIELDS = ("top_p", "top_k", "min_p")
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-REPORT_NAME_KEYS = ("name", "report.name")  # of a report's folder, which hold no comma
-UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
-EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
+# Keys of a report's folder, which hold no comma.
+REPORT_NAME_KEYS = ("name", "report.name")
+# Nodes that are not swept; nor are keys that make no run another one.
+UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights")
+# Groups that are no fields of the schema.
+EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}
 
-HYDRA_PARTS = {  # of Hydra's own node: a field of each, "" of those that are chosen by a name
+# Parts of Hydra's own node: a field of each, "" of those that are chosen by a name.
+HYDRA_PARTS = {
     "hydra.run": "dir", "hydra.sweep": "dir", "hydra.job": "name",
     **dict.fromkeys(("hydra.launcher", "hydra.sweeper"), ""),
     **dict.fromkeys(("hydra.job_logging", "hydra.hydra_logging"), ""),
@@ -55,10 +61,9 @@ HYDRA_PARTS = {  # of Hydra's own node: a field of each, "" of those that are ch
 
 
 def refuse_words(words: Sequence[str], arguments: Sequence[str], flags: Sequence[str]) -> NoReturn:
-    """Refuse what the parser of flags did not take.
+    """Refuse words that the parser of flags did not take.
 
     Args:
-        words: that it did not take.
         arguments: the whole command line.
         flags: all that there are.
     """
@@ -81,7 +86,6 @@ def check_words(words: Sequence[str], schema: type) -> None:
 
     Args:
         words: of the command line, without flags.
-        schema: of the command.
     """
     for i, word in enumerate(words):
         key, equals, value = word.partition("=")
@@ -101,13 +105,12 @@ def check_words(words: Sequence[str], schema: type) -> None:
 
 
 def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: type) -> str:
-    """The line that refuses a word that sets nothing.
+    """Return the line that refuses a word that sets nothing.
 
     Args:
         word: without a `=`, or with nothing before it.
         before: the words before it.
         rest: the word and those after it.
-        schema: of the command.
     """
     choices = _groups_of(schema)
     groups = [group for group in choices if "/" not in word and _is_choice(group, word, schema)]
@@ -135,7 +138,7 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
 
 
 def _groups_of(schema: type) -> list[str]:
-    """The groups of a command's main file."""
+    """Return the groups of a command's main file."""
     return re.findall(r"(?m)^  - (\w+):", (CONF / f"{_command_of(schema)}.yaml").read_text())
 
 
@@ -144,14 +147,14 @@ def _command_of(schema: type) -> str:
 
 
 def _is_text(key: str, schema: type) -> bool:
-    """Whether the key takes any text: a text field, `model`, or a key that is no field."""
+    """Return True if the key takes any text: a text field, `model`, or a key that is no field."""
     field = field_at(key.lstrip("+~"), all_fields(schema))
     return key == "model" or field is None or field.kind.startswith(("str", "any"))
 
 
 @contextmanager
 def in_one_line(schema: type) -> Iterator[None]:
-    """Turn what Hydra and OmegaConf refuse of a command line into a ConfigError, see `one_line`."""
+    """Turn a refusal by Hydra or OmegaConf of a command line into a ConfigError, see `one_line`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -159,11 +162,10 @@ def in_one_line(schema: type) -> Iterator[None]:
 
 
 def one_line(error: Exception, schema: type) -> str:
-    """A message in one line, with the known names where one is unknown.
+    """Return an error's message in one line, with the valid names if one is unknown.
 
     Args:
         error: of Hydra or OmegaConf, while a configuration was composed.
-        schema: of the command.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
 
@@ -225,7 +227,7 @@ def one_line(error: Exception, schema: type) -> str:
 
 
 def _unreadable(override: str, schema: type) -> str:
-    """The line that refuses an override that Hydra cannot parse."""
+    """Return the line that refuses an override that Hydra cannot parse."""
     typed, _, value = override.partition("=")
     key, value = typed.strip(), value.strip()
     field, is_text = field_at(key.lstrip("+~"), all_fields(schema)), _is_text(key, schema)
@@ -240,7 +242,7 @@ def _unreadable(override: str, schema: type) -> str:
 
 
 def several_values(key: str, value: str, schema: type) -> str:
-    """The line that refuses `key=a,b` where no sweep is typed."""
+    """Return the line that refuses `key=a,b` if no sweep is typed."""
     field, node = field_at(key.lstrip("+"), all_fields(schema)), key.lstrip("+").partition(".")[0]
     if field is None and "/" not in key and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema)
@@ -260,8 +262,9 @@ def several_values(key: str, value: str, schema: type) -> str:
 
 
 def unknown_key(key: str, schema: type) -> str:
-    """The line that refuses an unknown key: it names the command that has the key, or the nearest
-    known name.
+    """Return the line that refuses an unknown key.
+
+    It names the command that has the key, or the nearest valid name.
     """
     if key in CUT_FIELDS:
         return f"unknown key {key}: what is sampled is what is scored, so there is no {key}"
@@ -295,8 +298,10 @@ def unknown_key(key: str, schema: type) -> str:
 
 
 def _own_name(key: str, schema: type, known: Sequence[str]) -> str:
-    """How another command's key is typed here, as `group_sizes=[...]` for group_size; "" where the
-    command has nothing of that name, in the plural or the singular, or below `study`.
+    """Return the spelling here of another command's key, as `group_sizes=[...]` for group_size.
+
+    It is "" if the command has nothing of that name, in the plural or the singular, or below
+    `study`.
     """
     last = key.rpartition(".")[2]
     names = [last] if last != key else [key, f"{key}s", key.removesuffix("s")]
@@ -312,7 +317,7 @@ def _own_name(key: str, schema: type, known: Sequence[str]) -> str:
 
 
 def _is_choice(group: str, name: str, schema: type) -> bool:
-    """Whether a group of ours has this choice and the command can take it."""
+    """Return True if a group of ours has this choice and the command can take it."""
     if group == "baseline" and name in BASELINES:
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
@@ -320,13 +325,14 @@ def _is_choice(group: str, name: str, schema: type) -> bool:
 
 
 def is_overlay(file: Path) -> bool:
-    """Whether a file sets fields of any node."""
+    """Return True if a file sets fields of any node."""
     return "# @package _global_" in file.read_text()
 
 
 def fits(file: Path, schema: type) -> bool:
-    """Whether a command has all fields that a file of its groups sets or sweeps over, as far as
-    that can be told without composing it.
+    """Return True if a command has all fields that a file of its groups sets or sweeps over.
+
+    The file is not composed, so the answer holds only as far as can be told without that.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
@@ -354,7 +360,7 @@ def fits(file: Path, schema: type) -> bool:
 
 
 def top_names(schema: type) -> set[str]:
-    """Names that an override of a command can begin with."""
+    """Return the names that an override of a command can begin with."""
     groups = [extra for name, extra in EXTRA_GROUPS.items() if SCHEMAS[name] is schema]
     return {field.name for field in fields(schema)}.union(*groups)
 

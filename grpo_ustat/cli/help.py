@@ -1,4 +1,4 @@
-"""`--help`, in our own words: purpose, commands to copy, groups with choices, fields with meaning.
+"""`--help` in our own words: purpose, commands to copy, groups with choices, fields with meaning.
 
 It shows the values that the rest of the command line stands for. Words without `=` search it:
 `grpo-ustat train --help clip`.
@@ -22,9 +22,12 @@ from grpo_ustat.cli.options import CommandOptions, Field, command_options
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 
-SIDE_BY_SIDE_COLUMNS = 110  # of a terminal; in narrower ones a field's meaning stands below it
-MOST_COLUMNS = 160  # that a page of help uses
-LONGEST_VALUE = 48  # characters; longer ones are cut
+# Of a terminal; in narrower ones a field's meaning is below it.
+SIDE_BY_SIDE_COLUMNS = 110
+# Of a page of help.
+MOST_COLUMNS = 160
+# Characters; longer values are cut.
+LONGEST_VALUE = 48
 NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
 
 
@@ -54,7 +57,7 @@ def show_help(entry: str, words: Namespace) -> None:
 
 
 def _search(page: CommandOptions, search: list[str]) -> CommandOptions:
-    """The groups and fields whose texts hold every word."""
+    """Return the groups and fields whose texts hold every word."""
 
     def holds_all(*texts: str) -> bool:
         return all(word in " ".join(texts).lower() for word in search)
@@ -75,7 +78,7 @@ def _search(page: CommandOptions, search: list[str]) -> CommandOptions:
 
 
 def _opening(page: CommandOptions) -> Iterator[RenderableType]:
-    """Purpose, commands to copy, and what else `--help` can do; commands are plain strings."""
+    """Yield purpose, commands to copy, and further uses of `--help`; commands are plain strings."""
     yield Text(page.purpose + "\n")
     for command, words in page.commands:
         yield Text(f"  # {words}", DIM)

@@ -1,4 +1,4 @@
-"""What the command line takes from inside Hydra: its private modules are imported here only."""
+"""Use of Hydra's inside by the command line: its private modules are imported here only."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 MULTIRUN = RunMode.MULTIRUN
-INTERPOLATION = re.compile(r"\$\{[^}]*\}")  # an interpolation
+INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """A command line as Hydra reads it: `overrides`, and flags such as `multirun` and `help`.
+    """Parse a command line as Hydra does: `overrides`, and flags such as `multirun` and `help`.
 
     Overrides may hold paths with a `=`, see `quote_plain`, name a model by its place, see
     `model_place`, and end with the search path of `--config-dir`; `typed` are they as typed.
@@ -76,9 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _refuse_ignored(words: Namespace) -> None:
-    """Refuse flags of Hydra that would have no effect here, or that would run something other than
-    what was checked.
-    """
+    """Refuse flags of Hydra that would have no effect here, or would run what was not checked."""
     if words.config_path is not None:
         raise ConfigError(
             f"--config-path={words.config_path} would hide all that is configured here: write "
@@ -95,19 +93,21 @@ def _refuse_ignored(words: Namespace) -> None:
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    """Raise what argparse refuses, such as a value of a flag that has none, as a ConfigError."""
+    """Raise a refusal of argparse, such as a value of a flag that takes none, as a ConfigError."""
     raise ConfigError(f"{message}: see --help")
 
 
 def hydra_overrides(typed: Iterable[str], config_dir: str | None = None) -> list[str]:
-    """Overrides as Hydra reads them, see `quote_plain` and `model_place`."""
+    """Return overrides as Hydra reads them, see `quote_plain` and `model_place`."""
     quoted = map(quote_plain, typed)
     return [override for word in quoted for override in model_place(word, config_dir)]
 
 
 def quote_plain(override: str) -> str:
-    """The override with quotes around each value that contains `=` or `~`, as paths may: Hydra
-    accepts these only in quotes. Quotes, calls, dictionaries and interpolations stay as they are.
+    """Return the override with quotes around each value that contains `=` or `~`, as paths may.
+
+    Hydra accepts these only in quotes. Quotes, calls, dictionaries and interpolations stay as they
+    are.
 
     >>> quote_plain("pool=runs/lr=1/x"), quote_plain("runs=[~/a,b]"), quote_plain("seed=0")
     ("pool='runs/lr=1/x'", "runs=['~/a',b]", 'seed=0')
@@ -123,8 +123,10 @@ def quote_plain(override: str) -> str:
 
 
 def model_place(override: str, config_dir: str | None = None) -> list[str]:
-    """`model=org/name` or `model=FOLDER` rewritten as `model=hub` with that name or folder; other
-    overrides unchanged, such as names of files in `conf/model/` and the several values of a sweep.
+    """Rewrite `model=org/name` or `model=FOLDER` as `model=hub` with that name or folder.
+
+    Other overrides are unchanged, such as names of files in `conf/model/` and the several values of
+    a sweep.
 
     >>> model_place("model=org/name"), model_place("model=tiny")
     (['model=hub', "model.model_name_or_path='org/name'"], ['model=tiny'])
@@ -147,14 +149,15 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
 
 
 def flags() -> list[str]:
-    """Every flag of Hydra's, such as `--multirun`."""
+    """Return every flag of Hydra's, such as `--multirun`."""
     return [name for action in get_args_parser()._actions for name in action.option_strings]
 
 
 @contextmanager
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Let Hydra read `conf/`, and before it the folder of `--config-dir`, which may also hold the
-    main file.
+    """Let Hydra read `conf/`, and before it the folder of `--config-dir`.
+
+    That folder may also hold the main file.
     """
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         if config_dir:
@@ -167,14 +170,14 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def sweep_node(name: str, overrides: list[str]) -> DictConfig:
-    """The configuration with Hydra's own node as a sweep has it, before any run is chosen."""
+    """Return a sweep's configuration with Hydra's own node, before any run is chosen."""
     return _open_hydra().compose_config(
         name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
     )
 
 
 def split_sweep(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep: the product of `key=a,b` values, in Hydra's order.
+    """Return the overrides of each run of a sweep: products of `key=a,b` values, in Hydra's order.
 
     Raises:
         ConfigError: a `glob(...)` names no choice.
@@ -201,12 +204,12 @@ def split_sweep(overrides: list[str]) -> list[list[str]]:
 
 @contextmanager
 def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Launcher]:
-    """Hydra's launcher of a sweep, between its callbacks for the start and the end of a sweep.
+    """Yield Hydra's launcher of a sweep, between its callbacks for the sweep's start and end.
 
     Args:
         name: of the main configuration file.
         node: see `sweep_node`.
-        task: what the launcher calls with each run's composed configuration.
+        task: called by the launcher with each run's composed configuration.
     """
     callbacks = Callbacks(node)
     launcher = Plugins.instance().instantiate_launcher(
@@ -222,18 +225,15 @@ def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Laun
 def run_composed(
     entry: str, node: DictConfig, task: Callable[[DictConfig], object], config_dir: str | None
 ) -> None:
-    """Run a job with a configuration that is already composed, with Hydra's folder, logging and
-    callbacks.
+    """Run a job with a composed configuration, with Hydra's folder, logging and callbacks.
 
     Args:
-        entry: the command.
         node: the configuration with Hydra's own node.
         task: called with the configuration without that node.
-        config_dir: of `--config-dir`.
 
     Raises:
         ConfigError: the folder cannot be made.
-        Exception: what the task raises.
+        Exception: any error of the task.
     """
     node.hydra.mode = RunMode.RUN
     name = node.hydra.job.config_name
@@ -250,12 +250,7 @@ def run_composed(
 
 
 def show_hydra(name: str, words: Namespace) -> None:
-    """Print what `--hydra-help`, `--info` or `--shell-completion` ask of Hydra itself.
-
-    Args:
-        name: of the main configuration file.
-        words: the command line.
-    """
+    """Print the answer of Hydra itself to `--hydra-help`, `--info` or `--shell-completion`."""
     if words.hydra_help:
         _open_hydra().hydra_help(name, get_args_parser(), words)
     elif words.shell_completion:
@@ -268,7 +263,7 @@ def show_hydra(name: str, words: Namespace) -> None:
 
 
 def output_folder() -> Path:
-    """Folder that the run at hand writes to, once Hydra has started it."""
+    """Return the folder that the run at hand writes to, once Hydra has started it."""
     return Path(HydraConfig.get().runtime.output_dir)
 
 

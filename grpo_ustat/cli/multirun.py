@@ -1,6 +1,4 @@
-"""A sweep: starts the runs that are not done yet through Hydra's launcher, and shows the state of
-all.
-"""
+"""Sweep: start the runs that are not done yet through Hydra's launcher, and show all states."""
 
 from __future__ import annotations
 
@@ -70,14 +68,11 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, as Hydra's task; it may run in another process, on another machine.
+    """One run of a sweep, as Hydra's task; it may run in another process, on another machine."""
 
-    Attributes:
-        entry: `train`, `mse` or `gap`.
-        overrides: of the command line, by which a model's own code is allowed.
-    """
-
+    # `train`, `mse` or `gap`.
     entry: str
+    # Of the command line, which can allow a model's own code.
     overrides: tuple[str, ...]
 
     def __call__(self, node: DictConfig) -> float | None:
@@ -154,7 +149,7 @@ def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
 
 
 def _start(launcher: Launcher, todo: list[PlannedRun]) -> bool:
-    """Start the runs and wait; True if every job reported its end, be it a failure."""
+    """Start the runs and wait; True if every job reported its end, even a failure."""
     overrides = [  # without Hydra's own, which the launcher adds
         [x for x in planned.overrides if not x.lstrip("+~").startswith(("hydra.", "hydra/"))]
         for planned in todo

@@ -1,4 +1,4 @@
-"""All that can be written on an entry's command line: groups with choices, fields with values."""
+"""Options of an entry's command line: groups with choices, fields with values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from grpo_ustat.config.values import typed_value
 from grpo_ustat.estimators.baselines import BASELINES
 
 LAUNCHER = "hydra/launcher"
-GROUP_MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
+# Of groups that set fields of several nodes, or that have no node of their name.
+GROUP_MEANINGS = {
     "policy": "model, data set, prompt and length together, for sweeps",
     "study": "a study of the paper, or of ours",
     "experiment": "everything that one figure, table or check needs",
@@ -32,34 +33,29 @@ GROUP_MEANINGS = {  # of groups that set fields of several nodes, or that have n
     LAUNCHER: "where a sweep (-m) starts its runs",
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
-MOST_COMMENT_CHARACTERS = 100  # of a choice's meaning; of a longer one the first sentence is shown
+# Of a choice's meaning; of a longer one the first sentence is shown.
+MOST_COMMENT_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of a group, or a rule of ours among the baselines.
-
-    Attributes:
-        words: a file's first comment, a rule's own.
-    """
+    """A file of a group, or a rule of ours among the baselines."""
 
     name: str
+    # A file's first comment, a rule's own.
     words: str
 
 
 @dataclass(frozen=True)
 class Group:
-    """Fields that are set together, by `name=choice`.
-
-    Attributes:
-        chosen: the name of its choice; None where nothing is chosen.
-        settable: whether `name=choice` is how to choose.
-    """
+    """Fields that are set together, by `name=choice`."""
 
     name: str
     meaning: str
+    # The name of its choice; None if nothing is chosen.
     chosen: str | None
     choices: tuple[Choice, ...]
+    # True if `name=choice` is how to choose.
     settable: bool = True
 
 
@@ -73,25 +69,22 @@ class Field:
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """All that a command line can say.
+    """All options of a command line."""
 
-    Attributes:
-        entry: the command.
-        purpose: of the command, in a sentence or two.
-        commands: to copy, each with a few words.
-        nodes: the meaning of each top-level node.
-    """
-
+    # The command.
     entry: str
+    # Of the command, in a sentence or two.
     purpose: str
+    # To copy, each with a few words.
     commands: tuple[tuple[str, str], ...]
     groups: tuple[Group, ...]
+    # The meaning of each top-level node.
     nodes: dict[str, str]
     fields: tuple[Field, ...]
 
 
 def command_options(entry: str, words: Namespace) -> CommandOptions:
-    """What a command line can say, and what it stands for now.
+    """Return the options of a command, with the values that a command line gives them.
 
     Args:
         entry: a key of `SCHEMAS`.
@@ -151,7 +144,7 @@ def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:
 
 
 def _entry_fields(key: FieldInfo, node: DictConfig) -> Iterator[Field]:
-    """A field of each entry that a dictionary holds, such as an option of a baseline."""
+    """Yield a field of each entry that a dictionary holds, such as an option of a baseline."""
     for name, value in (_value(node, key.path) or {}).items() if key.entries else ():
         path, meaning = f"{key.path}.{name}", key.entries.get(name, "")
         entry = replace(key, path=path, kind="float", meaning=meaning, entries={})
@@ -173,7 +166,7 @@ def _files(group: str, folders: list[Path]) -> list[Path]:
 
 
 def first_comment(file: Path) -> str:
-    """The comment that a configuration file begins with, see `short`."""
+    """Return the comment that a configuration file begins with, see `short`."""
     lines = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
@@ -185,5 +178,5 @@ def first_comment(file: Path) -> str:
 
 
 def short(text: str) -> str:
-    """A choice's meaning, of a long one the first sentence."""
+    """Return a choice's meaning, of a long one the first sentence."""
     return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

@@ -1,4 +1,4 @@
-"""The command line of a verb that Hydra does not read; what is wrong with it is one line."""
+"""Command line of a verb that Hydra does not read; an error in it is one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VerbParser(argparse.ArgumentParser):
         self.verb, self.words = verb, list[str]()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser`; a misspelt option is refused before what it lacks."""
+        """Parse the arguments; a misspelt option is refused before what it lacks."""
         self.words = list[str](sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -39,7 +39,7 @@ class VerbParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def _line(self, message: str) -> str:
-        """What Python's parser refuses, with what to type instead."""
+        """Return a refusal by Python's parser, with what to type instead."""
         options = [name for one in self._actions for name in one.option_strings if name[:2] == "--"]
         typed = [word.partition("=")[0] for word in self.words if word.startswith("--")]
         unknown = [word for word in typed if not any(name.startswith(word) for name in options)]
@@ -62,7 +62,7 @@ class VerbParser(argparse.ArgumentParser):
 
 
 def _choose(word: str, names: Sequence[str]) -> str:
-    """A suggestion for a misspelt word, and what there is.
+    """Return a suggestion for a misspelt word, and the valid words.
 
     >>> _choose("trll", ["auto", "trl"])
     'did you mean trl? choose from auto, trl'

@@ -1,4 +1,4 @@
-"""`--cfg`: the configuration that a command line stands for, as YAML."""
+"""`--cfg`: the configuration of a command line, as YAML."""
 
 from __future__ import annotations
 

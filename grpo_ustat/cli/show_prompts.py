@@ -1,4 +1,4 @@
-"""What a run would ask, before it runs: rendered prompts and how their answers are read."""
+"""Preview of a run's prompts: as they are rendered, and how their answers are read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from grpo_ustat.tasks.base import warn_of_prompt
 from grpo_ustat.tasks.prompts import render
 from grpo_ustat.terminal.console import tell, warn
 
-PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
+# After the last character of a prompt.
+PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"
 
 
 def show_prompts(config: Common, split: str) -> None:
-    """Print the split's first `show_prompts` prompts, how their answers are read, and the length of
-    its longest; loads the tokenizer, not the model.
+    """Print the split's first `show_prompts` prompts, and how their answers are read.
+
+    It also prints the length of the split's longest prompt; it loads the tokenizer, not the model.
     """
     tokenizer = configured_tokenizer(config.model)
     task = configured_task(config.task_options, config.model, tokenizer)
@@ -64,7 +66,7 @@ def show_prompts(config: Common, split: str) -> None:
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters written out, but for new lines: no text acts on a terminal.
+    r"""Return the text with control characters except newlines spelt out: none acts on a terminal.
 
     >>> visible("[b]\x1b")
     '[b]\\x1b'

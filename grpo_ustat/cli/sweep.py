@@ -1,4 +1,4 @@
-"""`grpo-ustat sweep status DIR`: how far the sweeps in a folder are."""
+"""`grpo-ustat sweep status DIR`: progress of the sweeps in a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_ustat.terminal.console import Console, tell
 
 
 def main() -> None:
-    """Console entry; the exit code is 0 whatever the runs' states are."""
+    """Run the command; the exit code is 0 whatever the runs' states are."""
     parser = VerbParser("sweep", description=__doc__)
     parser.add_argument(
         "status", choices=["status"], help="a table of every run of the sweeps in a folder"

@@ -1,5 +1,6 @@
-"""The verbs of `grpo-ustat VERB ...`: purpose and example of each, suggestions for misspelt ones.
-Imports only Python's own modules.
+"""Verbs of `grpo-ustat VERB ...`: purpose and example of each, suggestions for misspelt ones.
+
+It imports only Python's own modules.
 """
 
 from __future__ import annotations
@@ -12,16 +13,13 @@ from grpo_ustat.config.command_line import command_line, program
 
 @dataclass(frozen=True)
 class Verb:
-    """What `grpo-ustat VERB` does.
+    """A verb of `grpo-ustat VERB`."""
 
-    Attributes:
-        purpose: in a line.
-        example: arguments that do something useful.
-        module: has the `main` of a verb without a room of its own.
-    """
-
+    # In a line.
     purpose: str
+    # Arguments that do something useful.
     example: tuple[str, ...]
+    # The module with the `main` of a verb without a room of its own.
     module: str = ""
 
 
@@ -60,7 +58,7 @@ VERBS = {
 
 
 def help_text() -> str:
-    """All verbs, each with its purpose and an example."""
+    """Return all verbs, each with its purpose and an example."""
     width = max(map(len, VERBS))
     lines = [
         "How good a GRPO policy gradient is, which group size to use, training with it.",
@@ -76,7 +74,7 @@ def help_text() -> str:
 
 
 def unknown_verb(word: str) -> str:
-    """The line that refuses what is no verb."""
+    """Return the line that refuses a word that is no verb."""
     if word.startswith("-") or "=" in word:
         return f"{word} comes after a verb, as in {command_line('train', word)}"
     near = difflib.get_close_matches(word.lower(), VERBS, n=1, cutoff=0.5)

@@ -1,1 +1,1 @@
-"""What `grpo-ustat doctor` examines; each check is a function of the output folder."""
+"""Checks of `grpo-ustat doctor`; each is a function of the output folder."""

@@ -1,4 +1,4 @@
-"""`grpo-ustat doctor`: whether runs will work on this machine, and what to do if not.
+"""`grpo-ustat doctor`: can runs work on this machine, and what to do if not.
 
 Checks run one after another, each in a thread with a deadline: one that breaks or hangs is a line.
 """
@@ -27,12 +27,12 @@ from grpo_ustat.doctor.checks import CHECKS, Check, Finding, answer_within, fail
 from grpo_ustat.terminal.streams import visible
 
 COLOURS = {"ok": "32", "warning": "33", "failed": "1;31"}
-# where the messages begin, characters
+# Characters before a message.
 INDENT = 18
 
 
 def main() -> None:
-    """Console entry; the exit code is 1 where a check failed, else 0."""
+    """Run the checks; the exit code is 1 if a check failed, else 0."""
     names = [check.name for check in CHECKS]
     parser = VerbParser("doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def show(checks: Sequence[Check], folder: Path) -> int:
-    """Print a line for each check as it ends, and below it the fix; returns how many failed.
+    """Print a line for each check as it ends, and below it the fix; return the number that failed.
 
     On a terminal the messages are wrapped under themselves, elsewhere each is one line.
     """
@@ -73,7 +73,7 @@ def show(checks: Sequence[Check], folder: Path) -> int:
 
 
 def show_json(checks: Sequence[Check], folder: Path) -> int:
-    """Print all outcomes as one JSON object; returns how many failed."""
+    """Print all outcomes as one JSON object; return the number of checks that failed."""
     rows = [
         {
             "check": name,
@@ -90,7 +90,7 @@ def show_json(checks: Sequence[Check], folder: Path) -> int:
 
 
 def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Finding, float]]:
-    """Run the checks in their order; what libraries print meanwhile is not shown.
+    """Run the checks in their order; output of libraries meanwhile is not shown.
 
     Yields:
         A check's name, its finding, and the seconds that it took.
@@ -126,7 +126,7 @@ def _run(check: Check, folder: Path) -> Finding:
 
 
 def shareable(text: str) -> str:
-    """One line without secrets or escapes, and with `~` for the home folder.
+    """Return one line without secrets or escapes, and with `~` for the home folder.
 
     >>> shareable("key=abcdef at https://me:pass@host and hf_abcdefghij0123456789")
     'key=*** at https://***@host and ***'

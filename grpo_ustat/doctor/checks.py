@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 PACKAGE = "grpo-ustat"
-# extras that every command needs
+# Extras that every command needs.
 COMMAND_EXTRAS = ("", "torch", "cli")
 TRACKERS = ("wandb", "tensorboard", "trackio")
 WANDB_SERVER = "https://api.wandb.ai"
@@ -40,27 +40,27 @@ SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 CGROUP = Path("/sys/fs/cgroup")
 CONNECT_SECONDS = 2.0
 SCONTROL_SECONDS = 10.0
-# importing torch and starting CUDA takes 5 s
+# Importing torch and starting CUDA takes 5 s.
 CUDA_SECONDS = 20.0
 SUM_SECONDS = 30.0
-# the largest relative error of a float32 product; TF32's is 3e-4
+# The largest relative error of a float32 product; TF32's is 3e-4.
 FLOAT32_ERROR = 1e-3
-# the error of a product in bfloat16, which has 8 bits, lies between these
+# The error of a product in bfloat16, which has 8 bits, is between these.
 BF16_ERROR = (3e-4, 2e-2)
-# torch loads in no less; a small model trains within the second
+# torch loads in no less than the first; a small model trains within the second.
 LEAST_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
 TRIAL_BYTES = 2**24
 LEAST_DISK_BYTES = 5e9
-# 5 minutes for a checkpoint of 0.5 B parameters
+# 5 minutes for a checkpoint of 0.5 B parameters.
 LEAST_BYTES_PER_SECOND = 20e6
 OTHER_FOLDER = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
-# deadline and memory of a judge as in conf/dataset/math.yaml; spare seconds on a busy machine
+# Deadline and memory of a judge as in conf/dataset/math.yaml; spare seconds on a busy machine.
 JUDGE_SECONDS, JUDGE_MEMORY_GB, JUDGE_SPARE_SECONDS = 2.0, 2.0, 4.0
 JUDGE_FIX = (
     "pip install -c constraints.txt 'math-verify[antlr4-9-3]'; sets without dataset=math do "
     "without it"
 )
-# locks a file until its process is killed
+# Locks a file until its process is killed.
 LOCK_CODE = (
     "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB);"
     "print('locked', flush=True); sys.stdin.read()"
@@ -71,30 +71,30 @@ RANK_CODE = "import sys; from grpo_ustat.doctor.checks import add_up; add_up(sys
 class Finding(NamedTuple):
     """The report of a check."""
 
-    # warning: runs work, but something is likely a mistake; failed: runs will fail or be wrong
+    # warning: runs work, but something is likely a mistake; failed: runs will fail or be wrong.
     status: Literal["ok", "warning", "failed"]
     message: str
-    # only of a status that is not ok
+    # Empty if the status is ok.
     fix: str = ""
 
 
 def ok(message: str) -> Finding:
-    """Nothing is wrong."""
+    """Return the finding that nothing is wrong."""
     return Finding("ok", message)
 
 
 def warning(message: str, fix: str) -> Finding:
-    """Runs work, but something is likely a mistake."""
+    """Return the finding that runs work, but something is likely a mistake."""
     return Finding("warning", message, fix)
 
 
 def failed(message: str, fix: str) -> Finding:
-    """Runs will fail, or give wrong results."""
+    """Return the finding that runs will fail, or give wrong results."""
     return Finding("failed", message, fix)
 
 
 def check_code(_: Path) -> Finding:
-    """Version and commit of this package; interpreter and system."""
+    """Report version and commit of this package; interpreter and system."""
     from grpo_ustat.runs.folder import code_state
 
     state = code_state()
@@ -144,7 +144,7 @@ def check_packages(_: Path) -> Finding:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package."""
+    """Return the version of an installed package."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -152,7 +152,7 @@ def installed_version(name: str) -> str | None:
 
 
 def check_torch(_: Path) -> Finding:
-    """GPUs by name, memory and driver; each device multiplies matrices in float32 and bfloat16."""
+    """List GPUs by name, memory and driver; each multiplies matrices in float32 and bfloat16."""
     import torch
 
     driver, built_for = _gpu_driver(), torch.version.cuda
@@ -197,7 +197,7 @@ def check_torch(_: Path) -> Finding:
 
 @cache
 def cuda_error() -> str | None:
-    """Reason why CUDA does not start; None if it does, and without a CUDA or a GPU.
+    """Return the reason why CUDA does not start; None if it does, and without a CUDA or a GPU.
 
     A start that hangs or crashes would take this process with it, so another one tries.
     """
@@ -216,7 +216,7 @@ def cuda_error() -> str | None:
 
 
 def _gpu_driver() -> str | None:
-    """Version of the first GPU's driver; None if nvidia-smi is missing or sees no GPU."""
+    """Return the version of the first GPU's driver; None if nvidia-smi or a GPU is missing."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.TimeoutExpired, subprocess.CalledProcessError, IndexError):
         return subprocess.check_output(command, text=True, timeout=5).splitlines()[0]
@@ -224,7 +224,7 @@ def _gpu_driver() -> str | None:
 
 
 def _gpu(device: str) -> str:
-    """A GPU's name and memory."""
+    """Return a GPU's name and memory."""
     import torch
     from rich.filesize import decimal
 
@@ -234,7 +234,7 @@ def _gpu(device: str) -> str:
 
 
 def _product_error(device: str, dtype: torch.dtype) -> float:
-    """Relative error of a matrix product in autocast or float32; NaN if one is not finite."""
+    """Return the relative error of a matrix product in autocast or float32; NaN if not finite."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -272,7 +272,7 @@ def check_threads(_: Path) -> Finding:
 
 
 def check_memory(_: Path) -> Finding:
-    """Free memory of the machine, or of its container."""
+    """Check free memory of the machine, or of its container."""
     import psutil
     from rich.filesize import decimal
 
@@ -290,7 +290,7 @@ def check_memory(_: Path) -> Finding:
 
 
 def _text(file: Path) -> str:
-    """A file's text, empty if it cannot be read."""
+    """Return a file's text, empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -298,7 +298,7 @@ def _text(file: Path) -> str:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Free bytes of the output folder; write, sync, rename and read 16 MiB there."""
+    """Check free bytes of the output folder; write, sync, rename and read 16 MiB there."""
     from rich.filesize import decimal
 
     place, content = _nearest_folder(folder), os.urandom(TRIAL_BYTES)
@@ -369,7 +369,7 @@ def check_locks(folder: Path) -> Finding:
 
 
 def _lock_holder(file: Path) -> tuple[subprocess.Popen[str], bool]:
-    """A process that locks a file until its kill, and whether it got the lock."""
+    """Start a process that locks a file until its kill; return it, and True if it got the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOCK_CODE, str(file)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -379,7 +379,7 @@ def _lock_holder(file: Path) -> tuple[subprocess.Popen[str], bool]:
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
 
 
@@ -388,7 +388,7 @@ def _trial_folder(place: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def check_cache(_: Path) -> Finding:
-    """Models and data sets in the hub's cache; without a network no others can be had."""
+    """List models and data sets in the hub's cache; without a network no others can be had."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     from grpo_ustat.config.model import cache_folder
@@ -503,7 +503,7 @@ def check_ranks(_: Path) -> Finding:
 def all_reduce_error(
     backend: str, count: int, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """Have `count` processes add up 1, ..., count; the reason why they could not, else None."""
+    """Have `count` processes add up 1, ..., count; return the reason of a failure, else None."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -555,7 +555,7 @@ def add_up(backend: str) -> None:
 
 
 def check_trackers(_: Path) -> Finding:
-    """Installed trackers, and wandb's server and key; a run's files hold everything without."""
+    """Check installed trackers, wandb's server and key; a run's files hold everything without."""
     versions = {name: here for name in TRACKERS if (here := installed_version(name))}
     message = ", ".join(f"{name} {here}" for name, here in versions.items()) or "none installed"
     if "wandb" not in versions:
@@ -579,7 +579,7 @@ def check_trackers(_: Path) -> Finding:
 
 
 def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
-    """Reason why a server, or the proxy before it, cannot be reached; None if it can.
+    """Return the reason why a server, or the proxy before it, cannot be reached; None if it can.
 
     Looking up a name has no deadline, so another thread does it.
     """
@@ -601,7 +601,7 @@ def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
-    """The answer of `work`; None, and its thread is left behind, if it takes longer."""
+    """Return the answer of `work`; None, and its thread is left behind, if it takes longer."""
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
     thread.start()
@@ -612,11 +612,11 @@ def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
 class Check(NamedTuple):
     """A line of the table of checks."""
 
-    # on the command line and in the output
+    # On the command line and in the output.
     name: str
-    # from the output folder to a finding
+    # From the output folder to a finding.
     run: Callable[[Path], Finding]
-    # after which it is not waited for any more; those that import torch wait for slow disks
+    # Deadline of the check; checks that import torch wait for slow disks.
     seconds: float
 
 

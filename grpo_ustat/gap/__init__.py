@@ -1,1 +1,1 @@
-"""The paper's results as studies: what is predicted, what is measured, whether they agree."""
+"""The paper's results as studies: predictions, measurements, and their agreement."""

@@ -10,14 +10,14 @@ from grpo_ustat.runs.status import PlannedRun
 
 
 def load_run() -> Run:
-    """What makes a run; torch is imported with it."""
+    """Import torch, and return the function that makes a run."""
     from grpo_ustat.gap.study import run
 
     return run
 
 
 def show_costs(points: Sequence[PlannedRun]) -> None:
-    """What planned runs would cost."""
+    """Print the costs of planned runs."""
     from grpo_ustat.gap.study import show_plan
 
     show_plan(points)
@@ -27,7 +27,7 @@ COMMAND = Command("gap", load_run, show_costs)
 
 
 def main() -> None:
-    """Console entry."""
+    """Run the command."""
     run_command(COMMAND)
 
 

@@ -1,4 +1,4 @@
-"""How claims are tested: enumerated ones without error, and those of replicates."""
+"""Tests of claims: enumerated claims without error, and claims on replicates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
-RATE_EXPONENT = 0.25  # distances that shrink at least like T^-RATE_EXPONENT are on their way to 0
-LARGEST_REMAINING_SHARE = 0.9  # of the distance before, if distances fall towards 0
+# Distances that shrink at least like T^-RATE_EXPONENT are on their way to 0.
+RATE_EXPONENT = 0.25
+# Of the distance before, if distances fall towards 0.
+LARGEST_REMAINING_SHARE = 0.9
 
 
 # Whether something tends to its limit: of numbers without error, and of replicates
@@ -19,16 +21,16 @@ LARGEST_REMAINING_SHARE = 0.9  # of the distance before, if distances fall towar
 def enumeration_converges(
     last: float, before: float, tolerance: float, closer: float = LARGEST_REMAINING_SHARE
 ) -> bool | None:
-    """Whether an enumerated quantity, which has no error, tends to its limit.
+    """Return True if an enumerated quantity, which has no error, tends to its limit.
 
-    True within the tolerance, None where further off and coming closer, else False.
+    True within the tolerance, None if it is further off and comes closer, else False.
 
     Args:
         last: distance from the limit at the last point.
-        before: at the one before.
-        tolerance: of the last.
+        before: distance at the point before.
+        tolerance: of `last`.
         closer: the share of `before` that `last` may be at most: towards a wrong limit the distance
-            stays.
+            does not fall.
 
     >>> enumeration_converges(0.01, 0.02, 0.05)
     True
@@ -43,14 +45,16 @@ def enumeration_converges(
 def enumerated_claim(
     what: str, predicted: float | str, measured: float, agrees: bool | None, how: str
 ) -> Claim:
-    """Claim on what is enumerated: it has no interval, and its verdict is certain."""
+    """Make a claim on an enumerated quantity: it has no interval, and its verdict is certain."""
     return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
 
 
 def nearing_claim(
     what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
 ) -> Claim:
-    """Claim on an enumerated quantity that tends to the prediction, see `enumeration_converges`.
+    """Make a claim on an enumerated quantity that tends to the prediction.
+
+    See `enumeration_converges`.
 
     Args:
         what, predicted, how: see `Claim`.
@@ -65,8 +69,10 @@ def nearing_claim(
 def limit_claim(
     what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
 ) -> Claim:
-    """Claim on the limit in G of what is enumerated at G, 2G and 4G, see `at_infinity`; not
-    decided where it is further off than the tolerance but the values come closer.
+    """Make a claim on the limit in G of a quantity that is enumerated at G, 2G and 4G.
+
+    See `at_infinity`. The claim is not decided if the limit is further off than the tolerance but
+    the values come closer.
     """
     limit, (_, before, last) = float(at_infinity(values)), np.abs(values - predicted).tolist()
     near = abs(limit - predicted) <= tolerance
@@ -75,7 +81,7 @@ def limit_claim(
 
 
 def at_infinity(values: np.ndarray) -> np.ndarray:
-    """The limit in G of what is known at G, 2G and 4G: its terms of order 1/G and 1/G^2 cancel.
+    """Return the limit in G of a quantity at G, 2G and 4G: terms in 1/G and 1/G^2 cancel.
 
     Richardson's extrapolation; values along the first axis.
 
@@ -88,15 +94,14 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Whether replicates show their mean to tend to 0 with T, at least like T^(-1/4).
+    """Return True if the replicates' mean tends to 0 with T, at least like T^(-1/4).
 
-    One-sided, 5 %: a mean that stays where it is is taken to shrink at most that often. The same
-    replicates at both steps, so that the test is paired.
+    The test is one-sided at 5 %: a mean that does not move is taken to shrink at most that often.
+    It is paired, since the replicates are the same at both steps.
 
     Args:
-        last_R: whose mean tends to 0, at the last step.
-        before_R: at an earlier one.
-        last_step, before_step: the steps.
+        last_R: values whose mean tends to 0, at the last step.
+        before_R: the values at an earlier step.
     """
     share = (before_step / last_step) ** RATE_EXPONENT
     excess_R = np.sign(last_R.mean()) * (last_R - share * before_R)
@@ -107,14 +112,14 @@ def replicates_converge(
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
-    """The mean over replicates; one of so many intervals that hold together (Bonferroni)."""
+    """Return the mean over replicates, one of `among` simultaneous intervals (Bonferroni)."""
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
     return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """The p-value, from replicates, that their mean is 0; with `above` that it is 0 or less.
+    """Return the p-value, from replicates, that their mean is 0; with `above` that it is 0 or less.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742
@@ -130,16 +135,15 @@ def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
 def interval_p_value(
     interval: Interval, dof: float, predicted: float, tolerance: float = 0.0
 ) -> float:
-    """The two-sided p-value, from an interval alone, that the true value is as predicted.
+    """Return the two-sided p-value, from an interval alone, that the true value is as predicted.
 
-    Below 0.05 exactly where the prediction is further than the tolerance from the interval; with a
-    tolerance above 0 it errs towards large values.
+    It is below 0.05 exactly if the prediction is further than the tolerance from the interval; with
+    a tolerance above 0 it errs towards large values.
 
     Args:
         interval: of `t_interval`, at `CONFIDENCE`.
         dof: its degrees of freedom.
-        predicted: the value.
-        tolerance: how far off is still the predicted value.
+        tolerance: the distance up to which a value counts as the predicted one.
 
     >>> around = Interval(1.0, 0.0, 2.0)  # its half-width is t_4's quantile of 97.5 %
     >>> [round(interval_p_value(around, 4, x), 3) for x in (1.0, 2.0, 3.0)]

@@ -21,12 +21,14 @@ from scipy.stats import chi2
 
 from grpo_ustat.records import Array
 
-DISTRIBUTION_POINTS = 400  # of a distribution function, between which it is interpolated
-QUANTILE_POINTS = 20_000  # between which quantiles are
+# Points of a distribution function, which is interpolated between them.
+DISTRIBUTION_POINTS = 400
+# Points between which quantiles are interpolated.
+QUANTILE_POINTS = 20_000
 
 
 def recursion(first: float, mu: float, smoothness: float, error: float, rates_T: Array) -> Array:
-    """The bound on E Delta after 0 ... T steps, [T + 1], from its exact recursion.
+    """Return the bound on E Delta after 0 ... T steps, [T + 1], from its exact recursion.
 
     >>> recursion(1.0, 0.5, 1.0, 0.0, np.array([1.0, 1.0])).tolist()
     [1.0, 0.5, 0.25]
@@ -39,7 +41,7 @@ def recursion(first: float, mu: float, smoothness: float, error: float, rates_T:
 
 
 def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S: Array) -> Array:
-    """`L c^2 s2 / (2 (2 mu c - 1) T)`, the limit's bound for `eta_t = c/t`; for T large.
+    """Return `L c^2 s2 / (2 (2 mu c - 1) T)`, the limit's bound for `eta_t = c/t` and large T.
 
     Raises:
         ValueError: 2 mu c <= 1.
@@ -52,7 +54,7 @@ def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S
 def quadratic_recursion(
     first_K: Array, curvature_KK: Array, sigma_KK: Array, rates_T: Array
 ) -> Array:
-    """E Delta after 0 ... T steps of a quadratic J with constant noise, [T + 1]; exact there.
+    """Return E Delta after 0 ... T steps of a quadratic J, constant noise, [T + 1]; exact there.
 
     Args:
         first_K: v_0, the first distance to the maximiser.
@@ -70,7 +72,7 @@ def quadratic_recursion(
 
 
 def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
-    r"""w_j of `T Delta_T -> sum_j w_j chi2_1` for `eta_t = c/t` (Theorem 8), descending, [K].
+    r"""Return w_j of `T Delta_T -> sum_j w_j chi2_1`, `eta_t = c/t` (Theorem 8), descending, [K].
 
     In the basis where H is diag(lambda),
     `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`, and w are the eigenvalues of
@@ -95,10 +97,12 @@ def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
 
 
 def mixture_cdf(weights_K: Array, values: Array) -> Array:
-    """P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler), interpolated between `DISTRIBUTION_POINTS`.
+    """Return P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler).
+
+    It is interpolated between `DISTRIBUTION_POINTS`.
 
     Raises:
-        ModuleNotFoundError: without gx2, which is of the extra [cli].
+        ModuleNotFoundError: gx2, which the extra [cli] brings, is not installed.
     """
     import gx2  # pyright: ignore[reportMissingTypeStubs]
 
@@ -114,7 +118,7 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
 
 def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
-    """Quantiles of `sum_j w_j chi2_1`, interpolated in `mixture_cdf`."""
+    """Return quantiles of `sum_j w_j chi2_1`, interpolated in `mixture_cdf`."""
     # no mixture of these weights has a larger quantile than all weight on one chi2_1
     top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
     points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3

@@ -1,4 +1,4 @@
-"""Corollaries 9 and 10: GRPO's limit beside the oracle's, that beside other baselines'."""
+"""Corollaries 9 and 10: GRPO's limit beside the oracle's, the oracle's beside other baselines'."""
 
 from __future__ import annotations
 
@@ -27,18 +27,24 @@ STATEMENT = (
     "weights, times n, falls like 1/(G-1). And if E[S S' (Z - V) | X] = 0 no baseline that depends "
     "on the prompt alone has smaller weights than V."
 )
-ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))  # group sizes of enumerated weights
-COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))  # of a baseline from V, the same for all prompts
-RANDOM_SHIFTS = 1000  # with one for each prompt
-OPTIMISER_STARTS = 8  # of an optimiser over shifts
+# Group sizes of enumerated weights.
+ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))
+# Shifts of a baseline from V, the same for all prompts.
+COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))
+# Number of baselines with a random shift for each prompt.
+RANDOM_SHIFTS = 1000
+# Starts of an optimiser over shifts.
+OPTIMISER_STARTS = 8
 ROUNDING = 1e-9
 RULES = ("leave_one_out", "oracle")
-SHIFT_TOLERANCE = 1e-5  # a shift below it is none: an optimiser stops there
-OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)  # as shares of the predicted one
+# An optimiser stops at a shift below it, which counts as none.
+SHIFT_TOLERANCE = 1e-5
+# As shares of the predicted difference.
+OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 
 
 def plan(design: CorollariesConfig) -> list[Simulation]:
-    """GRPO and the oracle at every G, on the same draws; a quarter of T tells where they go."""
+    """Plan GRPO and the oracle at every G, on the same draws; T/4 shows the trend."""
     (rate,), record = learning_rates(design), (design.steps // 4, design.steps)
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, record)
@@ -83,18 +89,18 @@ def judge(bed: Testbed, design: CorollariesConfig, runs: Sequence[Trajectories])
 
 
 def weight_sum(bed: Testbed, c: float, estimator: Estimator) -> float:
-    """Sum of the limit's weights of an estimator with rate c / t."""
+    """Return the sum of the limit's weights of an estimator with rate c / t."""
     return float(limit_weights(bed.curvature_KK, noise(bed, bed.best_K, estimator), c).sum())
 
 
 def weight_excess(bed: Testbed, c: float, size: int) -> float:
-    """Sum of GRPO's weights minus the oracle's at B = 1; more prompts only divide it."""
+    """Return the sum of GRPO's weights minus the oracle's at B = 1; more prompts only divide it."""
     grpo, oracle = (weight_sum(bed, c, Estimator(name, 1, size)) for name in RULES)
     return grpo - oracle
 
 
 def _weight_claims(bed: Testbed, c: float) -> list[Claim]:
-    """Slopes in G of what is enumerated; n or B is 1, since both only divide."""
+    """Make claims on slopes in G of enumerated quantities; n or B is 1, since both only divide."""
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
     excess = np.array([weight_excess(bed, c, size) for size in ENUMERATED_SIZES])
     flat = sizes * excess * (sizes - 1)
@@ -120,7 +126,7 @@ def _weight_claims(bed: Testbed, c: float) -> list[Claim]:
 def _difference_claim(
     grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
-    """The mean difference of the scaled gaps at the last step, and where it goes."""
+    """Compare the mean difference of the scaled gaps at the last step, and its trend."""
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(
@@ -140,7 +146,7 @@ def _difference_claim(
 
 
 def second_moments(bed: Testbed) -> np.ndarray:
-    """E[s s' z^k | x] of k = 0, 1, 2 at the maximiser, where grad J is 0: [3, P, K, K]."""
+    """Return E[s s' z^k | x], k = 0, 1, 2, at the maximiser, where grad J is 0: [3, P, K, K]."""
     probability_PYR, score_PYKR = bed.law(bed.best_K[:, None])
     power_kPY = np.stack([bed.rewards_PY**k for k in range(3)])
     weight_kPY = probability_PYR[..., 0] * power_kPY
@@ -149,7 +155,7 @@ def second_moments(bed: Testbed) -> np.ndarray:
 
 
 def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
-    """Sigma of `s (z - b(x))`, B = G = 1, for any number b of each prompt, [K, K].
+    """Return Sigma of `s (z - b(x))`, B = G = 1, for any number b of each prompt, [K, K].
 
     Args:
         moments: of `second_moments`.
@@ -160,18 +166,18 @@ def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
 
 
 def value_at(bed: Testbed, rule: str = "oracle") -> np.ndarray:
-    """b(x) at the maximiser of a rule that knows the policy, [P]: `oracle` is V."""
+    """Return b(x) at the maximiser of a rule that knows the policy, [P]: `oracle` is V."""
     return baseline_values(*bed.law(bed.best_K[:, None]), bed.rewards_PY, rule)[:, 0]
 
 
 def shifted_sum(bed: Testbed, c: float, shift_P: np.ndarray | float) -> float:
-    """Sum of the weights, B = G = 1, of the baseline V + shift, of each prompt its own."""
+    """Return the sum of the weights, B = G = 1, of the baseline V + shift by prompt."""
     sigma = covariance(second_moments(bed), value_at(bed) + shift_P)
     return float(np.trace(limit_weighting(bed.curvature_KK, c) @ sigma))
 
 
 def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
-    """Claims on V beside other numbers for each prompt; where possible also as matrices."""
+    """Make claims on V beside other numbers for each prompt; if possible also as matrices."""
     holds = assumption2(bed, bed.best_K) < ROUNDING
     value_P, moments = value_at(bed), second_moments(bed)
     weighting, oracle = limit_weighting(bed.curvature_KK, c), covariance(moments, value_P)
@@ -180,7 +186,7 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
         return float(np.trace(weighting @ covariance(moments, value_P + shift_P)))
 
     def least_excess(baseline_P: np.ndarray) -> float:
-        """Smallest eigenvalue of Sigma(b) - Sigma(V): 0 or more where no weight is smaller."""
+        """Return the least eigenvalue of Sigma(b) - Sigma(V), >= 0 if no weight is smaller."""
         return float(np.linalg.eigvalsh(covariance(moments, baseline_P) - oracle)[0])
 
     shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
@@ -230,7 +236,7 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
 
 
 def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
-    """The difference against G, and the weights of baselines shifted from V."""
+    """Return panels of the difference against G, and of the weights of baselines shifted from V."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
     line = [size * weight_excess(bed, c, size) for size in map(int, measured.x)]
     weights = [shifted_sum(bed, c, shift) for shift in COMMON_SHIFTS]

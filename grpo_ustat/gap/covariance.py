@@ -21,20 +21,17 @@ from grpo_ustat.records import Array
 
 @dataclass(frozen=True)
 class CovarianceParts:
-    """`covariance(B, G) = ( prompts + completions / G + pairs / (G (G-1)) ) / B`, all [K, K, R].
+    """`covariance(B, G) = ( prompts + completions / G + pairs / (G (G-1)) ) / B`, all [K, K, R]."""
 
-    Attributes:
-        prompts: Cov g(X), whose trace is C1.
-        completions: of the first order, trace C2.
-        pairs: of the second order, trace C3; zero for rules that know the value.
-    """
-
+    # Cov g(X), with trace C1.
     prompts: Array
+    # First order in 1/G, with trace C2.
     completions: Array
+    # Second order, with trace C3; zero for rules that know the value.
     pairs: Array
 
     def covariance(self, num_prompts: int, group_size: int) -> Array:
-        """The covariance matrix of a batch of B prompts in groups of G, [K, K, R]."""
+        """Return the covariance matrix of a batch of B prompts in groups of G, [K, K, R]."""
         pairs = self.pairs / (group_size * (group_size - 1)) if group_size > 1 else 0 * self.pairs
         return (self.prompts + self.completions / group_size + pairs) / num_prompts
 
@@ -42,7 +39,7 @@ class CovarianceParts:
 def covariance_parts(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> CovarianceParts:
-    """The parts of an estimator's covariance, for every replicate's policy.
+    """Return the parts of an estimator's covariance, for every replicate's policy.
 
     Args:
         probability_PYR: pi(y|x).
@@ -75,7 +72,7 @@ def covariance_parts(
 def baseline_values(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> Array:
-    """b(x) of rules that know the policy, [P, R]; of leave_one_out its mean, V."""
+    """Return b(x) of rules that know the policy, [P, R]; of leave_one_out its mean, V."""
     if baseline == "none":
         return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
     weight_PYR = probability_PYR
@@ -85,6 +82,6 @@ def baseline_values(
 
 
 def _second_moment(weight_PYR: Array, score_PYKR: Array) -> Array:
-    """Mean over prompts of sum_y w s s', [K, K, R]."""
+    """Return the mean over prompts of sum_y w s s', [K, K, R]."""
     total_KKR = np.einsum("pyr,pykr,pylr->klr", weight_PYR, score_PYKR, score_PYKR)
     return total_KKR / len(weight_PYR)

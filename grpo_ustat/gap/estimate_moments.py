@@ -49,50 +49,44 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-MEAN_ROUNDING = 1e-9  # of a mean, relative to the mean of norms
-GRID_ROUNDING = 1e-9  # distance from the grid of rewards, in steps, that is rounding
+# Rounding of a mean, relative to the mean of norms.
+MEAN_ROUNDING = 1e-9
+# Distance from the grid of rewards, in steps, that counts as rounding.
+GRID_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class EstimateMoments:
-    """Mean and variance of an estimate at one group size, by prompt.
-
-    Attributes:
-        mean_PD: its mean.
-        within_P: trace of its covariance given the prompt.
-    """
+    """Mean and variance of an estimate at one group size, by prompt."""
 
     mean_PD: Array
+    # Trace of its covariance given the prompt.
     within_P: Array
 
     def variance(self, num_prompts: int) -> float:
-        """Trace of the covariance for B prompts drawn independently."""
+        """Return the trace of the covariance for B prompts drawn independently."""
         between_P = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
         return float((between_P + self.within_P).mean() / num_prompts)
 
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """Mean and variance of the estimate as functions of the group size, by prompt.
-
-    Attributes:
-        mean_PD: its mean.
-        first_P: what is divided by G in the variance.
-        second_P: what is divided by G (G-1) in it.
-    """
+    """Mean and variance of the estimate as functions of the group size, by prompt."""
 
     mean_PD: Array
+    # The numerator of 1/G in the variance.
     first_P: Array
+    # The numerator of 1/(G (G-1)) in it.
     second_P: Array
 
     def at(self, group_size: int) -> EstimateMoments:
-        """The moments of the estimate from groups of G completions."""
+        """Return the moments of the estimate from groups of G completions."""
         within_P = self.first_P / group_size + self.second_P / (group_size * (group_size - 1))
         return EstimateMoments(self.mean_PD, within_P)
 
 
 def outcome_mean(probability_PY: Array, values: Array) -> Array:
-    """Mean over the outcomes of values of shape [P, Y, ...], shape [P, ...]."""
+    """Return the mean over the outcomes of values of shape [P, Y, ...], shape [P, ...]."""
     return np.einsum("py,py...->p...", probability_PY, values)
 
 
@@ -102,7 +96,7 @@ def group_moments(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> GroupMoments:
-    """The moments of the estimate, exactly, from all Y outcomes of each prompt.
+    """Compute the moments of the estimate, exactly, from all Y outcomes of each prompt.
 
     Args:
         probability_PY: of the outcomes, under the policy that writes them.
@@ -142,22 +136,19 @@ def group_moments(
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What leave-one-out advantages are divided by; those of a silent group are 0.
+    """Divisor of leave-one-out advantages; those of a zero-variance group are 0."""
 
-    Attributes:
-        kind: `none`: 1; `sigma`: the standard deviation of the prompt's rewards;
-            `group_std`: std + epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`:
-            std, groups with std < floor being drawn again.
-        epsilon: added to the standard deviation.
-        floor: smallest standard deviation, above 0.
-    """
-
+    # `none`: 1; `sigma`: the standard deviation of the prompt's rewards; `group_std`: std +
+    # epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`: std, and groups with
+    # std < floor are drawn again.
     kind: str = "none"
+    # Added to the standard deviation.
     epsilon: float = 0.0
+    # Smallest standard deviation, above 0.
     floor: float = 0.0
 
     def factor(self, std: Array) -> Array:
-        """1/d of the kinds that divide by a group's own standard deviation; 0 where silent.
+        """Return 1/d of kinds that divide by a group's own std; 0 for a zero-variance group.
 
         >>> Normalisation("group_std", epsilon=0.5).factor(np.array([0.0, 0.5])).tolist()
         [0.0, 1.0]
@@ -170,7 +161,7 @@ class Normalisation:
         return np.where(std > 0, 1 / np.where(std > 0, divisor, 1.0), 0.0)
 
     def accepts(self, std: Array) -> Mask:
-        """Whether groups of these standard deviations are used, not drawn again."""
+        """Return True for groups whose standard deviation lets them be used, not drawn again."""
         return std >= self.floor if self.kind == "group_std_redrawn" else np.full(std.shape, True)
 
 
@@ -178,19 +169,18 @@ class Normalisation:
 class AdvantageMoments:
     """Moments of one prompt's advantages, by the K levels of its rewards.
 
-    Attributes:
-        level_Y: which level each outcome's reward is.
-        acceptance: chance that a group is used, not drawn again.
-        zeroth_K, first_K, second_K: E[1], E[A], E[A^2] given the completion's own level. The
-            indicator that the group is accepted, over its chance, is a factor in every mean.
-        zeroth_KK, first_KK, cross_KK: E[1], E[A], E[A A'] given its level and another's.
+    The indicator that the group is accepted, over its chance, is a factor in every mean.
     """
 
+    # The level of each outcome's reward.
     level_Y: Integers
+    # Chance that a group is used, not drawn again.
     acceptance: float
+    # E[1], E[A], E[A^2] given the completion's own level.
     zeroth_K: Array
     first_K: Array
     second_K: Array
+    # E[1], E[A], E[A A'] given its level and another's.
     zeroth_KK: Array
     first_KK: Array
     cross_KK: Array
@@ -199,7 +189,7 @@ class AdvantageMoments:
 def advantage_moments(
     probability_Y: Array, reward_Y: Array, group_size: int, rule: Normalisation
 ) -> AdvantageMoments:
-    """Moments of one prompt's advantages in groups of G, by the law of the others' sums.
+    """Compute moments of one prompt's advantages in groups of G, by the law of the others' sums.
 
     Args:
         probability_Y: of the outcomes, under the policy that writes them.
@@ -228,7 +218,7 @@ def advantage_moments(
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
-        """A group whose own completions have these sums of j and j^2, by its others' sums.
+        """Describe groups whose own completions have these sums of j and j^2, by the others' sums.
 
         Returns acceptance, scale of the advantage and sum of all j, each [own sums, others' sums],
         and the probabilities of the others' sums.
@@ -264,7 +254,7 @@ def advantage_moments(
 
 
 def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:
-    """Probabilities of all pairs (sum j, sum j^2) of `count` completions, and both sums, each [S].
+    """Return probabilities of all pairs (sum j, sum j^2) of `count` completions and both sums, [S].
 
     Args:
         chance_K: of one completion's levels.
@@ -291,13 +281,12 @@ def estimate_moments(
     group_size: int,
     beside_PYD: Array | float = 0.0,
 ) -> EstimateMoments:
-    """Mean and variance of the estimate, exactly; shapes as in `group_moments`.
+    """Compute mean and variance of the estimate, exactly; shapes as in `group_moments`.
 
     Args:
         moments: of each prompt's advantages, see `advantage_moments`.
         probability_PY: of the outcomes, the same as there.
         weight_PYD: w.
-        group_size: G.
         beside_PYD: a.
     """
     beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)
@@ -328,16 +317,13 @@ def estimate_moments(
 
 @dataclass(frozen=True)
 class LargeGroups:
-    """Limits as G grows, by prompt.
+    """Limits as G grows, by prompt."""
 
-    Attributes:
-        bias_PD: of G times the bias against mu/sigma + E a.
-        variance_P: of G times the trace of the covariance.
-        sigma_variance_P: the same of the estimate divided by sigma, the U-statistic's.
-    """
-
+    # Of G times the bias against mu/sigma + E a.
     bias_PD: Array
+    # Of G times the trace of the covariance.
     variance_P: Array
+    # The same of the estimate divided by sigma, the U-statistic's.
     sigma_variance_P: Array
 
 
@@ -347,7 +333,7 @@ def large_groups(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> LargeGroups:
-    """The limits by the delta method, d(std) = std; shapes as in `group_moments`.
+    """Compute the limits by the delta method, d(std) = std; shapes as in `group_moments`.
 
     Args:
         probability_PY: of the outcomes, under the policy that writes them.

@@ -1,4 +1,4 @@
-"""A theorem as one record, and what its study brings: claims, curves to draw, rows to keep."""
+"""Record of a theorem, and the results of its study: claims, curves to draw, rows to keep."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ Points = Sequence[float] | np.ndarray
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A line of a figure.
+    """A line of a figure."""
 
-    Attributes:
-        label: in the legend.
-        x, y: of its points.
-        low, high: a band, None where there is none.
-        predicted: whether theory draws it; measurements are markers, predictions lines.
-        bound: whether theory says no more than that measurements are below; a dashed line.
-    """
-
+    # In the legend.
     label: str
     x: Points
     y: Points
+    # Lower end of a band, None without one; `high` likewise.
     low: Points | None = None
     high: Points | None = None
+    # True if theory draws it; measurements are markers, predictions lines.
     predicted: bool = False
+    # True if theory says only that measurements are below; a dashed line.
     bound: bool = False
 
 
@@ -45,12 +41,12 @@ def line_of(
     predicted: bool = False,
     bound: bool = False,
 ) -> PlotLine:
-    """Two columns of rows as a line; a measurement has its interval, columns `low` and `high`.
+    """Make a line of two columns of rows; a measurement has an interval, columns `low` and `high`.
 
     Args:
         label: in the legend.
         rows: of curves.csv.
-        x, y: the columns.
+        x, y: names of the columns.
         predicted, bound: see `PlotLine`.
     """
     column = {name: [row[name] for row in rows] for name in (x, y)}
@@ -62,42 +58,35 @@ def line_of(
 
 @dataclass(frozen=True)
 class Panel:
-    """One of a figure's axes.
-
-    Attributes:
-        title, xlabel, ylabel: of the axes.
-        curves: of which a prediction and a measurement of the same label share their colour.
-        log: which axes are logarithmic: any of "x", "y", "xy", "".
-    """
+    """One of a figure's axes."""
 
     title: str
     xlabel: str
     ylabel: str
+    # A prediction and a measurement of the same label share their colour.
     curves: Sequence[PlotLine]
+    # The logarithmic axes: any of "x", "y", "xy", "".
     log: str = ""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a study brings for or against a theorem.
+    """Results of a study for or against a theorem."""
 
-    Attributes:
-        claims: in the order in which a reader wants them; their verdicts are those of a family, see
-            `correct_family`.
-        panels: of the figure.
-        rows: what the panels show and more, of equal keys, for curves.csv.
-        answer: of the study, one sentence.
-        notes: limits, surprises and reasons, a line each.
-        bed: the policy and its exact truth: names and values.
-        rollouts: completions that were drawn; 0 where all was enumerated.
-    """
-
+    # In the order in which a reader wants them; their verdicts are corrected as a family, see
+    # `correct_family`.
     claims: Sequence[Claim]
+    # Of the figure.
     panels: Sequence[Panel]
+    # The values in the panels and more, of equal keys, for curves.csv.
     rows: Sequence[Mapping[str, Any]]
+    # Of the study, one sentence.
     answer: str
+    # Limits, surprises and reasons, a line each.
     notes: Sequence[str] = ()
+    # The policy and its exact truth: names and values.
     bed: Mapping[str, float | str] = field(default_factory=dict)
+    # Completions that were drawn; 0 if all was enumerated.
     rollouts: int = 0
 
     def __post_init__(self):
@@ -111,20 +100,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Theorem:
-    """One of the paper's results, and how it is studied: all that the command asks of a module.
+    """One of the paper's results and its study: all that the command asks of a module."""
 
-    Attributes:
-        schema: of its configuration, with its title and the kinds of bed that it runs on.
-        statement: what the paper claims, in one or two sentences.
-        study: runs the study that a configuration describes.
-        check: refuses, before any work, what the theorem says nothing about, by a ConfigError.
-        completions: that the study of a configuration draws; 0 where it enumerates.
-    """
-
+    # Of its configuration, with its title and the kinds of bed that it runs on.
     schema: type[TheoryConfig]
+    # The paper's claim, in one or two sentences.
     statement: str
+    # Runs the study that a configuration describes.
     study: Callable[[Experiment], Evidence]
+    # Refuses, before any work, what the theorem says nothing about, by a ConfigError.
     check: Callable[[Experiment], None]
+    # Number that the study of a configuration draws; 0 if it enumerates.
     completions: Callable[[Experiment], int] = lambda experiment: 0
 
     @property
@@ -134,5 +120,5 @@ class Theorem:
 
 
 def theorem(kind: str) -> Theorem:
-    """The record `THEOREM` of the module that is named like the study's kind."""
+    """Return the record `THEOREM` of the module that is named like the study's kind."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM

@@ -11,23 +11,23 @@ from grpo_ustat.gap.testbeds import Testbed
 
 
 def noise_everywhere(bed: Testbed, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """The estimator's covariance at every replicate's u, [K, K, R]."""
+    """Return the estimator's covariance at every replicate's u, [K, K, R]."""
     split = covariance_parts(*bed.law(u_KR), bed.rewards_PY, estimator.baseline)
     return split.covariance(estimator.num_prompts, estimator.group_size)
 
 
 def noise(bed: Testbed, u_K: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """The estimator's covariance at one u, [K, K]."""
+    """Return the estimator's covariance at one u, [K, K]."""
     return noise_everywhere(bed, u_K[:, None], estimator)[..., 0]
 
 
 def largest_error(bed: Testbed, estimator: Estimator) -> float:
-    """s2: the estimator's largest mean squared error on a grid of the sublevel set."""
+    """Return s2, the estimator's largest mean squared error on a grid of the sublevel set."""
     return float(np.einsum("kkr->r", noise_everywhere(bed, bed.sublevel_grid(), estimator)).max())
 
 
 def scaling_at(bed: Testbed, u_K: np.ndarray, weight_KK: np.ndarray | None = None) -> ScalingLaw:
-    """C1, C2, C3 of GRPO at u; with W, `C_i = tr(W part_i)`: not all directions count alike."""
+    """Return C1, C2, C3 of GRPO at u; W weights the directions, `C_i = tr(W part_i)`."""
     grpo = covariance_parts(*bed.law(u_K[:, None]), bed.rewards_PY, "leave_one_out")
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
     parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
@@ -36,16 +36,17 @@ def scaling_at(bed: Testbed, u_K: np.ndarray, weight_KK: np.ndarray | None = Non
 
 
 def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
-    """W with `sum_j w_j = tr(W Sigma)`: what noise in each direction adds to the limit."""
+    """Return W with `sum_j w_j = tr(W Sigma)`: what noise in each direction adds to the limit."""
     lambda_K, basis = np.linalg.eigh(curvature_KK)
     return basis @ np.diag(c**2 * lambda_K / (2 * (2 * c * lambda_K - 1))) @ basis.T
 
 
 def assumption2(bed: Testbed, u_K: np.ndarray) -> float:
-    """Root mean square over prompts of ||E[S S' (Z - V) | x]||, over ||E[S S']||; Frobenius norms.
+    """Return the failure of Assumption 2 at u, 0 if it holds as a matrix, given each prompt.
 
-    0 where Assumption 2 holds as a matrix, given each prompt: prompts of which it fails in opposite
-    directions have a mean of 0, and baselines that beat V.
+    It is the root mean square over prompts of ||E[S S' (Z - V) | x]||, over ||E[S S']||, in
+    Frobenius norms. Without the root mean square, prompts on which the assumption fails in opposite
+    directions would have a mean of 0, and baselines that beat V.
     """
     probability_PYR, score_PYKR = bed.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]
@@ -57,7 +58,7 @@ def assumption2(bed: Testbed, u_K: np.ndarray) -> float:
 
 
 def bed_facts(bed: Testbed) -> dict[str, float | str]:
-    """What a reader wants to know of a bed."""
+    """Return facts on a bed for the reader of its report."""
     (mu, smoothness), law = bed.constants, scaling_at(bed, bed.best_K)
     prompts, outcomes = bed.rewards_PY.shape
     parameters = bed.projection_KD.shape[1]

@@ -1,4 +1,4 @@
-"""The figure of a study of a theorem: measurements as markers, predictions as lines."""
+"""Figure of a study of a theorem: measurements as markers, predictions as lines."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from grpo_ustat.pages.figures import (
 )
 
 RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle", "group_mean": "group_mean"}
-PANELS_ACROSS = 3  # panels side by side
-PANEL_INCHES = (4.6, 3.8)  # inches of a panel
+# Panels side by side.
+PANELS_ACROSS = 3
+# Inches of a panel.
+PANEL_INCHES = (4.6, 3.8)
 
 
 def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
-    """`figure.{pdf,svg,png}`: all panels, and the answer below them."""
+    """Write `figure.{pdf,svg,png}`: all panels, and the answer below them."""
     panels = evidence.panels
     columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
@@ -44,8 +46,10 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
 
 
 def draw(axes: Axes, panel: Panel) -> None:
-    """One panel; a prediction and a measurement of the same label share their colour, which of a
-    baseline is the same in every figure.
+    """Draw one panel.
+
+    A prediction and a measurement of the same label share their colour; the colour of a baseline is
+    the same in every figure.
     """
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
     styles = {x: baseline_style(RULES[x], unbiased=True)[:2] for x in labels if x in RULES}

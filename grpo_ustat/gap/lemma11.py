@@ -1,8 +1,8 @@
 r"""Lemma 11: the normalised estimator for large groups, enumerated.
 
-Whether `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the U-statistic with kernel
-h / sigma(x), how fast, and what is left at the scale of its own error. The formulas are those of
-`grpo_ustat.gap.normalised`; nothing is drawn.
+The study tests that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the
+U-statistic with kernel h / sigma(x), and measures the rate and the rest at the scale of the
+estimator's own error. The formulas are those of `grpo_ustat.gap.normalised`; nothing is drawn.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
-LIMIT_SIZES = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated
-MOST_CURVES = 6  # prompts with a curve of their own, at most
+# Group sizes from which limits are extrapolated.
+LIMIT_SIZES = (2**14, 2**15, 2**16)
+# Largest number of prompts with a curve of their own.
+MOST_CURVES = 6
 
 STATEMENT = (
     "Lemma 11: divided by the standard deviation of the group's own rewards, the estimate is, as "
@@ -38,22 +40,19 @@ STATEMENT = (
 
 @dataclass(frozen=True)
 class ExactValues:
-    """Exact values at every group size.
+    """Exact values at every group size."""
 
-    Attributes:
-        moments: of the prompts.
-        sizes: group sizes, ascending.
-        epsilon: added to the standard deviation.
-        with_epsilon: at each group size.
-        without: the same with epsilon = 0, as the lemma has it.
-        far_with_epsilon, far_without: the same at `LIMIT_SIZES`.
-    """
-
+    # Of the prompts.
     moments: RightAndWrong
+    # Group sizes, ascending.
     sizes: Sequence[int]
+    # Added to the standard deviation.
     epsilon: float
+    # At each group size.
     with_epsilon: Sequence[NormalisedMoments]
+    # The same with epsilon = 0, as in the lemma.
     without: Sequence[NormalisedMoments]
+    # The same two at `LIMIT_SIZES`.
     far_with_epsilon: Sequence[NormalisedMoments]
     far_without: Sequence[NormalisedMoments]
 
@@ -64,17 +63,17 @@ class ExactValues:
 
     @property
     def first_order(self) -> bool:
-        """Whether the squared difference has a part of order 1/G."""
+        """True if the squared difference has a part of order 1/G."""
         return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
     def far(self, name: str) -> np.ndarray:
-        """G times a quantity with epsilon = 0 at `LIMIT_SIZES`, [3, P]."""
+        """Return G times a quantity with epsilon = 0 at `LIMIT_SIZES`, [3, P]."""
         pairs = zip(LIMIT_SIZES, self.far_without, strict=True)
         return np.array([size * getattr(values, name) for size, values in pairs])
 
 
 def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
-    """The mean of a quantity over prompts, at every group size."""
+    """Return the mean of a quantity over prompts, at every group size."""
     return np.array([getattr(at_size, name).mean() for at_size in values])
 
 
@@ -85,7 +84,7 @@ def lemma11(
     group_sizes: Sequence[int],
     epsilon: float,
 ) -> Evidence:
-    """E||N - U||^2, the variances of both and the bias of N, exact at every group size.
+    """Compute E||N - U||^2, both variances and the bias of N, exact at every group size.
 
     Args:
         probability_PY: of the outcomes of an enumerable policy.
@@ -126,7 +125,7 @@ def lemma11(
 
 
 def _claims(exact: ExactValues) -> list[Claim]:
-    """The rate of the difference, the delta method's constants, the quarter, epsilon's rest."""
+    """Make claims on the rate, the delta method's constants, the quarter, and epsilon's rest."""
     moments, u_variance = exact.moments, exact.u_variance
     shift = float(moments.shift.mean())
     names = ("difference", "plain_variance", "variance", "bias")
@@ -167,7 +166,7 @@ def _claims(exact: ExactValues) -> list[Claim]:
 
 
 def _rate_claim(exact: ExactValues) -> Claim:
-    """The slope of the part of order 1/G where there is one, else that of the next order."""
+    """Test the slope of the part of order 1/G if there is one, else that of the next order."""
     sizes, values = np.array(exact.sizes[-3:]), mean_by_size(exact.without, "difference")[-3:]
     predicted = -1.0 if exact.first_order else -2.0
     slope = float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
@@ -183,7 +182,7 @@ def _rate_claim(exact: ExactValues) -> Claim:
 
 
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
-    """Values at `LIMIT_SIZES` against the delta method's constant."""
+    """Compare values at `LIMIT_SIZES` with the delta method's constant."""
     how = (
         f"exact at G = {comma_list(LIMIT_SIZES)}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; within {percentage(TOLERANCE)} of the delta method's, not decided where coming "
@@ -194,7 +193,7 @@ def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) 
 
 
 def _panels(exact: ExactValues) -> list[Panel]:
-    """Difference and variances, the difference's share by prompt, and the bias."""
+    """Return panels of difference and variances, the difference's share by prompt, and the bias."""
     moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
     limits = {
         "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),
@@ -228,7 +227,7 @@ def _panels(exact: ExactValues) -> list[Panel]:
 
 
 def _rows(exact: ExactValues) -> list[dict[str, float]]:
-    """A row for each group size and prompt."""
+    """Return a row for each group size and prompt."""
     moments, floor_P = exact.moments, exact.moments.floor(exact.epsilon)
     return [
         {
@@ -299,7 +298,7 @@ def _notes(exact: ExactValues) -> list[str]:
 
 
 def study(experiment: Experiment) -> Evidence:
-    """`lemma11` of the bed's first policy."""
+    """Run `lemma11` on the bed's first policy."""
     bed, design = build_testbed(experiment.bed), experiment.study
     probability_PYR, score_PYKR = bed.law(bed.start_K[:, None])
     law = probability_PYR[..., 0], score_PYKR[..., 0], bed.rewards_PY

@@ -26,9 +26,12 @@ from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
-LARGE_T_RATIO = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
-OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)  # other bounds, as shares of the bound
-OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)  # other noise, as shares of the noise
+# T counts as large if the recursion's bound over that of order 1/T is below it.
+LARGE_T_RATIO = 1.1
+# Alternative bounds, as shares of the bound.
+OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)
+# Alternative noise, as shares of the noise.
+OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)
 STATEMENT = (
     "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with mu, and the gradient's "
     "mean squared error is at most s2, the mean gap J* - J of Algorithm 1 obeys a linear "
@@ -38,7 +41,7 @@ STATEMENT = (
 
 
 def plan(design: Lemma6Config) -> list[Simulation]:
-    """Every estimator at every learning rate, each recorded step with the one after it."""
+    """Plan every estimator at every learning rate; each recorded step with the one after it."""
     curve, prompts = log_spaced_steps(design.steps), design.rollouts // design.group_size
     with_next = tuple(sorted({0, *curve, *(step + 1 for step in curve)}))
     estimators = [Estimator(name, prompts, design.group_size) for name in design.baselines]
@@ -47,7 +50,7 @@ def plan(design: Lemma6Config) -> list[Simulation]:
 
 
 def judge(bed: Testbed, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Hold the mean gap against the recursion and the bounds."""
+    """Compare the mean gap with the recursion and the bounds."""
     curve, (mu, smoothness) = log_spaced_steps(design.steps), bed.constants
     claims, rows = [], []
     for run in runs:
@@ -82,7 +85,7 @@ def judge(bed: Testbed, design: Lemma6Config, runs: Sequence[Trajectories]) -> E
 def _rows(
     bed: Testbed, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
 ) -> list[dict]:
-    """A row for each step of the curve."""
+    """Return a row for each step of the curve."""
     estimator = run.estimator
     first, sigma = bed.start_K - bed.best_K, noise(bed, bed.best_K, estimator)
     model = quadratic_recursion(first, bed.curvature_KK, sigma, run.simulation.rates_T)
@@ -103,10 +106,10 @@ def _rows(
 def _bound_claim(
     what: str, run: Trajectories, bound: np.ndarray, steps: list[int], holds: bool = True
 ) -> Claim:
-    """The largest ratio of mean and bound, with intervals that hold together.
+    """Test the largest ratio of mean and bound, with simultaneous intervals.
 
     The p-value is Bonferroni's over the steps, of one-sided t tests that the mean is at most the
-    bound. Where theory does not say yet that the bound `holds`, as of 1/T while T is small, a mean
+    bound. If theory does not say yet that the bound `holds`, as of 1/T while T is small, a mean
     above it decides nothing.
     """
     places = [list(run.steps_S).index(step) for step in steps]
@@ -139,8 +142,10 @@ def _bound_claim(
 
 
 def _next_step_claim(bed: CoinTestbed, run: Trajectories, curve: list[int]) -> Claim:
-    """J is exactly quadratic, so `E[Delta_{t+1} | theta_t]` is known for every replicate's theta_t;
-    the rest has mean zero, and no correlation between steps: the sum of its squared t scores is
+    """Test the mean of the next gap given the present parameters.
+
+    J is exactly quadratic, so `E[Delta_{t+1} | theta_t]` is known for every replicate's theta_t.
+    The rest has mean zero, and no correlation between steps: the sum of its squared t scores is
     chi-square.
     """
     rates_T, places = run.simulation.rates_T, list(run.steps_S)

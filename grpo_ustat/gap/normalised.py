@@ -1,4 +1,4 @@
-r"""What dividing by a group's own standard deviation changes, exactly, for 0/1 rewards (Lemma 11).
+r"""Exact effect of division by a group's own standard deviation, for 0/1 rewards (Lemma 11).
 
 Of one prompt, with `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, std with divisor G-1,
 and `U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma: a group
@@ -38,23 +38,21 @@ from scipy import stats
 
 from grpo_ustat.records import Array
 
-SILENT_CHANCE = 1e-12  # a chance this near to 0 or 1 is rounding
+# A chance this near to 0 or 1 is rounding.
+SILENT_CHANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class RightAndWrong:
-    """What the error needs to know of each prompt's scores and 0/1 rewards, arrays of shape [P].
+    """Moments of each prompt's scores and 0/1 rewards that the error depends on, of shape [P]."""
 
-    Attributes:
-        value: V.
-        g_sq: ||g||^2.
-        right: t_1, trace of the covariance of the score where the reward is 1.
-        wrong: t_0, where it is 0.
-    """
-
+    # V.
     value: Array
+    # ||g||^2.
     g_sq: Array
+    # t_1, trace of the covariance of the score given reward 1.
     right: Array
+    # t_0, given reward 0.
     wrong: Array
 
     @property
@@ -79,7 +77,9 @@ class RightAndWrong:
         return np.sqrt(self.g_sq) * (1 - 4 * self.var_z) / (8 * self.var_z**1.5)
 
     def floor(self, epsilon: float) -> Array:
-        """What a fixed epsilon leaves of `E||N - U||^2`: `||g||^2 (1/(sigma+eps) - 1/sigma)^2`.
+        """Return the limit of `E||N - U||^2` at a fixed epsilon.
+
+        It is `||g||^2 (1/(sigma+eps) - 1/sigma)^2`.
 
         >>> float(RightAndWrong(*np.full((4, 1), 0.5)).floor(0.5)[0])
         0.5
@@ -90,23 +90,20 @@ class RightAndWrong:
 
 @dataclass(frozen=True)
 class NormalisedMoments:
-    """How N and U differ at one group size, exactly, arrays of shape [P].
+    """Exact differences of N and U at one group size, arrays of shape [P]."""
 
-    Attributes:
-        difference: E||N - U||^2.
-        variance: tr Cov N.
-        plain_variance: tr Cov U.
-        bias: `<E N - g/sigma, g> / ||g||`, negative where N is short; its norm is |bias|.
-    """
-
+    # E||N - U||^2.
     difference: Array
+    # tr Cov N.
     variance: Array
+    # tr Cov U.
     plain_variance: Array
+    # `<E N - g/sigma, g> / ||g||`, negative if N is short; its norm is |bias|.
     bias: Array
 
 
 def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -> RightAndWrong:
-    """The values, gradients and covariances of an enumerable policy's prompts.
+    """Compute the values, gradients and covariances of an enumerable policy's prompts.
 
     Args:
         probability_PY: of the outcomes.
@@ -140,10 +137,9 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
 def normalised_moments(
     moments: RightAndWrong, group_size: int, epsilon: float
 ) -> NormalisedMoments:
-    """The exact errors of N and U in groups of G, by a sum over the number of right answers.
+    """Compute exact errors of N and U in groups of G, by a sum over the number of right answers.
 
     Args:
-        moments: of the prompts.
         group_size: G >= 2.
         epsilon: added to std.
 

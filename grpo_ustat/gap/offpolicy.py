@@ -1,4 +1,4 @@
-r"""Algorithm 2's gradient estimate at parameters that no longer wrote the completions (section 8).
+r"""Algorithm 2's gradient estimate at parameters that did not write the completions (section 8).
 
 A minibatch of B prompts, drawn independently, with G completions each of pi_old, gives at theta
 
@@ -62,30 +62,29 @@ from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 
 LEVELS = ("token", "sequence")
-ROUNDING = 1e-20  # a squared bias this far below the variance is rounding
-LARGEST_CHANGE = 100.0  # change of a parameter beyond which squares of pi_ref/pi_theta may overflow
+# A squared bias this far below the variance is rounding.
+ROUNDING = 1e-20
+# Change of a parameter beyond which squares of pi_ref/pi_theta may overflow.
+LARGEST_CHANGE = 100.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Who wrote, who is the reference, and the shape of a minibatch.
+    """The writing policy, the reference policy, and the shape of a minibatch."""
 
-    Attributes:
-        old: pi_old.
-        reference: pi_ref.
-        reward_PY: rewards of all completions.
-        beta: weight of the penalty.
-        num_prompts: B.
-        group_size: G.
-        normalisation: what advantages are divided by.
-    """
-
+    # pi_old.
     old: SequencePolicy
+    # pi_ref.
     reference: SequencePolicy
+    # Rewards of all completions.
     reward_PY: np.ndarray
+    # Weight of the penalty.
     beta: float
+    # B.
     num_prompts: int
+    # G.
     group_size: int
+    # The divisor of advantages.
     normalisation: Normalisation = Normalisation()
 
     def __post_init__(self):
@@ -94,7 +93,7 @@ class Setting:
 
     @property
     def normalised(self) -> bool:
-        """Whether advantages are divided at all."""
+        """True if advantages are divided at all."""
         return self.normalisation.kind != "none"
 
     @cached_property
@@ -108,7 +107,7 @@ class Setting:
         return [advantage_moments(*pair, self.group_size, self.normalisation) for pair in pairs]
 
     def scale_P(self, policy: SequencePolicy) -> np.ndarray:
-        """1/d(x) with sigma(x) of a policy's rewards; 1 without normalisation."""
+        """Return 1/d(x) with sigma(x) of a policy's rewards; 1 without normalisation."""
         if not self.normalised:
             return np.ones(len(self.reward_PY))
         centred_PY = self.reward_PY - policy.value_P(self.reward_PY)[:, None]
@@ -117,7 +116,7 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Mean and variance of one prompt's estimate with vectors w and beta k."""
+        """Compute mean and variance of one prompt's estimate with vectors w and beta k."""
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
@@ -125,7 +124,7 @@ class Setting:
         return estimate_moments(self.advantages, law_PY, weight_PYD, size, penalty_PYD)
 
     def tables(self, current: SequencePolicy, level: str) -> tuple[np.ndarray, np.ndarray]:
-        """w and beta k of every completion, each [P, Y, D]."""
+        """Return w and beta k of every completion, each [P, Y, D]."""
         ratio_PYL = np.exp(current.logprob_PYL - self.old.logprob_PYL)
         excess_PYL = np.exp(self.reference.logprob_PYL - current.logprob_PYL) - 1
         penalty_PYD = self.beta * current.weighted_scores(excess_PYL)
@@ -140,12 +139,12 @@ class Setting:
         prefixes: SequencePolicy | None = None,
         spread: SequencePolicy | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Both parts of what the estimate is for, reward and penalty, each [D].
+        """Return both parts of the estimate's target, reward and penalty, each [D].
 
         Args:
             current: pi_theta.
-            prefixes: who writes the prefixes, pi_theta where None.
-            spread: whose rewards have the sigma(x) of normalisation, pi_old where None.
+            prefixes: the policy that writes the prefixes; None: pi_theta.
+            spread: the policy whose rewards have the sigma(x) of normalisation; None: pi_old.
         """
         law_PY = (prefixes or current).probabilities_PY
         penalty_PD = current.token_kl_gradient_PD(self.reference, law_PY)
@@ -156,12 +155,12 @@ class Setting:
     def whole_target(
         self, current: SequencePolicy, spread: SequencePolicy | None = None
     ) -> np.ndarray:
-        """Both parts of `target` together, [D]."""
+        """Return the sum of both parts of `target`, [D]."""
         policy_D, penalty_D = self.target(current, spread=spread)
         return policy_D + penalty_D
 
     def quality(self, current: SequencePolicy) -> dict[str, float]:
-        """Squared biases, variances and errors of both levels; `_kl` of the penalty's part alone.
+        """Compute squared biases, variances and errors of both levels; `_kl`: the penalty's part.
 
         `_policy` is without the penalty; `ratio_second_moment` is E rho^2, mean over prompts. With
         normalisation also `_drift2`, the squared change of the bias since theta_old, and
@@ -204,14 +203,15 @@ class Setting:
         return self.bias(self.old, "token")
 
     def bias(self, current: SequencePolicy, level: str) -> np.ndarray:
-        """Mean of the estimate minus the target, both parts, [D]."""
+        """Return the mean of the estimate minus the target, both parts, [D]."""
         mean_D = self.moments(*self.tables(current, level)).mean_PD.mean(axis=0)
         return mean_D - self.whole_target(current)
 
     @property
     def divergence_cosines(self) -> list[float]:
-        """Cosines at theta_old of what the penalty descends with the gradients of
-        KL(pi_ref || pi) and KL(pi || pi_ref) of whole completions.
+        """Cosines at theta_old of the penalty's descent direction with two gradients.
+
+        The gradients are those of KL(pi_ref || pi) and KL(pi || pi_ref) of whole completions.
         """
         old, reference = self.old, self.reference
         penalty_D = old.token_kl_gradient_PD(reference, old.probabilities_PY).mean(axis=0)
@@ -223,7 +223,7 @@ class Setting:
         return cosines
 
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
-        """Derivative at theta_old of the token level's bias along a direction, [D].
+        """Return the derivative at theta_old of the token level's bias along a direction, [D].
 
         Without normalisation. With u_t the derivative of token t's log-probability and u their sum
         over the completion, `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`: ratios of
@@ -242,12 +242,11 @@ class Setting:
 def estimate(
     setting: Setting, current: SequencePolicy, prompt_B: np.ndarray, outcome_BG: np.ndarray
 ) -> np.ndarray:
-    """Algorithm 2's gradient estimate from one minibatch, [D].
+    """Compute Algorithm 2's gradient estimate from one minibatch, [D].
 
     Args:
-        setting: whose normalisation is not one that draws groups again.
+        setting: its normalisation does not draw groups again.
         current: pi_theta.
-        prompt_B: the prompts.
         outcome_BG: their completions, of pi_old.
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")
@@ -264,7 +263,7 @@ def estimate(
 
 
 def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
-    """The B at which both levels have the same error, variances being those of `num_prompts`.
+    """Return the B at which both levels have the same error, given variances at `num_prompts`.
 
     With more prompts the completion's ratio is the better one; negative where it always is,
     NaN where there is no bias.
@@ -279,7 +278,7 @@ def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
 
 
 def squared_norm(vector_D: np.ndarray) -> float:
-    """||v||^2."""
+    """Return ||v||^2."""
     return float(vector_D @ vector_D)
 
 
@@ -288,33 +287,30 @@ def squared_norm(vector_D: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Exact values of every normalisation, by group size.
+    """Exact values of every normalisation, by group size."""
 
-    Attributes:
-        sizes: G.
-        limit_sizes: G, 2G, 4G from which limits are extrapolated.
-        values: by kind of normalisation, by name, an array over the sizes:
-            `bias2_share`, ||bias||^2 / ||target||^2 without the KL term;
-            `bias2_share_kl`, the same of the estimate with it;
-            `variance`, B times the variance, without the KL term;
-            `oracle`, B times the oracle's, C1 + (its variance given the prompt) / G;
-            `exceeded`, the B from which ||bias||^2 is above the variance, infinite without bias;
-            `silent`, chance of a group of equal rewards, mean over prompts.
-        limits: the same of `none`, `sigma` and `group_std` with epsilon = 0 at `limit_sizes`, and
-            `bias`, of which the squared norm is ||bias||^2.
-        bias_limit: limit of G ||bias|| of `group_std` at epsilon = 0, by the delta method.
-        target_norm: norm of the target with normalisation.
-    """
-
+    # G.
     sizes: Sequence[int]
+    # G, 2G, 4G from which limits are extrapolated.
     limit_sizes: Sequence[int]
+    # By kind of normalisation, by name, an array over the sizes:
+    # `bias2_share`, ||bias||^2 / ||target||^2 without the KL term;
+    # `bias2_share_kl`, the same of the estimate with it;
+    # `variance`, B times the variance, without the KL term;
+    # `oracle`, B times the oracle's, C1 + (its variance given the prompt) / G;
+    # `exceeded`, the B from which ||bias||^2 is above the variance, infinite without bias;
+    # `silent`, chance of a group of equal rewards, mean over prompts.
     values: dict[str, dict[str, np.ndarray]]
+    # The same of `none`, `sigma` and `group_std` with epsilon = 0 at `limit_sizes`, and `bias`, the
+    # vector whose squared norm is ||bias||^2.
     limits: dict[str, dict[str, np.ndarray]]
+    # Limit of G ||bias|| of `group_std` at epsilon = 0, by the delta method.
     bias_limit: float
+    # Norm of the target with normalisation.
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Limit of G (B variance - C1) over that of the oracle's."""
+        """Return the limit of G (B variance - C1) over that of the oracle's."""
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -327,10 +323,10 @@ def on_policy(
     epsilon: float,
     floor: float,
 ) -> OnPolicy:
-    """Exact values of every normalisation at theta_old.
+    """Compute exact values of every normalisation at theta_old.
 
     Args:
-        setting: whose group size and normalisation are put aside.
+        setting: its group size and normalisation are not used.
         group_sizes: G.
         limit_sizes: three, each twice the one before.
         epsilon: added to the group's standard deviation.
@@ -365,7 +361,7 @@ def on_policy(
 
 
 def on_policy_values(setting: Setting) -> dict[str, float]:
-    """The values of one normalisation at one group size, see `OnPolicy`."""
+    """Compute the values of one normalisation at one group size, see `OnPolicy`."""
     old, (weight_PYD, penalty_PYD) = setting.old, setting.tables(setting.old, "token")
     plain, target_D = setting.moments(weight_PYD), setting.target(old)[0]
     bias2 = np.square(plain.mean_PD.mean(axis=0) - target_D).sum()
@@ -395,21 +391,19 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Draws:
-    """The minibatches that one path steps on: parts of a batch, completions of pi_old.
+    """Minibatches that one path steps on: parts of a batch, completions of pi_old.
 
     They are the same at every learning rate.
-
-    Attributes:
-        prompt_UB: prompts of each update, drawn independently and evenly.
-        outcome_UBG: their completions.
     """
 
+    # Prompts of each update, drawn independently and evenly.
     prompt_UB: np.ndarray
+    # Their completions.
     outcome_UBG: np.ndarray
 
 
 def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """The draws of one replicate, from a generator that seed and replicate alone decide."""
+    """Draw one replicate's minibatches from a generator keyed by seed and replicate alone."""
     rng = generator(seed, "theorem12", replicate)
     law_PY = setting.old.probabilities_PY
     prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
@@ -422,7 +416,7 @@ def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
 def update(
     setting: Setting, current: SequencePolicy, learning_rate: float, step_D: np.ndarray
 ) -> SequencePolicy:
-    """The policy after one update."""
+    """Return the policy after one update."""
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
     if not farthest < LARGEST_CHANGE:
@@ -434,7 +428,7 @@ def update(
 
 
 def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """The policy after one update on each minibatch, plain gradient ascent."""
+    """Return the policy after one update on each minibatch, plain gradient ascent."""
     current = setting.old
     for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
         step_D = estimate(setting, current, prompt_B, outcome_BG)
@@ -443,7 +437,7 @@ def random_path(setting: Setting, draws: Draws, learning_rate: float) -> Sequenc
 
 
 def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
-    """theta_old and the policy after every update along the target itself, without noise."""
+    """Return theta_old and the policy after every update along the target itself, without noise."""
     path = [setting.old]
     for _ in range(updates):
         target_D = setting.whole_target(path[-1])
@@ -453,52 +447,46 @@ def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[Seq
 
 @dataclass(frozen=True)
 class LeadingTerms:
-    """What errors without normalisation tend to as the learning rate eta falls.
+    """Limits of errors without normalisation as the learning rate eta falls."""
 
-    Attributes:
-        exact: limit of bias^2 / eta^2 along the exact path, by the derivative of the bias.
-        random_R: the same of every random path.
-        law: C1, C2, C3 of Proposition 3 at theta_old, without the KL term.
-    """
-
+    # Limit of bias^2 / eta^2 along the exact path, by the derivative of the bias.
     exact: float
+    # The same of every random path.
     random_R: np.ndarray
+    # C1, C2, C3 of Proposition 3 at theta_old, without the KL term.
     law: ScalingLaw
 
 
 @dataclass(frozen=True)
 class PathErrors:
-    """Exact errors at the ends of all paths.
+    """Exact errors at the ends of all paths."""
 
-    Attributes:
-        setting: who wrote, and the shape of a minibatch.
-        rates: learning rates, ascending, E of them.
-        start: errors at theta_old.
-        exact: errors after steps along the target, [E] each.
-        random: errors after steps on minibatches, [E, R] each.
-        exact_by_place: bias^2 with token ratios of every minibatch of the batch along the exact
-            path, [E, k + 1].
-        leading: limits as eta falls; None with normalisation, whose bias has another limit.
-    """
-
+    # The policies, and the shape of a minibatch.
     setting: Setting
+    # Learning rates, ascending, E of them.
     rates: np.ndarray
+    # Errors at theta_old.
     start: dict[str, float]
+    # Errors after steps along the target, [E] each.
     exact: dict[str, np.ndarray]
+    # Errors after steps on minibatches, [E, R] each.
     random: dict[str, np.ndarray]
+    # bias^2 with token ratios of every minibatch of the batch along the exact path, [E, k + 1].
     exact_by_place: np.ndarray
+    # Limits as eta falls; None with normalisation, whose bias has another limit.
     leading: LeadingTerms | None = None
 
     def mean(self, name: str) -> list[Interval]:
-        """Over random paths, with t intervals, on the log scale where they allow it."""
+        """Return means over random paths, with t intervals, on the log scale if they allow it."""
         values_ER = self.random[name]
         count = values_ER.shape[1]
         pairs = zip(values_ER.mean(axis=1), values_ER.var(axis=1, ddof=1) / count, strict=True)
         return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
 
     def slope(self, name: str, at: int = 0) -> Interval:
-        """Slope of log mean bias^2 on log eta from rate `at` to the next, delete-one-path
-        jackknife.
+        """Return the slope of log mean bias^2 on log eta from rate `at` to the next.
+
+        Its interval is by the delete-one-path jackknife.
         """
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
@@ -514,8 +502,9 @@ class PathErrors:
 
     @property
     def crossing(self) -> float | None:
-        """The learning rate at which `bias_share_E` is 1, interpolated on the log scale; None where
-        no rate is above it, or the first is already.
+        """The learning rate at which `bias_share_E` is 1, interpolated on the log scale.
+
+        None if no rate is above 1, or the first is already.
         """
         above = np.flatnonzero(self.bias_share_E >= 1)
         if not len(above) or above[0] == 0:
@@ -525,7 +514,7 @@ class PathErrors:
         return float(np.exp(np.interp(0.0, logs, rates)))
 
     def tie(self) -> np.ndarray:
-        """The B at which both levels have the same error at every rate, theta_k as it is, [E]."""
+        """Return the B at which both levels have the same error at every rate, at theta_k, [E]."""
         mean = {name: values_ER.mean(axis=1) for name, values_ER in self.random.items()}
         return tie(mean, self.setting.num_prompts)
 
@@ -533,10 +522,10 @@ class PathErrors:
 def path_errors(
     setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
 ) -> PathErrors:
-    """Errors at the ends of an exact and of many random paths.
+    """Compute errors at the ends of an exact and of many random paths.
 
     Args:
-        setting: who wrote, and the shape of a minibatch.
+        setting: the policies, and the shape of a minibatch.
         rates_E: learning rates, ascending.
         updates: k.
         replicates: random paths, keyed by seed and number.
@@ -566,18 +555,18 @@ def path_errors(
 
 
 def leading_term(setting: Setting, direction_D: np.ndarray) -> float:
-    """Limit of bias^2 / eta^2 of a path that leaves theta_old in this direction."""
+    """Return the limit of bias^2 / eta^2 of a path that leaves theta_old in this direction."""
     return float(np.square(setting.first_order_bias(direction_D)).sum())
 
 
 def sum_of_steps(setting: Setting, draws: Draws) -> np.ndarray:
-    """The direction in which a random path leaves theta_old, [D]."""
+    """Return the direction in which a random path leaves theta_old, [D]."""
     pairs = zip(draws.prompt_UB, draws.outcome_UBG, strict=True)
     return np.sum([estimate(setting, setting.old, *pair) for pair in pairs], axis=0)
 
 
 def on_policy_law(setting: Setting) -> ScalingLaw:
-    """C1, C2, C3 of Proposition 3 at theta_old, without the KL term."""
+    """Return C1, C2, C3 of Proposition 3 at theta_old, without the KL term."""
     old, reward_PY = setting.old, setting.reward_PY
     g_PD, q_PY = old.gradient_PD(reward_PY), np.square(old.scores_PYD).sum(axis=2)
     g_sq_P = np.square(g_PD).sum(axis=1)
@@ -590,18 +579,15 @@ def on_policy_law(setting: Setting) -> ScalingLaw:
 
 @dataclass(frozen=True)
 class ByLength:
-    """Exact values at every length.
+    """Exact values at every length."""
 
-    Attributes:
-        num_prompts: B.
-        lengths: L, ascending.
-        growth: c, E rho_t^2 of a token.
-        values: by name as in `Setting.quality`, an array over the lengths each.
-    """
-
+    # B.
     num_prompts: int
+    # L, ascending.
     lengths: np.ndarray
+    # c, E rho_t^2 of a token.
     growth: float
+    # By name as in `Setting.quality`, an array over the lengths each.
     values: dict[str, np.ndarray]
 
     @property
@@ -611,7 +597,7 @@ class ByLength:
 
     @property
     def growth_of_ratio(self) -> float:
-        """Its growth by a token, between the two largest lengths."""
+        """Growth of `variance_ratio` by a token, between the two largest lengths."""
         steps = np.diff(self.lengths)[-1]
         return float((self.variance_ratio[-1] / self.variance_ratio[-2]) ** (1 / steps))
 
@@ -622,7 +608,7 @@ class ByLength:
 
 
 def by_length(lengths: Sequence[int], shift: float, num_prompts: int, group_size: int) -> ByLength:
-    """Bias and variance of both levels at every length, without a penalty.
+    """Compute bias and variance of both levels at every length, without a penalty.
 
     One prompt, two tokens; pi_old writes either with chance 1/2, the reward is the square of the
     share of token 1.

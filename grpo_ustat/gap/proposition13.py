@@ -1,4 +1,4 @@
-"""Proposition 13: with normalised advantages the arcsin objective is what training maximises.
+"""Proposition 13: training with normalised advantages maximises the arcsin objective.
 
 The proposition lets T grow, G and all else fixed. At a fixed G the normalised estimator follows a
 field of its own, the sum over prompts of w_G(V) grad V with w_G enumerated; its root is where
@@ -29,7 +29,8 @@ from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
 
-TOLERANCE = 0.01  # of a limit, as a share of the distance between the two maximisers
+# Of a limit, as a share of the distance between the two maximisers.
+TOLERANCE = 0.01
 
 STATEMENT = (
     "Proposition 13: with 0/1 rewards and advantages divided by the group's standard deviation, "
@@ -41,16 +42,13 @@ STATEMENT = (
 
 @dataclass(frozen=True)
 class EndPoint:
-    """The point where runs of one estimator end.
+    """The point where runs of one estimator end."""
 
-    Attributes:
-        run: all replicates, recorded after T/4 and T updates.
-        maximiser: of the objective that the paper names for its estimator.
-        root: where the enumerated mean of the estimate vanishes.
-    """
-
+    # All replicates, recorded after T/4 and T updates.
     run: Trajectories
+    # Of the objective that the paper names for its estimator.
     maximiser: float
+    # The zero of the enumerated mean of the estimate.
     root: float
 
     @property
@@ -80,7 +78,7 @@ class EndPoint:
 
 
 def plan(design: Proposition13Config) -> list[Simulation]:
-    """GRPO at the largest G, normalised at every G; variants with KL term, minibatches, both."""
+    """Plan GRPO at the largest G, normalised at every G; variants with KL term or minibatches."""
     (rate,), steps = learning_rates(design), (design.steps // 4, design.steps)
     kl, parts = kl_term(design), design.minibatches
     split = {"num_prompts": design.num_prompts // parts, "minibatches": parts}
@@ -97,7 +95,7 @@ def plan(design: Proposition13Config) -> list[Simulation]:
 
 
 def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories]) -> Evidence:
-    """See where replicates end, beside maximisers and roots; on a bed of one coordinate."""
+    """Compare replicates' ends with maximisers and roots, on a bed of one coordinate."""
     ends = [
         EndPoint(
             run, maximiser(bed, run.estimator), root(bed, pull_of(run.estimator), run.estimator)
@@ -143,25 +141,25 @@ def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories
 
 
 def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estimator:
-    """The estimator of Algorithm 2 at one G, with changes to its fields."""
+    """Return the estimator of Algorithm 2 at one G, with changes to its fields."""
     plain = Estimator("leave_one_out_std", design.num_prompts, size, design.epsilon)
     return replace(plain, **changes)
 
 
 def kl_term(design: Proposition13Config) -> dict[str, Any]:
-    """The fields of an estimator that has the KL term."""
+    """Return the fields of an estimator that has the KL term."""
     return {"beta": design.beta, "reference": tuple(design.reference)}
 
 
 def variant(estimator: Estimator) -> str:
-    """The part of an estimator's name that says what it has beside its group."""
+    """Return the part of an estimator's name that describes everything besides its group."""
     words = ["KL"] * (estimator.beta > 0)
     words += [f"{estimator.minibatches} minibatches"] * (estimator.minibatches > 1)
     return "".join(f", {word}" for word in words)
 
 
 def weight(group_size: int, epsilon: float, value: float) -> float:
-    r"""w_G(V): the expected normalised gradient of a prompt is `w_G(V) grad V`, for 0/1 rewards.
+    r"""Return w_G(V): the expected normalised gradient of a prompt is `w_G(V) grad V`, 0/1 rewards.
 
     With k successes of G and the group's own mean for a baseline the advantages are
     `(z - k/G) / (std + epsilon)`, with the others' mean G/(G-1) times that, and
@@ -179,7 +177,7 @@ def weight(group_size: int, epsilon: float, value: float) -> float:
 
 
 def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
-    """The factor of grad V in an estimator's mean, as a function of V: 1 without normalisation."""
+    """Return the factor of grad V in an estimator's mean, a function of V: 1 if not normalised."""
     if estimator.baseline == "leave_one_out":
         return np.ones_like
     size, epsilon = estimator.group_size, estimator.epsilon
@@ -187,13 +185,12 @@ def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = None) -> float:
-    """Mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
+    """Return the mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
 
     Args:
         bed: of one coordinate.
-        pull: of V.
-        u: where.
-        estimator: whose KL term counts; None: no KL term.
+        pull: a function of V.
+        estimator: its KL term counts; None: no KL term.
     """
     probability_PYR, score_PYKR = bed.law(np.array([[u]]))
     reward_PYR = probability_PYR * bed.rewards_PY[..., None]
@@ -207,7 +204,7 @@ def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = 
 
 
 def root(bed: Testbed, pull: Callable, estimator: Estimator | None = None) -> float:
-    """The point where the field vanishes, within the bed's box about the maximiser of J."""
+    """Return the zero of the field, within the bed's box about the maximiser of J."""
     centre, half = float(bed.best_K[0]), half_width(bed)
     low, high = centre - half, centre + half
     zero = brentq(lambda u: field(bed, pull, u, estimator), low, high, xtol=1e-13)
@@ -215,13 +212,15 @@ def root(bed: Testbed, pull: Callable, estimator: Estimator | None = None) -> fl
 
 
 def half_width(bed: Testbed) -> float:
-    """How far from the maximiser of J roots are looked for."""
+    """Return the distance from the maximiser of J within which roots are looked for."""
     return min(float(bed.box_K[0]), 10.0)
 
 
 def maximiser(bed: Testbed, estimator: Estimator) -> float:
-    """The maximiser of the objective that the paper names: E[2 arcsin sqrt V], J without
-    normalisation, either minus beta KL(pi_ref || pi).
+    """Return the maximiser of the objective that the paper names.
+
+    The objective is E[2 arcsin sqrt V], J without normalisation, either minus beta KL(pi_ref ||
+    pi).
     """
 
     def arcsin_pull(value: np.ndarray) -> np.ndarray:
@@ -232,8 +231,7 @@ def maximiser(bed: Testbed, estimator: Estimator) -> float:
 
 
 def extrapolate(run: Trajectories) -> np.ndarray:
-    """Points where each replicate would end but for the part of order 1/T, from T and a quarter of
-    it.
+    """Return each replicate's end without the part of order 1/T, from T and T/4.
 
     Richardson's: with `e(T) = e + b/T`, `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`, T with offset.
     """
@@ -256,7 +254,7 @@ def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim
 
 
 def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> Claim:
-    """The roots at growing G tend to the paper's maximiser, with epsilon = 0 and other changes."""
+    """Test that roots at growing G tend to the paper's maximiser, epsilon = 0 and other changes."""
     exact = [normalised(design, size, epsilon=0.0, **changes) for size in design.limit_sizes]
     roots, limit = np.array([root(bed, pull_of(x), x) for x in exact]), maximiser(bed, exact[0])
     apart = abs(maximiser(bed, replace(exact[0], beta=0.0)) - float(bed.best_K[0]))
@@ -271,7 +269,7 @@ def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> C
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """What the claims, in the order of the ends, say of the maximisers that the paper names."""
+    """Summarise the claims, in the order of the ends, on the maximisers that the paper names."""
     verdict = {end.name: claim.verdict for end, claim in zip(ends, claims, strict=False)}
     grpo, *by_size = (end for end in ends if not variant(end.estimator))
     variants = [end for end in ends if variant(end.estimator)]
@@ -327,7 +325,7 @@ def _notes(ends: list[EndPoint]) -> list[str]:
 
 
 def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
-    """Ends by group size, of the variants, and the two objectives."""
+    """Return panels of the ends by group size and of variants, and of the two objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
     x = [end.estimator.group_size for end in by_size]
     curves = [
@@ -360,7 +358,7 @@ def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
 
 
 def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
-    """Measured ends with their intervals, and the roots."""
+    """Return lines of measured ends with their intervals, and of the roots."""
     x = [end.estimator.group_size for end in ends]
     y, low, high = (list(values) for values in zip(*(end.measured for end in ends), strict=True))
     roots = [end.root for end in ends]

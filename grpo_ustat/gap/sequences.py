@@ -1,4 +1,4 @@
-r"""An enumerable policy that writes token by token: the bed for importance ratios and KL terms.
+r"""Enumerable policy that writes token by token: the bed for importance ratios and KL terms.
 
 All V^L completions of exactly L tokens are listed. Prompts share the parameters; a prompt shifts
 the logits of the tokens by its own constants, at every position:
@@ -24,10 +24,6 @@ from grpo_ustat.draws import generator
 class SequencePolicy:
     """A policy over completions of L tokens out of V, for P prompts.
 
-    Attributes:
-        theta_LVV: parameters by position, previous token (token 0 before the first) and token.
-        offset_PV: what a prompt adds to the logits of each token.
-
     Raises:
         ValueError: V^L completions are too many to list.
 
@@ -39,7 +35,9 @@ class SequencePolicy:
     ([0.25], [-0.125, 0.125])
     """
 
+    # Parameters by position, previous token (token 0 before the first) and token.
     theta_LVV: np.ndarray
+    # The prompt's addition to the logits of each token.
     offset_PV: np.ndarray
 
     def __post_init__(self):
@@ -53,7 +51,7 @@ class SequencePolicy:
             )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:
-        """The same policy with other parameters."""
+        """Return the same policy with other parameters."""
         return replace(self, theta_LVV=theta_D.reshape(self.theta_LVV.shape))
 
     @property
@@ -94,35 +92,38 @@ class SequencePolicy:
         return self.weighted_scores(np.ones(len(self.theta_LVV)))
 
     def weighted_scores(self, weight_PYL: np.ndarray) -> np.ndarray:
-        """`sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D]; weights may be broadcast."""
+        """Return `sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D].
+
+        Weights may be broadcast.
+        """
         return self._in_rows(weight_PYL[..., None] * (self._token_YLV - self.next_PYLV))
 
     def value_P(self, reward_PY: np.ndarray) -> np.ndarray:
-        """V(x)."""
+        """Return V(x)."""
         return (self.probabilities_PY * reward_PY).sum(axis=1)
 
     def gradient_PD(self, reward_PY: np.ndarray) -> np.ndarray:
-        """Gradient of V(x), `E[s z | x]`."""
+        """Return the gradient of V(x), `E[s z | x]`."""
         return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
 
     def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Gradient of KL(reference || policy) of completions in the policy, `-E_reference[s]`."""
+        """Return the gradient of KL(reference || policy) of completions, `-E_reference[s]`."""
         return -_mean(reference.probabilities_PY, self.scores_PYD)
 
     def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Gradient of KL(policy || reference) of completions, `E[s log(policy / reference)]`."""
+        """Return the gradient of KL(policy || reference), `E[s log(policy / reference)]`."""
         log_ratio_PY = (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )` in the policy's
-        parameters, the law of prefixes held fixed.
+        """Return the gradient of the tokens' KL divergences, the law of prefixes held fixed.
 
-        With the policy's own law of prefixes it is what the K3 penalty's gradient targets; the
-        gradient of KL(reference || policy) of completions has the reference's law instead.
+        It is that of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )` in the policy's
+        parameters. With the policy's own law of prefixes it is what the K3 penalty's gradient
+        targets; the gradient of KL(reference || policy) of completions has the reference's law
+        instead.
 
         Args:
-            reference: the other policy.
             prefix_PY: law of the completions whose prefixes these are.
         """
         return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))
@@ -144,8 +145,9 @@ class SequencePolicy:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """Blocks [P, Y, L, V] of tokens as parameters [P, Y, D]: that of token t stands in row (t,
-        previous token).
+        """Return blocks [P, Y, L, V] of tokens as parameters [P, Y, D].
+
+        The block of token t is in row (t, previous token).
         """
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
@@ -154,7 +156,7 @@ class SequencePolicy:
 
 
 def build_sequences(bed: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
-    """Policy, reference policy and rewards [P, Y] of a configuration's node, drawn by its seed.
+    """Return policy, reference policy and rewards [P, Y] of a configuration, drawn by its seed.
 
     A prompt's completions are ranked at random, r = 0 ... Y-1; of K levels the reward is
     `floor(K (r/Y)^difficulty) / (K-1)`.

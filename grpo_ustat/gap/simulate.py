@@ -16,39 +16,37 @@ from grpo_ustat.draws import generator
 from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.testbeds import Testbed
 
-REPLICATES_AT_ONCE = 500  # replicates side by side: their arrays stay in a core's cache
-STEPS_AT_ONCE = 50  # steps whose uniforms are drawn at once
+# Replicates side by side: their arrays stay in a core's cache.
+REPLICATES_AT_ONCE = 500
+# Steps whose uniforms are drawn at once.
+STEPS_AT_ONCE = 50
 STREAM = "algorithm1"
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A gradient estimator of B prompts with G completions each.
+    """A gradient estimator of B prompts with G completions each."""
 
-    Attributes:
-        baseline: none, oracle, optimal, leave_one_out, group_mean, group_std, or
-            leave_one_out_std, the paper's Algorithm 2: the others' mean, over the group's std.
-        num_prompts: B, of an update.
-        group_size: G.
-        epsilon: added to the standard deviation.
-        beta: weight of the KL term `(pi_ref/pi - 1) s` of a completion, whose mean is
-            -grad KL(pi_ref || pi).
-        reference: u of pi_ref, as many numbers as coordinates; of no use where beta is 0.
-        minibatches: updates on each batch, one pass over its parts of B prompts, with ratios
-            pi_theta / pi_old on advantages, pi_old being the policy at the batch's first update.
-    """
-
+    # none, oracle, optimal, leave_one_out, group_mean, group_std, or leave_one_out_std, the paper's
+    # Algorithm 2: the others' mean, over the group's std.
     baseline: str
+    # B, of an update.
     num_prompts: int
+    # G.
     group_size: int
+    # Added to the standard deviation.
     epsilon: float = 0.0
+    # Weight of the KL term `(pi_ref/pi - 1) s` of a completion, with mean -grad KL(pi_ref || pi).
     beta: float = 0.0
+    # u of pi_ref, as many numbers as coordinates; of no use if beta is 0.
     reference: tuple[float, ...] = ()
+    # Updates on each batch, one pass over its parts of B prompts, with ratios pi_theta / pi_old on
+    # advantages, pi_old being the policy at the batch's first update.
     minibatches: int = 1
 
     @property
     def name(self) -> str:
-        """For legends and rows."""
+        """Name in legends and rows."""
         names = {"none": "vanilla", "leave_one_out": "GRPO"}
         return names.get(self.baseline, self.baseline)
 
@@ -68,7 +66,7 @@ class Rate:
 
     @property
     def name(self) -> str:
-        """For legends and rows.
+        """Name in legends and rows.
 
         >>> Rate("constant", 0.1).name, Rate("decaying", 2.0, 20).name
         ('eta = 0.1', 'eta_t = 2 / (t + 20)')
@@ -78,7 +76,7 @@ class Rate:
         return f"eta_t = {self.value:g} / " + (f"(t + {self.offset})" if self.offset else "t")
 
     def values(self, steps: int) -> np.ndarray:
-        """eta_1 ... eta_T."""
+        """Return eta_1 ... eta_T."""
         if self.kind == "constant":
             return np.full(steps, self.value)
         return self.value / (np.arange(1, steps + 1) + self.offset)
@@ -86,7 +84,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Who estimates, how fast it learns, and the steps to record, ascending."""
+    """An estimator, its learning rate, and the steps to record, ascending."""
 
     estimator: Estimator
     rate: Rate
@@ -105,20 +103,16 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Positions of replicates R at the recorded steps S.
-
-    Attributes:
-        simulation: what was run.
-        steps_S: after how many updates; 0 is the start.
-        u_SKR: where the policy was.
-        gap_SR: J* - J there.
-        exit_R: the update after which a replicate was first outside the sublevel set, 0: never.
-    """
+    """Positions of replicates R at the recorded steps S."""
 
     simulation: Simulation
+    # Numbers of updates; 0 is the start.
     steps_S: np.ndarray
+    # The policy's coordinates.
     u_SKR: np.ndarray
+    # J* - J there.
     gap_SR: np.ndarray
+    # The update after which a replicate was first outside the sublevel set; 0: never.
     exit_R: np.ndarray
 
     @property
@@ -137,7 +131,7 @@ class Trajectories:
         return self.gap_SR.shape[1]
 
     def scaled_gap(self, place: int) -> np.ndarray:
-        """(T + offset) times the gap of every replicate at one of the recorded steps, [R]."""
+        """Return (T + offset) times the gap of every replicate at one recorded step, [R]."""
         return (self.steps_S[place] + self.rate.offset) * self.gap_SR[place]
 
 
@@ -147,8 +141,6 @@ def simulate(bed: Testbed, simulation: Simulation, replicates: range, seed: int)
     In u the update is the same as in theta: the score is Q's and Q Q' = 1.
 
     Args:
-        bed: what the policy is.
-        simulation: what is run.
         replicates: their numbers; they run side by side.
         seed: with a replicate's number, all that its path depends on.
     """
@@ -179,7 +171,7 @@ def simulate(bed: Testbed, simulation: Simulation, replicates: range, seed: int)
 def _uniforms(
     replicates: range, seed: int, estimator: Estimator, count: int
 ) -> Iterator[np.ndarray]:
-    """For each step [B + B G, R] float32 uniforms, then once more, for the step after the last."""
+    """Yield for each step [B + B G, R] float32 uniforms, once more for the step after the last."""
     generators = [generator(seed, STREAM, number) for number in replicates]
     width = estimator.num_prompts + estimator.rollouts
     for first in range(0, count, STEPS_AT_ONCE):
@@ -192,7 +184,7 @@ def _uniforms(
 
 
 def reference_law(bed: Testbed, estimator: Estimator) -> np.ndarray | None:
-    """Probabilities of pi_ref, [P, Y]; None without a KL term."""
+    """Return probabilities of pi_ref, [P, Y]; None without a KL term."""
     return bed.law(np.array(estimator.reference)[:, None])[0][..., 0] if estimator.beta else None
 
 
@@ -204,15 +196,14 @@ def gradient(
     old_PYR: np.ndarray | None = None,
     reference_PY: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One gradient estimate of each replicate, in u: [K, R].
+    """Compute one gradient estimate of each replicate, in u: [K, R].
 
     Args:
-        bed: whose rewards count.
-        estimator: of the gradient.
+        bed: its rewards count.
         law: of `bed.law`.
         uniform: [B + B G, R] in [0, 1): which prompts, then which completions.
         old_PYR: probabilities of pi_old, which writes; None: of the policy itself.
-        reference_PY: those of pi_ref, where there is a KL term.
+        reference_PY: those of pi_ref, if there is a KL term.
     """
     probability_PYR, score_PYKR = law
     prompts, outcomes = probability_PYR.shape[:2]
@@ -243,13 +234,12 @@ def gradient(
 def outcome_counts(
     probability_PYR: np.ndarray, prompt_BR: np.ndarray, uniform: np.ndarray, group_size: int
 ) -> np.ndarray:
-    """How often each outcome occurs in each group, float64 [Y, B, R], by inverting the law.
+    """Count each outcome in each group, float64 [Y, B, R], by inverting the law.
 
     Args:
         probability_PYR: of the policy that writes.
         prompt_BR: of each group.
         uniform: [G B, R] in [0, 1), a group's completions B rows apart.
-        group_size: G.
     """
     uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)
     edge_PYR = probability_PYR.cumsum(axis=1)[:, :-1].astype(np.float32)
@@ -267,10 +257,10 @@ def advantage(
     rewards_YBR: np.ndarray,
     value_BR: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The advantage of each outcome, [Y, B, R]; rules are those of `estimators.baselines`.
+    """Compute the advantage of each outcome, [Y, B, R]; rules are those of `estimators.baselines`.
 
     Args:
-        estimator: whose baseline and epsilon count.
+        estimator: its baseline and epsilon count.
         counts_YBR: of each outcome in each group.
         rewards_YBR: of each outcome for the group's prompt.
         value_BR: the baseline of `oracle` and `optimal`.
@@ -302,11 +292,9 @@ def advantage(
 def run_simulations(
     simulations: Sequence[Simulation], bed: Testbed, replicates: int, seed: int, workers: int
 ) -> tuple[list[Trajectories], int]:
-    """Every simulation's trajectories in their order, and how many completions were drawn.
+    """Return every simulation's trajectories in their order, and the number of completions drawn.
 
     Args:
-        simulations: to run, all replicates of each.
-        bed: whose policy learns.
         replicates: R.
         seed: with a replicate's number, all that its path depends on.
         workers: processes that share the replicates.
@@ -335,7 +323,7 @@ def run_simulations(
 
 
 def exits_text(runs: Sequence[Trajectories]) -> str:
-    """How many replicates of all runs left the sublevel set, in words."""
+    """Return a sentence on how many replicates of all runs left the sublevel set."""
     exit_N = np.concatenate([run.exit_R for run in runs])
     return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at some step"
 
@@ -343,14 +331,14 @@ def exits_text(runs: Sequence[Trajectories]) -> str:
 def _simulate_blocks(
     items: list[tuple[int, range]], simulations: list[Simulation], bed: Testbed, seed: int
 ) -> Iterator:
-    """What a worker does with its blocks of replicates."""
+    """Run blocks of replicates in a worker."""
     for place, block in items:
         yield place, block[0], simulate(bed, simulations[place], block, seed)
         yield WorkCost(rollouts=simulations[place].work * len(block))
 
 
 def log_spaced_steps(last: int, count: int = 12) -> list[int]:
-    """About so many steps from 1 to the last, evenly on a logarithmic axis.
+    """Return about `count` steps from 1 to the last, evenly on a logarithmic axis.
 
     >>> log_spaced_steps(100, 5)
     [1, 3, 10, 32, 100]

@@ -1,4 +1,4 @@
-"""The frame of a theorem's study that runs Algorithm 1.
+"""Frame of a theorem's study that runs Algorithm 1.
 
 A study of this kind is a plan, the simulations that a configuration asks for, and a judge, which
 makes claims, curves and rows of their trajectories.
@@ -22,7 +22,7 @@ Judge = Callable[[Testbed, Any, Sequence[Trajectories]], Evidence]
 
 
 def learning_rates(study: SimulatedConfig) -> list[Rate]:
-    """Every learning rate of a study, the falling one last."""
+    """Return every learning rate of a study, the falling one last."""
     constant = [Rate("constant", rate) for rate in getattr(study, "constant_rates", [])]
     return [*constant, Rate("decaying", study.decaying_rate, study.offset)]
 
@@ -31,7 +31,7 @@ def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
     """Refuse learning rates that theorems say nothing about: eta >= 2/L, 2 mu c <= 1.
 
     Args:
-        experiment: whose study has the rates.
+        experiment: its study has the rates.
         bed: with L.
         curvature: mu of the falling rate.
     """
@@ -50,7 +50,7 @@ def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
 
 
 def check_limit_rates(experiment: Experiment) -> None:
-    """`check_rates` for theorems on the limit, where the curvature at the maximisers counts."""
+    """Check rates for theorems on the limit, where the curvature at the maximisers counts."""
     bed = build_testbed(experiment.bed)
     check_rates(experiment, bed, bed.least_curvature)
 
@@ -62,7 +62,7 @@ def simulated(
     judge: Judge,
     check: Callable[[Experiment], None] = check_limit_rates,
 ) -> Theorem:
-    """The record of a theorem of which `judge` reads the runs that `plan` names.
+    """Return the record of a theorem that `judge` studies by the runs of `plan`.
 
     Args:
         schema, statement, check: see `Theorem`.
@@ -87,7 +87,7 @@ def simulated(
 def run_and_judge(
     plan: Plan, judge: Judge, bed: Testbed, design: SimulatedConfig, seed: int, workers: int
 ) -> Evidence:
-    """Run what is planned on a test problem, and judge it; see `simulated`."""
+    """Run the planned simulations on a test problem, and judge them; see `simulated`."""
     runs, rollouts = run_simulations(plan(design), bed, design.replicates, seed, workers)
     evidence = judge(bed, design, runs)
     return replace(evidence, bed={**bed_facts(bed), **evidence.bed}, rollouts=rollouts)

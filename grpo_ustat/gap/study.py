@@ -25,14 +25,15 @@ from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
-SEVERITY_COLUMNS = 120  # columns of a terminal from which on severities are shown
+# Columns of a terminal from which on severities are shown.
+SEVERITY_COLUMNS = 120
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
     """Run the study, or show the one that the folder already holds.
 
     Returns:
-        How many of its predictions do not agree with what is measured.
+        Number of its predictions that do not agree with the measurement.
     """
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
@@ -59,7 +60,7 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     """Run the study and write its folder: curves.csv, figure, report.html and result.json.
 
     Returns:
-        What result.json holds.
+        The content of result.json.
     """
     main_only(folder.open)
     start, record = time.perf_counter(), theorem(config.study.kind)
@@ -98,8 +99,9 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def claims_table(result: dict[str, Any], width: int) -> Table:
-    """Predictions beside measurements, without columns that are empty; severities where there is
-    room for sentences, at 120 columns and more.
+    """Return predictions beside measurements, without columns that are empty.
+
+    Severities are shown if there is room for sentences, at 120 columns and more.
     """
     table = Table(title=TITLES[result["study"]], caption=result["statement"])
     rows = [claim_cells(claim) for claim in result["claims"]]
@@ -152,8 +154,10 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
 
 
 def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
-    """Seconds of a study at the rate of the newest finished one of the same kind, bed and workers
-    on this machine, or as long where nothing is drawn; None where there is none.
+    """Return the expected seconds of a study, from an earlier one on this machine.
+
+    It is the rate of the newest finished study of the same kind, bed and workers, or its time if
+    nothing is drawn; None if there is no such study.
     """
     config, own = planned.config, planned.folder
     same = {

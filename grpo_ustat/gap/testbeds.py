@@ -1,4 +1,4 @@
-r"""Policies whose whole truth is known: J, its maximum, gradient, curvature and all covariances.
+r"""Policies with enumerated truth: J, its maximum, gradient, curvature and all covariances.
 
 A bed has parameters theta in R^D, of which the policy sees `u = Q theta` in R^K alone (Q has
 orthonormal rows), so that its maximisers form a flat set of dimension D - K. Everything is a
@@ -19,58 +19,56 @@ import numpy as np
 from grpo_ustat.config.beds import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-LEAST_PROBABILITY = 0.02  # probability that any outcome of a coin keeps within the box
-GRID_POINTS = 41  # along each coordinate
+# Least probability of any outcome of a coin within the box.
+LEAST_PROBABILITY = 0.02
+# Along each coordinate.
+GRID_POINTS = 41
 
 
 @dataclass(frozen=True, kw_only=True)
 class Testbed(ABC):
-    """What all beds share; a kind of bed says `law` and `curvature_at`.
+    """Base of all beds; a kind of bed defines `law` and `curvature_at`."""
 
-    Attributes:
-        kind: in the run folder's `result.json`.
-        rewards_PY: r(x, y).
-        projection_KD: Q, orthonormal rows.
-        start_K: u of the first policy.
-        reach: the sublevel set `J* - J <= reach` is where theory is asked to hold.
-        box_K: |u_k - u*_k| stays within, as a projection; infinite where any u is a policy.
-    """
-
+    # In the run folder's `result.json`.
     kind: ClassVar[str]
+    # r(x, y).
     rewards_PY: np.ndarray
+    # Q, orthonormal rows.
     projection_KD: np.ndarray
+    # u of the first policy.
     start_K: np.ndarray
+    # Theory is asked to hold in the sublevel set `J* - J <= reach`.
     reach: float
 
     @property
     def box_K(self) -> np.ndarray:
-        """No box."""
+        """Largest |u_k - u*_k|, kept by projection; infinite, any u is a policy."""
         return np.full(len(self.start_K), np.inf)
 
     @abstractmethod
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities [P, Y, R] and scores d log pi / d u [P, Y, K, R]."""
+        """Return probabilities [P, Y, R] and scores d log pi / d u [P, Y, K, R]."""
 
     @abstractmethod
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """-d^2 J / du du', [K, K]."""
+        """Return -d^2 J / du du', [K, K]."""
 
     def value(self, probability_PYR: np.ndarray) -> np.ndarray:
-        """V(x), [P, R]."""
+        """Return V(x), [P, R]."""
         return np.einsum("pyr,py->pr", probability_PYR, self.rewards_PY)
 
     def objective(self, u_KR: np.ndarray) -> np.ndarray:
-        """J, [R]."""
+        """Return J, [R]."""
         return self.value(self.law(u_KR)[0]).mean(axis=0)
 
     def gradient(self, u_KR: np.ndarray) -> np.ndarray:
-        """dJ/du, [K, R]."""
+        """Return dJ/du, [K, R]."""
         probability_PYR, score_PYKR = self.law(u_KR)
         weighted = probability_PYR * self.rewards_PY[..., None]
         return np.einsum("pyr,pykr->kr", weighted, score_PYKR) / len(self.rewards_PY)
 
     def gap(self, u_KR: np.ndarray) -> np.ndarray:
-        """J* - J, [R]."""
+        """Return J* - J, [R]."""
         return self.highest - self.objective(u_KR)
 
     @cached_property
@@ -83,13 +81,14 @@ class Testbed(ABC):
 
     @property
     def curved(self) -> int:
-        """How many coordinates of u, the first ones, J curves along at its maximisers; it is flat
-        along the others.
+        """Number of coordinates of u, the first ones, along which J curves at its maximisers.
+
+        It is flat along the others.
         """
         return len(self.start_K)
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """The maximiser that training ends at from next to each u, [K, R] or [K, 1] if the only."""
+        """Return the maximiser where training from next to u ends, [K, R]; [K, 1] if unique."""
         return self.best_K[:, None]
 
     @property
@@ -108,7 +107,7 @@ class Testbed(ABC):
         return self.curvature_at(self.best_K)
 
     def sublevel_grid(self) -> np.ndarray:
-        """Points of the sublevel set, [K, points], on a grid about the maximiser.
+        """Return points of the sublevel set, [K, points], on a grid about the maximiser.
 
         Its half-widths are those of the quadratic model, stretched until no point of the grid's
         border is within.
@@ -126,8 +125,9 @@ class Testbed(ABC):
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """(mu, L): of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)` and of
-        smoothness, both on a grid of the sublevel set.
+        """(mu, L) of an inequality and of smoothness, both on a grid of the sublevel set.
+
+        mu is that of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`.
         """
         grid_KR = self.sublevel_grid()
         gap_R, slope_R = self.gap(grid_KR), np.square(self.gradient(grid_KR)).sum(axis=0)
@@ -149,15 +149,16 @@ class CoinTestbed(Testbed):
     mean zero, so J is exactly quadratic: `J = mean v - u' diag(lambda) u / 2`, mu the smallest and
     L the largest lambda, everywhere. With all `v_x = 1/2` and no style Assumption 2 holds exactly
     at the maximiser.
-
-    Attributes:
-        value_P, slope_PK, style_PK, lambda_K: v, a, n, lambda.
     """
 
     kind: ClassVar[str] = "Coins"
+    # v.
     value_P: np.ndarray
+    # a.
     slope_PK: np.ndarray
+    # n.
     style_PK: np.ndarray
+    # lambda.
     lambda_K: np.ndarray
 
     def __post_init__(self):
@@ -172,11 +173,11 @@ class CoinTestbed(Testbed):
 
     @property
     def box_K(self) -> np.ndarray:
-        """The smallest that holds the sublevel set."""
+        """The smallest box that holds the sublevel set."""
         return np.sqrt(2 * self.reach / self.lambda_K)
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Testbed.law`."""
+        """Return probabilities and scores, see `Testbed.law`."""
         bend_R = (self.lambda_K[:, None] * np.square(u_KR)).sum(axis=0) / 2
         right_PR = self.value_P[:, None] + self.slope_PK @ u_KR - bend_R
         heads_PR = 0.5 + self.style_PK @ u_KR
@@ -185,12 +186,12 @@ class CoinTestbed(Testbed):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Testbed.curvature_at`; the same everywhere."""
+        """Return the curvature, the same everywhere."""
         return np.diag(self.lambda_K)
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """See `Testbed.constants`; exact."""
+        """(mu, L), exact."""
         return float(self.lambda_K.min()), float(self.lambda_K.max())
 
 
@@ -203,21 +204,24 @@ class RidgeCoinTestbed(Testbed):
     `J = mean v - lambda(w) v^2 / 2` has its maximisers where v = 0, at any w: curvature and noise
     differ between them, and a replicate stays at a w that chance chose, since `sum eta_t^2` is
     finite.
-
-    Attributes:
-        value_P, slope_P, style_P, along_P: v, a, n, m.
-        curvature, bend, spread: lambda, rho, kappa.
-        width: |w| stays within, as a projection.
     """
 
     kind: ClassVar[str] = "RidgeCoins"
+    # v.
     value_P: np.ndarray
+    # a.
     slope_P: np.ndarray
+    # n.
     style_P: np.ndarray
+    # m.
     along_P: np.ndarray
+    # lambda.
     curvature: float
+    # rho.
     bend: float
+    # kappa.
     spread: float
+    # Largest |w|, kept by projection.
     width: float
 
     def __post_init__(self):
@@ -237,16 +241,16 @@ class RidgeCoinTestbed(Testbed):
 
     @property
     def curved(self) -> int:
-        """See `Testbed.curved`."""
+        """1: J curves along v and is flat along w."""
         return 1
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """See `Testbed.limits`: v = 0, and the w that is there."""
+        """Return the maximiser next to each u: v = 0, and the w that is there."""
         return np.stack([np.zeros_like(u_KR[1]), u_KR[1]])
 
     @property
     def least_curvature(self) -> float:
-        """See `Testbed.least_curvature`."""
+        """The least curvature along the ridge, within the box."""
         return self.curvature * (1 - abs(self.bend) * self.width)
 
     @cached_property
@@ -256,11 +260,11 @@ class RidgeCoinTestbed(Testbed):
 
     @property
     def box_K(self) -> np.ndarray:
-        """The smallest that holds the sublevel set."""
+        """The smallest box that holds the sublevel set."""
         return np.array([np.sqrt(2 * self.reach / self.least_curvature), self.width])
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Testbed.law`."""
+        """Return probabilities and scores, see `Testbed.law`."""
         v_R, w_R = u_KR
         lambda_R = self.curvature * (1 + self.bend * w_R)
         right_PR = self.value_P[:, None] + self.slope_P[:, None] * v_R - lambda_R * v_R**2 / 2
@@ -276,25 +280,25 @@ class RidgeCoinTestbed(Testbed):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Testbed.curvature_at`."""
+        """Return the curvature at u, see `Testbed.curvature_at`."""
         across = self.curvature * self.bend * u_K[0]
         return np.array([[self.curvature * (1 + self.bend * u_K[1]), across], [across, 0.0]])
 
     def sublevel_grid(self) -> np.ndarray:
-        """See `Testbed.sublevel_grid`; within the box."""
+        """Return points of the sublevel set, [K, points], within the box."""
         axes = [np.linspace(-half, half, GRID_POINTS) for half in self.box_K]
         grid_KR = np.array(list(product(*axes))).T
         return grid_KR[:, self.gap(grid_KR) <= self.reach]
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """See `Testbed.constants`; `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
+        """(mu, L) of the sublevel set; `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
         norms = [np.linalg.norm(self.curvature_at(u_K), 2) for u_K in self.sublevel_grid().T]
         return self.least_curvature, float(max(norms))
 
 
 def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """Law of two independent coins, each a probability [P, R] and its slope [P, K, R]."""
+    """Return the law of two independent coins, each a chance [P, R] and its slope [P, K, R]."""
     (right_PR, slope_PKR), (heads_PR, style_PKR) = answer, style
     answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
     styles = [(heads_PR, style_PKR), (1 - heads_PR, -style_PKR)]
@@ -311,17 +315,16 @@ class SoftmaxTestbed(Testbed):
     The features phi are shared by the prompts, whose offsets o pull them apart: no u suits all, so
     the maximiser is finite. No inequality holds for all u (a bounded J on all of R^K has none):
     mu and L are those of the sublevel set, from which replicates that leave it are counted.
-
-    Attributes:
-        feature_YK, offset_PY: phi, o.
     """
 
     kind: ClassVar[str] = "Softmax"
+    # phi.
     feature_YK: np.ndarray
+    # o.
     offset_PY: np.ndarray
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Testbed.law`."""
+        """Return probabilities and scores, see `Testbed.law`."""
         logits_PYR = (self.feature_YK @ u_KR)[None] + self.offset_PY[..., None]
         weights_PYR = np.exp(logits_PYR - logits_PYR.max(axis=1, keepdims=True))
         probability_PYR = weights_PYR / weights_PYR.sum(axis=1, keepdims=True)
@@ -329,7 +332,7 @@ class SoftmaxTestbed(Testbed):
         return probability_PYR, self.feature_YK[None, ..., None] - mean_PKR[:, None]
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Testbed.curvature_at`: `-E[(r - V) s s']`."""
+        """Return the curvature, `-E[(r - V) s s']`."""
         probability_PYR, score_PYKR = self.law(u_K[:, None])
         value_P1 = self.value(probability_PYR)
         weight_PY = probability_PYR[..., 0] * (self.rewards_PY - value_P1)
@@ -338,7 +341,7 @@ class SoftmaxTestbed(Testbed):
 
 
 def projection(coordinates: int, parameters: int, seed: int) -> np.ndarray:
-    """Q: orthonormal rows in a random direction, [K, D]; the identity where K = D."""
+    """Return Q: orthonormal rows in a random direction, [K, D]; the identity if K = D."""
     if coordinates == parameters:
         return np.eye(coordinates)
     normal = np.random.Generator(np.random.Philox(seed)).standard_normal((parameters, coordinates))
@@ -346,7 +349,7 @@ def projection(coordinates: int, parameters: int, seed: int) -> np.ndarray:
 
 
 def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
-    """The bed that a configuration's node describes, whose truth is enumerated."""
+    """Return the bed that a configuration's node describes, whose truth is enumerated."""
     try:
         testbed = _testbed(bed)
         start_gap = float(testbed.gap(testbed.start_K[:, None])[0])

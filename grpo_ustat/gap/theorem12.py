@@ -1,4 +1,4 @@
-r"""Theorem 12: what Algorithm 2's gradient estimate is worth on the minibatches of a batch.
+r"""Theorem 12: errors of Algorithm 2's gradient estimate on the minibatches of a batch.
 
 Setting, estimate and target are those of `grpo_ustat.gap.offpolicy`: leave-one-out advantages,
 divided by the group's standard deviation as in the paper or by nothing, completions of pi_old. A
@@ -47,7 +47,8 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-LIMIT_TOLERANCE = 0.01  # of limits as G grows
+# Of limits as G grows.
+LIMIT_TOLERANCE = 0.01
 LABELS = {
     "none": "without normalisation",
     "sigma": "divided by sigma(x)",
@@ -77,13 +78,12 @@ def theorem12(
     design: Theorem12Config,
     seed: int,
 ) -> Evidence:
-    """Squared bias and variance by learning rate, by group size and by completion length.
+    """Compute squared bias and variance by learning rate, group size and completion length.
 
     Args:
         policy: pi_old, of at least 2 tokens.
         reference: pi_ref, with the same prompts.
         reward_PY: rewards of all its completions on a grid, such that no token decides them alone.
-        design: what is run and enumerated.
         seed: of the paths; the same completions are drawn at every learning rate.
     """
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1
@@ -134,10 +134,9 @@ def _bed(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
 
 
 def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
-    """Claims of the theorem with normalisation, then of what would make it hold.
+    """Make claims of the theorem with normalisation, then of what would make it hold.
 
     Args:
-        start: exact values.
         group_size: G at which other divisors are compared.
     """
     by_size = [_bias_claim(start, "group_std", size, "with normalisation") for size in start.sizes]
@@ -169,7 +168,7 @@ def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
 
 
 def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
-    """The theorem has no bias at learning rate 0."""
+    """Test that the estimate has no bias at learning rate 0, as the theorem has it."""
     place = list(start.sizes).index(size)
     share = float(start.values[kind]["bias2_share"][place])
     exceeded = start.values[kind]["exceeded"][place]
@@ -181,7 +180,7 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
 
 
 def _order_claim(start: OnPolicy) -> Claim:
-    """The squared bias is of order 1/G^2."""
+    """Test that the squared bias is of order 1/G^2."""
     sizes, bias = np.log(start.limit_sizes), np.log(start.limits["group_std"]["bias"])
     slopes = 2 * np.diff(bias) / np.diff(sizes)
     how = (
@@ -193,7 +192,7 @@ def _order_claim(start: OnPolicy) -> Claim:
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Squared bias by group size, and the batch that does not average it out."""
+    """Return panels of squared bias by group size, and of batches that do not average it out."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]
@@ -207,7 +206,7 @@ def _start_panels(start: OnPolicy) -> list[Panel]:
 
 
 def _start_rows(start: OnPolicy) -> list[dict[str, Any]]:
-    """A quantity a row, at a group size."""
+    """Return a row for each quantity and group size."""
     return [
         _row("group_size", size, "none", kind, name, value)
         for kind, values in start.values.items()
@@ -220,14 +219,14 @@ def _row(
     axis: str, at: float, path: str, normalisation: str, quantity: str, value: float,
     low: float | None = None, high: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of the study's curves.csv: a quantity at one place; None where it is not finite."""
+    """Return a row of curves.csv: a quantity at one place; None if it is not finite."""
     place = {"axis": axis, "at": float(at), "path": path, "normalisation": normalisation}
     finite = float(value) if np.isfinite(value) else None
     return place | {"quantity": quantity, "value": finite, "low": low, "high": high}
 
 
 def _start_answer(start: OnPolicy) -> str:
-    """What normalisation does to the theorem, one sentence."""
+    """Summarise the effect of normalisation on the theorem in one sentence."""
     values = start.values["group_std"]
     if values["bias2_share"].max() <= ROUNDING:
         return "With normalisation there is no bias at learning rate 0 on this policy."
@@ -249,7 +248,7 @@ def _start_answer(start: OnPolicy) -> str:
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """What the bound leaves out, and whether coverage mends it."""
+    """Return notes on what the bound leaves out, and on whether coverage mends it."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
@@ -288,7 +287,7 @@ def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
 
 
 def _plain_claims(paths: PathErrors) -> list[Claim]:
-    """Claims without normalisation; a ConfigError where the exact path has no bias to speak of."""
+    """Make claims without normalisation; a ConfigError if the exact path has hardly any bias."""
     start, leading = paths.start, paths.leading
     assert leading is not None
     if not leading.exact > ROUNDING * start["token_variance"]:
@@ -321,7 +320,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _drift_claims(paths: PathErrors) -> list[Claim]:
-    """Claims with normalisation, beyond what is there at learning rate 0."""
+    """Make claims with normalisation, beyond what is there at learning rate 0."""
     label = "||bias - bias at learning rate 0||^2"
     claims = [
         _exact_slope_claim(paths, "token_drift2", label),
@@ -341,7 +340,7 @@ def _zero_claim(what: str, measured: float) -> Claim:
 
 
 def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
-    """An error of order eta^2 along the exact path, which has no noise."""
+    """Test that an error is of order eta^2 along the exact path, which has no noise."""
     slopes = np.diff(np.log(paths.exact[name])) / np.diff(np.log(paths.rates))
     how = (
         f"between learning rates {paths.rates[0]:g} and {paths.rates[1]:g}, exact; within "
@@ -352,7 +351,10 @@ def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
 
 
 def _place_claim(paths: PathErrors) -> Claim:
-    """After j updates the displacement is j eta times the target, to first order in eta."""
+    """Test the growth of the bias with the place of a minibatch in its batch.
+
+    After j updates the displacement is j eta times the target, to first order in eta.
+    """
     last = paths.exact_by_place.shape[1] - 1
     ratio_E = paths.exact_by_place[:2, last] / paths.exact_by_place[:2, 1]
     how = (
@@ -364,7 +366,7 @@ def _place_claim(paths: PathErrors) -> Claim:
 
 
 def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2") -> Claim:
-    """An error of order eta^2 in the mean of the random paths."""
+    """Test that an error is of order eta^2 in the mean of the random paths."""
     slope, at_larger_rates = paths.slope(name), paths.slope(name, at=1).estimate
     count = paths.random[name].shape[1]
     distance, before = max(slope.low - 2, 2 - slope.high, 0), abs(at_larger_rates - 2)
@@ -380,7 +382,7 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
 
 
 def _leading_claim(paths: PathErrors, limit_R: np.ndarray) -> Claim:
-    """The constant of order eta^2."""
+    """Test the constant of order eta^2."""
     bias2_over_eta2 = paths.random["token_bias2"].mean(axis=1)[:2] / paths.rates[:2] ** 2
     how = (
         f"exact given the paths, at learning rate {paths.rates[0]:g}; within "
@@ -392,7 +394,7 @@ def _leading_claim(paths: PathErrors, limit_R: np.ndarray) -> Claim:
 
 
 def _law_claim(paths: PathErrors, law: ScalingLaw) -> Claim:
-    """The variance before any update beside Proposition 3."""
+    """Compare the variance before any update with Proposition 3."""
     predicted = law.mse(paths.setting.num_prompts, paths.setting.group_size)
     variance = paths.start["token_variance_policy"]
     agrees = bool(abs(variance / predicted - 1) <= 1e-10)
@@ -402,7 +404,7 @@ def _law_claim(paths: PathErrors, law: ScalingLaw) -> Claim:
 
 
 def _variance_claim(paths: PathErrors) -> Claim:
-    """What updates make of the variance."""
+    """Test the change of the variance by updates."""
     ratios_ER = paths.random["token_variance"] / paths.start["token_variance"]
     count, ratio = ratios_ER.shape[1], mean_interval(ratios_ER[0])
     inside = ratio.low - TOLERANCE <= 1 <= ratio.high + TOLERANCE
@@ -417,7 +419,7 @@ def _variance_claim(paths: PathErrors) -> Claim:
 
 
 def _length_claims(costs: ByLength) -> list[Claim]:
-    """What ratios of whole completions cost as they grow longer."""
+    """Make claims on the cost of ratios of whole completions as these grow longer."""
     moment, length = costs.values["ratio_second_moment"], int(costs.lengths[-1])
     distance = np.abs(moment / costs.growth**costs.lengths - 1).max()
     return [
@@ -483,7 +485,7 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
 
 
 def _error_lines(paths: PathErrors) -> list[PlotLine]:
-    """Mean squared errors of both levels."""
+    """Return lines of the mean squared errors of both levels."""
     labels = {"token": "token ratios", "sequence": "completion's ratio"}
     lines = [_band(label, paths, f"{level}_mse") for level, label in labels.items()]
     flat = np.full(len(paths.rates), paths.start["token_variance"])
@@ -491,15 +493,16 @@ def _error_lines(paths: PathErrors) -> list[PlotLine]:
 
 
 def _band(label: str, paths: PathErrors, name: str) -> PlotLine:
-    """The mean over random paths by learning rate, with its intervals."""
+    """Return a line of the mean over random paths by learning rate, with its intervals."""
     estimate, low, high = (list(ends) for ends in zip(*paths.mean(name), strict=True))
     return PlotLine(label, paths.rates, estimate, low, high)
 
 
 def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]:
-    """A quantity a row: at a learning rate, 0 for theta_old, at a place in the batch or a length.
+    """Return a row for each quantity at a learning rate, at a place in the batch or at a length.
 
-    Places are those of minibatches along the exact path at the smallest learning rate.
+    Learning rate 0 is theta_old. Places are those of minibatches along the exact path at the
+    smallest learning rate.
     """
     rows = []
     for kind, errors in paths.items():
@@ -521,7 +524,7 @@ def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]
 
 
 def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -> str:
-    """A sentence for each normalisation; `plain_verdict` is that of all claims without it."""
+    """Summarise each normalisation in a sentence; `plain_verdict` is of all claims without it."""
     answers = []
     if "none" in paths:
         plain = paths["none"]
@@ -539,7 +542,7 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
 
 
 def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
-    """Limits, surprises and reasons."""
+    """Return limits, surprises and reasons."""
     lines = []
     if "group_std" in paths:
         normalised, rate = paths["group_std"], paths["group_std"].rates[-1]
@@ -591,7 +594,7 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """Which level has the smaller error where, by 95 % t intervals of the paths' differences."""
+    """Describe which level has the smaller error where, by 95 % t intervals of differences."""
     token, sequence = "that of token ratios", "that of the completion's ratio"
     rates: dict[str, list[str]] = {token: [], sequence: [], "not significantly different": []}
     difference_ER = paths.random["sequence_mse"] - paths.random["token_mse"]
@@ -607,7 +610,10 @@ def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
 
 
 def _crossing(paths: PathErrors, limit: float) -> str:
-    """Learning rate at which mean squared bias, `limit` eta^2 at first, is the mean variance."""
+    """Return the learning rate at which mean squared bias is the mean variance.
+
+    The mean squared bias is `limit` eta^2 at first.
+    """
     if paths.crossing is not None:
         return f"Squared bias equals the variance at learning rate {paths.crossing:.3g}."
     share_E, rate = paths.bias_share_E, np.sqrt(paths.start["token_variance"] / limit)
@@ -618,7 +624,7 @@ def _crossing(paths: PathErrors, limit: float) -> str:
 
 
 def study(experiment: Experiment) -> Evidence:
-    """`theorem12` on the policy that a configuration draws."""
+    """Run `theorem12` on the policy that a configuration draws."""
     return theorem12(*build_sequences(experiment.bed), experiment.study, experiment.seed)
 
 

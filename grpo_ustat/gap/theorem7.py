@@ -33,14 +33,20 @@ CHOICE_MEANINGS = {
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of the quadratic recursion (ours)",
 }
-MINIMISER_TOLERANCE = 1e-4  # relative distance of a numerical minimiser from the formula
+# Relative distance of a numerical minimiser from the formula.
+MINIMISER_TOLERANCE = 1e-4
 
-GridPoint = tuple[Rate, int, int]  # learning rate, n of a step, T: a cell, with every G
-Gaps = dict[int, np.ndarray]  # gap_R of each G
+# Learning rate, n of a step, T: a cell, with every G.
+GridPoint = tuple[Rate, int, int]
+# gap_R of each G.
+Gaps = dict[int, np.ndarray]
 
 
 def plan(design: Theorem7Config) -> list[Simulation]:
-    """GRPO at every learning rate, n and G that divides n; n of a step or total / T at each T."""
+    """Plan GRPO at every learning rate, n, and G that divides n.
+
+    n is that of a step, or total / T at each T.
+    """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
     return [
@@ -76,10 +82,10 @@ def judge(bed: Testbed, design: Theorem7Config, runs: Sequence[Trajectories]) ->
 
 
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
-    """p-value of "`choice` has the smallest mean gap": one-sided paired t tests, Bonferroni over
-    others.
+    """Return the p-value of "`choice` has the smallest mean gap".
 
-    Keys are G, or pairs (T, G). Replicates of the same number start from the same random numbers.
+    The tests are one-sided paired t tests, Bonferroni over the others. Keys are G, or pairs (T, G).
+    Replicates of the same number start from the same random numbers.
     """
     others = [gap_R for other, gap_R in gaps.items() if other != choice]
     p_values = (mean_p_value(gaps[choice] - gap_R, above=True) for gap_R in others)
@@ -87,20 +93,21 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 
 def may_be_best(gaps: Gaps) -> set[int]:
-    """The group sizes that are best or not significantly different from it, at 5 %."""
+    """Return the group sizes that are best or not significantly worse than the best, at 5 %."""
     return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
-    """p-value of "a G of each cell is best there": Bonferroni over the cells, which share
-    replicates.
+    """Return the p-value of "a G of each cell is best there".
+
+    It is Bonferroni's over the cells, which share replicates.
     """
     p_values = [p_value_of_best(cells[key], size) for key, size in sizes.items()]
     return min(1.0, len(p_values) * min(p_values))
 
 
 def predicted_sizes(bed: Testbed, point: GridPoint, sizes: Sequence[int]) -> dict[str, int]:
-    """The G that each theory takes to be best at (rate, n, T): see CHOICE_MEANINGS."""
+    """Return the G that is best at (rate, n, T) by each theory: see CHOICE_MEANINGS."""
     rate, n, step = point
     law = scaling_at(bed, bed.best_K)
     model = {g: model_gap(bed, Estimator("leave_one_out", n // g, g), rate, step) for g in sizes}
@@ -112,12 +119,12 @@ def predicted_sizes(bed: Testbed, point: GridPoint, sizes: Sequence[int]) -> dic
 
 
 def paper_error(law: ScalingLaw, size: float) -> float:
-    """n times the paper's bound on the gradient's mean squared error."""
+    """Return n times the paper's bound on the gradient's mean squared error."""
     return size * law.c1 + law.c2 + law.c3 / size
 
 
 def model_gap(bed: Testbed, estimator: Estimator, rate: Rate, step: int) -> float:
-    """The gap after so many steps by the quadratic recursion."""
+    """Return the gap after `step` steps by the quadratic recursion."""
     first, sigma = bed.start_K - bed.best_K, noise(bed, bed.best_K, estimator)
     return float(quadratic_recursion(first, bed.curvature_KK, sigma, rate.values(step))[-1])
 
@@ -125,7 +132,7 @@ def model_gap(bed: Testbed, estimator: Estimator, rate: Rate, step: int) -> floa
 def smallest_bound(
     bed: Testbed, law: ScalingLaw, error: Callable[[ScalingLaw, float], float], point: GridPoint
 ) -> float:
-    """The real G at which Lemma 6's recursion is smallest.
+    """Return the real G at which Lemma 6's recursion is smallest.
 
     Args:
         bed: with mu and L.
@@ -145,7 +152,7 @@ def smallest_bound(
 
 
 def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
-    """The theorem as it is stated: where the bounds of Lemma 6 are smallest, over all real G."""
+    """Test the theorem as it is stated: the minimum of Lemma 6's bounds, over all real G."""
     law = scaling_at(bed, bed.best_K)
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
@@ -176,7 +183,7 @@ def _cell_claims(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[Claim]:
-    """What the bounds suggest of the gap itself: its own best G, in every cell."""
+    """Test what the bounds suggest of the gap itself: its own best G, in every cell."""
     clear = [point for point, gaps in cells.items() if len(best[point]) < len(gaps)]
     how = (
         f"{len(clear)} of {len(cells)} cells (n, T, rate) tell some G from the best; paired t "
@@ -234,14 +241,12 @@ def total_claim(
     theories: dict[GridPoint, dict[str, int]],
     steps: Sequence[int],
 ) -> Claim:
-    """Claim on all (T, G) at n T = total: whether the pair of smallest mean gap has G nearest to
-    G*.
+    """Test that the pair (T, G) of smallest mean gap at n T = total has the G nearest to G*.
 
     Args:
         total: n T.
-        rate: of learning.
         cells: gaps of every G at (rate, n, T).
-        theories: the G that each theory takes to be best there.
+        theories: the best G there by each theory.
         steps: every T.
     """
     points = {step: (rate, total // step, step) for step in steps}
@@ -275,7 +280,7 @@ def _rows(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[dict]:
-    """A row for each G of a cell."""
+    """Return a row for each G of a cell."""
     rate, n, step = point
     rows = []
     for size, gap_R in sorted(cells[point].items()):
@@ -332,7 +337,7 @@ def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]])
 
 
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """The gap against G: a panel for each rate and T of the budgets, for each rate and total."""
+    """Return panels of the gap against G: by rate and T of the budgets, by rate and total."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]

@@ -27,13 +27,16 @@ STATEMENT = (
     "that is reached."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
-LIMIT_POINTS = 2000  # points between which quantiles of different limits are interpolated
-ONE_LAW = "the mean weight for all"  # in place of each limit's own
-OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)  # as shares of the weights
+# Points between which quantiles of different limits are interpolated.
+LIMIT_POINTS = 2000
+# In place of each limit's own.
+ONE_LAW = "the mean weight for all"
+# As shares of the weights.
+OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 
 
 def plan(design: Theorem8Config) -> list[Simulation]:
-    """Vanilla, GRPO at every G, and the oracle: each has a limit of its own."""
+    """Plan vanilla, GRPO at every G, and the oracle: each has a limit of its own."""
     first, (rate,) = design.group_sizes[0], learning_rates(design)
     rules = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
     rules.append(("oracle", first))
@@ -71,7 +74,7 @@ def judge(bed: Testbed, design: Theorem8Config, runs: Sequence[Trajectories]) ->
 
 
 def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
-    """A row for each recorded step."""
+    """Return a row for each recorded step."""
     band = float(stats.kstwo.ppf(CONFIDENCE, run.replicates))
     rows = []
     for place, step in enumerate(run.steps_S):
@@ -90,20 +93,19 @@ def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
 
 
 def label_of(estimator: Estimator) -> str:
-    """An estimator with its batch."""
+    """Return the label of an estimator with its batch."""
     return f"{estimator.name}, B = {estimator.num_prompts}, G = {estimator.group_size}"
 
 
 def limit_weights_at(
     bed: Testbed, estimator: Estimator, rate: Rate, u_KR: np.ndarray
 ) -> np.ndarray:
-    """w_j of the limit that each replicate tends to, [K, R]; [K, 1] where J has one limit only.
+    """Return w_j of the limit that each replicate tends to, [K, R]; [K, 1] if J has one limit only.
 
     Args:
-        bed: whose curvature and noise at each limit are enumerated.
-        estimator: of the gradient.
+        bed: its curvature and noise at each limit are enumerated.
         rate: c / (t + offset).
-        u_KR: where the replicates are.
+        u_KR: the replicates' coordinates.
     """
     limit_KR, k = bed.limits(u_KR), bed.curved
     sigma_KKR = noise_everywhere(bed, limit_KR, estimator)
@@ -115,7 +117,7 @@ def limit_weights_at(
 
 
 def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
-    """P(sum_j w_j chi2_1 <= x), by each replicate's own weights or by one set for all.
+    """Return P(sum_j w_j chi2_1 <= x), by each replicate's own weights or by one set for all.
 
     Args:
         weights_KR: of `limit_weights_at`.
@@ -135,7 +137,7 @@ def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
 
 
 def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
-    """Kolmogorov-Smirnov distance from the uniform law, and the level at which it is.
+    """Return the Kolmogorov-Smirnov distance from the uniform law, and the level of it.
 
     >>> round(ks_distance(np.array([0.1, 0.2, 0.9]))[0], 6), ks_distance(np.array([0.5]))
     (0.466667, (0.5, 0.5))
@@ -145,12 +147,12 @@ def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
 
 
 def ks_p_value(uniform_R: np.ndarray) -> float:
-    """The p-value that values are uniform, exact for continuous ones."""
+    """Return the p-value that values are uniform, exact for continuous ones."""
     return float(stats.kstwo.sf(ks_distance(uniform_R)[0], len(uniform_R)))
 
 
 def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
-    """Two-sided p-value that the mean of `sum_j w_j chi2_1 / sum_j w_j` is as the weights have it.
+    """Return the two-sided p-value that `sum_j w_j chi2_1 / sum_j w_j` has the mean of its weights.
 
     The law of the total is known, and skew: a chi-square of three cumulants in common with it (Hall
     1983, Buckley-Eagleson 1988), exact for a single weight. Student's t errs in the tails where
@@ -170,7 +172,7 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
 
 
 def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """The law at the last step; where it is off and nearing with T nothing is decided."""
+    """Test the law at the last step; nothing is decided if it is off and nearing with T."""
     last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
     shares_F = np.array([1.0, *OTHER_WEIGHTS])  # weights so many times larger: x so many smaller
     uniform_R, *others_FR = limit_cdf(weights_KR, last_R / shares_F[:, None])
@@ -198,7 +200,7 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 
 def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """The mean at the last step; where it is off and nearing with T nothing is decided."""
+    """Test the mean at the last step; nothing is decided if it is off and nearing with T."""
     last_R, sums_R = run.scaled_gap(-1), weights_KR.sum(axis=0)
     ratio_R = last_R / sums_R
     alternatives = {
@@ -230,7 +232,7 @@ def _sample(run: Trajectories) -> str:
 
 
 def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) -> bool:
-    """Whether a distance of scaled gaps falls between the last two recorded steps."""
+    """Return True if a distance of scaled gaps falls between the last two recorded steps."""
     if len(run.steps_S) < 2:
         return False
     before_R, last_R = (distance(run.scaled_gap(place)) for place in (-2, -1))
@@ -238,12 +240,12 @@ def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) ->
 
 
 def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
-    """[K, 1]: where limits differ, what one who takes them to be the same may use."""
+    """Return weights [K, 1] for a reader who takes limits that differ to be the same."""
     return weights_KR.mean(axis=1, keepdims=True)
 
 
 def _trend_claim(bed: Testbed, run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Given its limit a replicate's transform is uniform, so it does not depend on the limit."""
+    """Test that a replicate's transform does not depend on its limit: given it, it is uniform."""
     last_R = run.scaled_gap(-1)
     along_R = bed.limits(run.u_SKR[-1])[bed.curved]
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
@@ -267,7 +269,7 @@ def _trend_claim(bed: Testbed, run: Trajectories, weights_KR: np.ndarray) -> Cla
 
 
 def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
-    """Quantiles against quantiles, with intervals of order statistics."""
+    """Return the panel of quantiles against quantiles, with intervals of order statistics."""
     sorted_R = np.sort(run.scaled_gap(-1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
     ranks = [
@@ -287,7 +289,10 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
-    """Quantiles of the law of all replicates, the mean of their own, at QUANTILES; below `top`."""
+    """Return quantiles at QUANTILES, below `top`, of the law of all replicates.
+
+    It is the mean of their own laws.
+    """
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)
     grid = top * np.linspace(0, 1, LIMIT_POINTS) ** 3

@@ -9,15 +9,16 @@ import numpy as np
 
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
-FAMILY_ERROR = 0.05  # share of studies that may disagree although the theory holds, at most
+# Largest share of studies that may disagree although the theory holds.
+FAMILY_ERROR = 0.05
 
 
 def correct_family(claims: Sequence[Claim]) -> list[Claim]:
-    """Claims with the verdicts that they have as a family (Holm 1979).
+    """Return claims with the verdicts that they have as a family (Holm 1979).
 
-    A claim with a p-value disagrees only where Holm's step-down correction over all such claims of
+    A claim with a p-value disagrees only if Holm's step-down correction over all such claims of
     the study rejects it at 5 %. So of studies whose predictions all hold at most 5 % disagree,
-    however their claims depend on each other. An alternative disagrees where its p-value is at most
+    however their claims depend on each other. An alternative disagrees if its p-value is at most
     5 % of the family's first step. Correcting twice changes nothing.
     """
     p_values = [claim.p_value for claim in claims if claim.p_value is not None]
@@ -41,7 +42,7 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def holm_adjust(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values: reject those at most 5 % for a family-wise error of 5 %.
+    """Return Holm's adjusted p-values: reject those at most 5 % for a family-wise error of 5 %.
 
     >>> holm_adjust([0.04, 0.01, 0.03])
     [0.06, 0.03, 0.06]
@@ -54,7 +55,7 @@ def holm_adjust(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict_of(agrees: bool | None) -> str:
-    """The verdict's word; None is not decided.
+    """Return the verdict's word; None is not decided.
 
     >>> verdict_of(True), verdict_of(False), verdict_of(None)
     ('agrees', 'disagrees', 'not decided')
@@ -63,19 +64,19 @@ def verdict_of(agrees: bool | None) -> str:
 
 
 def worst_verdict(claims: Sequence[Claim]) -> str:
-    """`disagrees` where any claim does, else `not decided` where any is not, else `agrees`."""
+    """Return `disagrees` if any claim does, else `not decided` if any is not, else `agrees`."""
     verdicts = {claim.verdict for claim in claims}
     return next((verdict for verdict in (DISAGREES, OPEN) if verdict in verdicts), AGREES)
 
 
 def agreement(claims: Sequence[Claim]) -> str:
-    """How many claims agree, corrected as a family, of how many: `21 of 21`."""
+    """Count the claims that agree, corrected as a family: `21 of 21`."""
     verdicts = [claim.verdict for claim in correct_family(claims)]
     return f"{verdicts.count(AGREES)} of {len(verdicts)}"
 
 
 def comma_list(values: Iterable[int]) -> str:
-    """Numbers in a sentence.
+    """Write numbers for a sentence.
 
     >>> comma_list([2, 4, 8])
     '2, 4, 8'

@@ -1,4 +1,4 @@
-"""What files of a run folder may hold: their size, depth and count, and the type of what is read.
+"""Limits and types of the files of a run folder: size, depth, count, and the type of each value.
 
 Anybody can have edited a run folder, or sent one. What does not fit is refused by the name of the
 file and the key, with the value.
@@ -22,41 +22,47 @@ from grpo_ustat.config.run import LARGEST_COUNT
 from grpo_ustat.terminal.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
-MOST_OTHER_BYTES = 256_000_000  # of all other files
+# Of all other files.
+MOST_OTHER_BYTES = 256_000_000
 MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
-MOST_SETTINGS = 50_000  # values of a configuration, aliases as often as they stand
-MOST_ROWS = 20_000  # of a table within a result
-LARGEST_NUMBER = 1e100  # of a number; what is squared, or drawn, stays finite
+# Values of a configuration; an alias counts as often as it occurs.
+MOST_SETTINGS = 50_000
+# Of a table within a result.
+MOST_ROWS = 20_000
+# Squares of a number, or draws from it, stay finite.
+LARGEST_NUMBER = 1e100
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Marks the type of an estimate that a file holds as three keys: `NAME`, `NAME_low` and
-    `NAME_high`, which are null where they are not finite.
+    """Mark of an estimate that a file holds as three keys: `NAME`, `NAME_low` and `NAME_high`.
 
-    Attributes:
-        estimate, end: types of the first, and of the other two.
+    The last two are null if they are not finite.
     """
 
+    # Type of the first key.
     estimate: Any
+    # Type of the other two.
     end: Any
 
 
 # Types of a record's fields, beside those of Python
-Count = Annotated[int, 0]  # at least
+# At least 0.
+Count = Annotated[int, 0]
 Size = Annotated[int, 1]
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
 Sometimes = Annotated[T | None, "no key where it is None"]
 Estimate = Annotated[tuple[float, float, float], Ends(float | None, float | None)]
 Bounded = Annotated[tuple[float, float, float], Ends(float, float)]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
-Shape = Any  # a record, a type of a field, or a dictionary of them: of some keys of a mapping
+# A record, a type of a field, or a dictionary of them for some keys of a mapping.
+Shape = Any
 
 
 def text_of(folder: Path, name: str) -> str:
-    """A file's text.
+    """Read a file's text.
 
     Raises:
         OSError: it cannot be read.
@@ -71,15 +77,12 @@ def text_of(folder: Path, name: str) -> str:
 def checked(
     folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None, whole: bool = True
 ) -> tuple[Any, str]:
-    """A file's parsed content and an empty text; for an unusable file None and one line on what is
-    wrong.
+    """Return a file's parsed content and an empty text, or None and a line on what is wrong.
 
     Args:
-        folder: of the run.
-        name: of the file in it.
-        parse: makes its content of its text, by a ValueError where it cannot.
+        parse: makes its content of its text, by a ValueError if it cannot.
         shape: of the content, see `misfit`; None: anything.
-        whole: whether all of its keys have to be there.
+        whole: True if all of its keys have to be there.
     """
     try:
         content = parse(text_of(folder, name))
@@ -90,7 +93,7 @@ def checked(
 
 
 def parsed_json(text: str) -> Any:
-    """The content of a JSON file, all of its numbers finite.
+    """Parse the content of a JSON file, all of its numbers finite.
 
     Raises:
         ValueError: it is none, or beyond the limits.
@@ -104,8 +107,9 @@ def parsed_json(text: str) -> Any:
 
 
 def parsed_code(text: str) -> Any:
-    """The content of `code.json`, checked by its digest: nothing else would show a changed letter
-    in a version or in the fingerprint of the weights.
+    """Parse the content of `code.json`, and check it by its digest.
+
+    Nothing else would show a changed letter in a version or in the fingerprint of the weights.
 
     Raises:
         ValueError: it is no JSON file, or its digest is of other values.
@@ -119,13 +123,13 @@ def parsed_code(text: str) -> Any:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Digest of a mapping's values, whatever the spaces and the order of its keys in a file."""
+    """Return the digest of a mapping's values, independent of spaces and key order in a file."""
     values = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def parsed_yaml(text: str) -> Any:
-    """The content of a YAML file; its tags can create only texts, numbers, lists and mappings.
+    """Parse a YAML file; its tags can create only texts, numbers, lists and mappings.
 
     Raises:
         ValueError, yaml.YAMLError: it is none, or beyond the limits.
@@ -170,26 +174,27 @@ def _refuse_constant(name: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of a usual size, and no boolean."""
+    """Return True for a finite number of a usual size that is no boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= LARGEST_NUMBER and math.isfinite(value)
 
 
 def count(value: Any) -> bool:
-    """Whether it is a whole number from 0 on."""
+    """Return True for a whole number from 0 on."""
     return misfit(value, Count) is None
 
 
 def scalar(value: Any) -> bool:
-    """Whether it is a text, a finite number, a boolean, or null."""
+    """Return True for a text, a finite number, a boolean, or null."""
     return misfit(value, str | float | bool | None) is None
 
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """Keys of a record in a file: the type of each, and whether it is required, as it is where the
-    field has no default.
+    """Return the keys of a record in a file: the type of each, and whether it is required.
+
+    A key is required if the field has no default.
 
     >>> @dataclass
     ... class Law:
@@ -211,7 +216,7 @@ def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
 
 
 def content_of(record: Any) -> Any:
-    """What a file holds of a record: mappings, lists, texts and numbers.
+    """Return a record as a file holds it: mappings, lists, texts and numbers.
 
     >>> @dataclass
     ... class Law:
@@ -246,7 +251,7 @@ def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
-    """The type within `Sometimes[...]`, and True; any other type as it is, and False."""
+    """Return the type within `Sometimes[...]`, and True; any other type as it is, and False."""
     if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
         return kind, False
     (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
@@ -267,15 +272,16 @@ def _finite(value: float | None) -> float | None:
 
 
 def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str | None:
-    """A line on the first key that is missing or of another type, with its value and the expected
-    type; None if all fit. Unknown keys are ignored.
+    """Return a line on the first key that is missing or of another type; None if all fit.
+
+    The line has the value and the expected type. Unknown keys are ignored.
 
     Args:
         content: of a JSON or YAML file.
-        kind: a record's class, a type of a field, or a dictionary of them by key: of keys that fit
-            where they are not there.
+        kind: a record's class, a type of a field, or a dictionary of types by key, whose keys may
+            be missing.
         key: of the content, within the file.
-        whole: whether a record's keys have to be there.
+        whole: True if a record's keys have to be there.
 
     >>> misfit({"a": {"b": "x"}}, {"a": {"b": float}, "c": float})
     "a.b is 'x', not a finite number"
@@ -341,7 +347,7 @@ def _misfit(name: str, content: Any, wanted: str) -> str:
 
 
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Rows of training steps without values that are no numbers, and a line on those values.
+    """Return rows of training steps without values that are no numbers, and a line on those values.
 
     Texts are of keys that say why a number is missing.
 
@@ -384,7 +390,7 @@ def _short(value: Any) -> str:
 
 
 def command_of(config: dict[str, Any]) -> str:
-    """The command whose configuration it is: `train`, `mse` or `gap`.
+    """Return the command that a configuration belongs to: `train`, `mse` or `gap`.
 
     >>> [command_of(x) for x in ({"max_steps": 80}, {"bed": {}, "study": {}}, {"study": {}})]
     ['train', 'gap', 'mse']

@@ -1,4 +1,4 @@
-"""What the operating system refuses a command, in one line that says what to do.
+"""Errors of the operating system, each in one line that says what to do.
 
 A disk that is full, a folder that was moved, a limit of files, sizes or memory: none is a mistake
 in the code, so none needs a traceback, and what is on the disk stays. All other errors stay what
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
 
-FILE_FIXES = {  # what to do where a file could not be written or read, by the system's number
+# Remedies if a file could not be written or read, by the system's number.
+FILE_FIXES = {
     errno.ENOSPC: "make room on the disk",
     errno.EDQUOT: "make room in your share of the disk (quota)",
     errno.EROFS: "make the file system writable",
@@ -36,8 +37,10 @@ LIMIT_FIXES = {
     errno.ENOMEM: "free memory, or raise its limit (ulimit -v)",
     errno.EAGAIN: "raise the limit of processes and threads (ulimit -u)",
 }
-MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)  # in a folder that is there, a bug of ours
-ERRORS_IN_TEXTS = (  # known by their words, where a library wraps them and leaves the number out
+# In a folder that is there they are a bug of ours.
+MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)
+# Recognised by their words, since a library wraps them and leaves the number out.
+ERRORS_IN_TEXTS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM,
 )  # fmt: skip
@@ -51,15 +54,14 @@ NO_TEMPORARY_FOLDER = "No usable temporary directory"
 
 
 class NotSaved(OSError):
-    """A run that an error of the operating system has stopped; one line that says what to do."""
+    """A run stopped by an error of the operating system; one line that says what to do."""
 
 
 def refusal(error: BaseException) -> tuple[str, str, bool] | None:
-    """Reason and remedy of an operating system's error, and whether it concerns files; None for
-    other errors.
+    """Return an operating system's error as reason, remedy, and True if it concerns files.
 
-    An error of a worker or of another rank is known by its text, and so is one of safetensors,
-    which names no file.
+    None for other errors. An error of a worker or of another rank is recognised by its text, and so
+    is an error of safetensors, which names no file.
 
     >>> refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
     ('No space left on device: pool/a.safetensors', 'make room on the disk', True)
@@ -109,7 +111,7 @@ def refusal(error: BaseException) -> tuple[str, str, bool] | None:
 
 
 def fault_line(error: BaseException) -> str | None:
-    """The line that a command ends with after an error of the system; None for other errors."""
+    """Return the line that a command ends with after a system error; None for other errors."""
     refused = refusal(error)
     if refused is None:
         return None
@@ -119,7 +121,7 @@ def fault_line(error: BaseException) -> str | None:
 
 @contextmanager
 def faults_of(folder: Path) -> Iterator[None]:
-    """Turn what the operating system refuses within the block into one line that names the folder.
+    """Turn an operating system's error within the block into one line that names the folder.
 
     Raises:
         NotSaved: the same command goes on from what is on the disk.
@@ -141,8 +143,9 @@ def faults_of(folder: Path) -> Iterator[None]:
 
 
 def _emptied(folder: Path, error: Exception) -> tuple[str, str, bool] | None:
-    """Reason and remedy, as in `refusal`, where a file is missing because the run folder was moved
-    or removed; None of other errors.
+    """Return reason and remedy, as `refusal` does, if the run folder was moved or removed.
+
+    A missing file shows it. None for other errors.
     """
     file = getattr(error, "filename", None)
     if not isinstance(error, FileNotFoundError) or not isinstance(file, str):

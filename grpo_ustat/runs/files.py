@@ -17,12 +17,14 @@ from uuid import uuid4
 
 from grpo_ustat.config.schema import ConfigError
 
-PROMPT_DATE = "prompt_date.txt"  # the moment whose date a chat template writes into prompts
-FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet runs, and what is quoted against it
+# The moment whose date a chat template writes into prompts.
+PROMPT_DATE = "prompt_date.txt"
+# The start of a cell that a spreadsheet runs, and of a cell that is quoted against it.
+FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
 def natural_order(place: object) -> list[str | int]:
-    """A sort key that compares numbers within names as numbers.
+    """Return a sort key that compares numbers within names as numbers.
 
     >>> sorted(["step_10", "step_9"], key=natural_order)
     ['step_9', 'step_10']
@@ -33,13 +35,14 @@ def natural_order(place: object) -> list[str | int]:
 
 @contextmanager
 def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
-    """A path beside the file to write to. When the block ends it takes the file's place, so that
-    the file is always as before, or whole; after an error nothing stays of it. Who may read it
-    follows from the umask, whatever the library that writes has made of it.
+    """Yield a path beside the file to write to, which takes the file's place when the block ends.
+
+    So the file is always as before, or whole; after an error nothing stays of it. Its permissions
+    follow from the umask, whatever the library that writes has made of them.
 
     Args:
         file: to be replaced.
-        shared: whether several processes may write it at once; each has a path of its own then.
+        shared: True if several processes may write it at once; each has a path of its own then.
     """
     staged = hidden_path(file, f".{uuid4().hex}" if shared else "")
     try:
@@ -62,13 +65,14 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def hidden_path(path: Path, mark: str = "") -> Path:
-    """Path for something that is about to replace this path, or to be removed."""
+    """Return a path for something that is about to replace this path, or to be removed."""
     return path.with_name(f".{path.name}{mark}.tmp")
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file, and the number of its lines that hold none. A last line without a newline
-    is not counted: it is being written, or was when a run was killed.
+    """Return the rows of a file, and the number of its lines that hold none.
+
+    A last line without a newline is not counted: it is being written, or was when a run was killed.
 
     Raises:
         OSError: it is there and cannot be read.
@@ -85,7 +89,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def parsed_row(line: str) -> dict[str, Any] | None:
-    """A line of JSON lines; None where it holds no mapping."""
+    """Parse a line of JSON lines; None if it holds no mapping."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -94,7 +98,7 @@ def parsed_row(line: str) -> dict[str, Any] | None:
 
 
 def csv_rows(text: str) -> list[dict[str, Any]]:
-    r"""A table's rows; a cell is a finite number, a text, or None where it is empty.
+    r"""Return a table's rows; a cell is a finite number, a text, or None if it is empty.
 
     Raises:
         ValueError: it is no table.
@@ -121,7 +125,7 @@ def _cell(text: str | None) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 0, and content of every line that is not blank."""
+    """Yield number, from 0, and content of every line that is not blank."""
     with path.open(encoding="utf-8-sig") as file:  # with Windows' mark or without
         for number, line in enumerate(file):
             if not line.strip():
@@ -136,8 +140,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def create_whole(path: Path, text: str) -> None:
-    """Write a whole file unless it exists; of several processes that begin at once, one writes
-    it.
+    """Write a whole file unless it exists; of several processes that begin at once, one writes.
 
     Raises:
         OSError: the file system refuses it.
@@ -154,7 +157,7 @@ def create_whole(path: Path, text: str) -> None:
 
 
 def kept_moment(file: Path, begun: datetime | None = None) -> datetime:
-    """The moment that a file keeps; without it, that of `begun`, or the present one, is kept there.
+    """Return the moment that a file keeps; if there is none, keep `begun` or the present moment.
 
     Raises:
         ConfigError: the file is damaged.

@@ -1,4 +1,4 @@
-"""The run folder: whose it is, whether it is complete, and how files get into it."""
+"""Run folder: its configuration, whether it is complete, and how files get into it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.console import tell
 
-TRACKER_FOLDER = "tracker"  # what a tracker keeps of a run folder, inside it
+# The part of a run folder in which a tracker keeps its files.
+TRACKER_FOLDER = "tracker"
 ARTEFACTS = (
     ".hydra",
     "code.json",
@@ -70,11 +71,6 @@ class RunFolder:
 
     Args:
         path: the folder; need not exist.
-        config: the run's typed configuration.
-
-    Attributes:
-        start_tracking: opens a tracker, from the folder's path, the configuration's logger, and
-            what is to be shown of the configuration and the code; None where nothing is to be sent.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -83,6 +79,8 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
+        # Opens a tracker, from the folder's path, the configuration's logger, and what is to be
+        # shown of the configuration and the code; None: nothing is sent.
         self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
@@ -213,8 +211,10 @@ class RunFolder:
             self._tracking = self.start_tracking(self.path, self.config.logger, shown)
 
     def prompt_date(self) -> datetime:
-        """The moment whose date a chat template writes into this run's prompts: of its first start,
-        which `open` keeps, so that a run resumed on another day has the same prompts.
+        """Return the moment whose date a chat template writes into this run's prompts.
+
+        It is that of the first start, which `open` keeps, so that a run resumed on another day has
+        the same prompts.
         """
         file = self.path / PROMPT_DATE
         if file.is_file() and self.mode != "overwrite":
@@ -237,12 +237,12 @@ class RunFolder:
         remove_empty(self.path)
 
     def result(self) -> dict[str, Any] | None:
-        """The finished run's result, None while it is unfinished or to be overwritten."""
+        """Return the finished run's result; None while it is unfinished or to be overwritten."""
         self.check()
         return None if self.mode == "overwrite" else self.read_result()
 
     def read_result(self) -> dict[str, Any] | None:
-        """Content of `result.json`, None while the run is unfinished."""
+        """Return the content of `result.json`; None while the run is unfinished."""
         if not (self.path / "result.json").is_file():
             return None
         result = self._read(
@@ -283,8 +283,9 @@ class RunFolder:
         self.write("result.json", text)
 
     def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:
-        """Versions of the packages that earlier parts of this run were made with, if they differ
-        from today's; a difference is printed as a warning.
+        """Return versions of packages of earlier parts of this run, if they differ from today's.
+
+        A difference is printed as a warning.
         """
         if not (self.path / "code.json").is_file():
             return []
@@ -301,8 +302,9 @@ class RunFolder:
         return [*earlier, before]
 
     def _release(self, end: dict[str, Any]) -> None:
-        """Note in the history how the work ended, if it had begun; end the tracker and release the
-        lock.
+        """Note in the history how the work ended, if it had begun.
+
+        Then end the tracker and release the lock.
         """
         own, self._lock = self._lock, None
         if own and self._open and own.is_own():
@@ -325,7 +327,7 @@ class RunFolder:
         self._lock = own
 
     def _artefacts(self) -> list[Path]:
-        """What earlier runs left here; the only things that overwriting removes."""
+        """Return what earlier runs left here; the only things that overwriting removes."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
     def _read_code(self) -> dict[str, Any]:
@@ -338,7 +340,7 @@ class RunFolder:
         shape: contents.Shape,
         remedy: str = "on_existing=overwrite runs it again",
     ) -> dict[str, Any]:
-        """A dictionary from one of our own files, see `contents.checked`."""
+        """Read a dictionary from one of our own files, see `contents.checked`."""
         content, wrong = contents.checked(self.path, name, parse, shape)
         if wrong:
             raise ConfigError(f"{self.path / name} is missing or damaged: {remedy} ({wrong})")
@@ -346,18 +348,12 @@ class RunFolder:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each table of a finished run that exists."""
+    """Return the SHA-256 of each table of a finished run that exists."""
     return {name: file_digest(folder / name) for name in TABLES if (folder / name).is_file()}
 
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Which of a finished run's files are not as it left them: result.json, or tables that are
-    still there.
-
-    Args:
-        folder: of the run.
-        result: the content of its result.json.
-    """
+    """Return the files of a finished run that changed: result.json, or tables still there."""
     changed = []
     if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)
@@ -368,7 +364,7 @@ def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def create_folder(path: Path, key: str) -> None:
-    """Create an output folder; `key` is the one by which another is chosen."""
+    """Create an output folder; a refusal names `key`, by which another folder is chosen."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -379,9 +375,7 @@ def create_folder(path: Path, key: str) -> None:
 
 
 def remove_empty(path: Path) -> None:
-    """Remove a folder in which nothing is, its parent if that is left empty, and so on up to the
-    working directory.
-    """
+    """Remove an empty folder, its parent if that is then empty, up to the working directory."""
     with suppress(OSError):
         path, here = path.absolute(), Path.cwd()
         for folder in (path, *path.parents):
@@ -390,7 +384,7 @@ def remove_empty(path: Path) -> None:
 
 
 def _first_difference(stored: dict[str, Any], own: dict[str, Any], prefix: str = "") -> str | None:
-    """The first identity key whose values differ, as `key: stored there, own asked`."""
+    """Return the first identity key whose values differ, as `key: stored there, own asked`."""
     for key in dict.fromkeys([*stored, *own]):
         if not prefix and key in operational_keys(own):
             continue
@@ -405,7 +399,7 @@ def _first_difference(stored: dict[str, Any], own: dict[str, Any], prefix: str =
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package and of what its numbers depend on."""
+    """Return versions of this package and of the packages that its numbers depend on."""
     by_name = {}
     for name in PACKAGES:
         try:
@@ -416,7 +410,7 @@ def versions() -> dict[str, str]:
 
 
 def code_state() -> dict[str, Any]:
-    """Commit and uncommitted changes of the source tree, and versions; None where not in git."""
+    """Return commit, uncommitted changes (both None outside git), and versions."""
     source = Path(__file__).resolve().parent
     tracked = _git(source, "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _git(source, "rev-parse", "HEAD") if tracked else None

@@ -31,8 +31,10 @@ NAME = "launches.jsonl"
 
 
 def start_row() -> dict[str, Any]:
-    """The row of a launch that begins: host, process, ranks, job, the seconds until the process
-    began its first run, and the command where typed.
+    """Return the row of a launch that begins.
+
+    It has host, process, ranks, job, the seconds until the process began its first run, and the
+    command if typed.
     """
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     row["seconds_before"] = seconds_before_the_first_run()
@@ -44,7 +46,7 @@ def start_row() -> dict[str, Any]:
 
 @cache
 def seconds_before_the_first_run() -> float:
-    """Seconds from the process's start to the first call: imports, configurations, checks."""
+    """Return seconds from the process's start to the first call: imports, configuration, checks."""
     # the system tells a process's start to a second
     return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 
@@ -61,7 +63,7 @@ def append(folder: Path, row: dict[str, Any]) -> None:
 
 
 def end_row(error: BaseException | None) -> dict[str, Any]:
-    """The row of a launch that ends with this error, or with its work done."""
+    """Return the row of a launch that ends with this error, or with its work done."""
     if error is None:
         return {"event": "end", "outcome": "done"}
     if isinstance(error, Stopped):
@@ -73,7 +75,7 @@ def end_row(error: BaseException | None) -> dict[str, Any]:
 
 
 def last_line(error: BaseException) -> str:
-    """An error's last line for a table; of errors that are not ours, their type too."""
+    """Return an error's last line for a table; of errors that are not ours, their type too."""
     name = type(error).__name__
     lines = redact_code(str(error)).removeprefix("error: ").strip().splitlines()
     ours = type(error).__module__.startswith("grpo_ustat.")
@@ -86,8 +88,6 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
     """Note the failure of a launch that could not note it itself.
 
     Args:
-        folder: of the run.
-        error: what ended it.
         config_hash: of the launch's configuration, which may not be the folder's.
         before: the last row, if any, before it began.
     """
@@ -97,19 +97,18 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
 
 
 def note_done(folder: Path) -> None:
-    """Note that a finished run still stands, after a launch that was to replace it and failed."""
+    """Note that a finished run is still complete, after a launch that was to replace it failed."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
 
 
 def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) -> float | None:
-    """Seconds from start to end, added up over launches; None where no launch has both.
+    """Return seconds from start to end, added up over launches; None if no launch has both.
 
     A launch that was killed has no end, and is left out.
 
     Args:
-        rows: of the history.
-        now: the end of the last launch, where it has none yet.
+        now: the end of the last launch, if it has none yet.
 
     >>> wall_seconds([{"event": "start", "time": "2026-03-01T00:00:00+00:00"},
     ...               {"event": "end", "time": "2026-03-01T00:01:23+00:00"}])
@@ -129,7 +128,7 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:
-    """All rows, in their order; without a line that a killed run left half written."""
+    """Return all rows, in their order, without a line that a killed run left half written."""
     try:
         return [row for row in read_rows(folder / NAME)[0] if _fits(row)]
     except OSError:
@@ -137,7 +136,7 @@ def launches(folder: Path) -> list[dict[str, Any]]:
 
 
 def _fits(row: dict[str, Any]) -> bool:
-    """Whether a row is one that `append` can have written: scalars, a time with its zone."""
+    """Return True for a row that `append` can have written: scalars, a time with its zone."""
     try:
         whole = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What a run folder holds, for notebooks and scripts."""
+"""Access to run folders, for notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def load_run(folder: str | Path) -> RunRecord:
-    """A run folder of `train`, `mse` or `gap`: `config`, `result` (None while it is unfinished),
-    `metrics`, `evals`, `state` and more; see `RunRecord`.
+    """Load a run folder of `train`, `mse` or `gap`.
+
+    It has `config`, `result` (None while it is unfinished), `metrics`, `evals`, `state` and more;
+    see `RunRecord`.
 
     Args:
         folder: with `.hydra/config.yaml`.
@@ -28,7 +30,7 @@ def load_run(folder: str | Path) -> RunRecord:
 
 
 def read_curves(folder: str | Path) -> pandas.DataFrame:
-    """The curves of a finished study: a row per method, baseline, setting and group size.
+    """Read the curves of a finished study: a row per method, baseline, setting and group size.
 
     Args:
         folder: of a run of `mse`.

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl and completions.parquet."""
+"""Files that a run writes while it runs: metrics.jsonl and completions.parquet."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ COLUMNS = pyarrow.schema(
         "completion_index": pyarrow.int64(),
         "length": pyarrow.int64(),
         "ended": pyarrow.bool_(),
-        "answer": pyarrow.string(),  # expected
-        "extracted": pyarrow.string(),  # null where no answer was found
+        # Expected.
+        "answer": pyarrow.string(),
+        # Null if no answer was found.
+        "extracted": pyarrow.string(),
     }
 )
 
@@ -57,7 +59,6 @@ class MetricsLog:
     """`metrics.jsonl`, one row a step, written at once; rows that cannot be written wait.
 
     Args:
-        folder: the run folder.
         keep_up_to: rows of later steps are dropped: a resumed run writes them again.
     """
 
@@ -83,7 +84,7 @@ class MetricsLog:
         """Append the rows that wait, and wait until the disk has them.
 
         Raises:
-            OSError: it is not; nothing is lost, the next call tries again.
+            OSError: the disk refuses; nothing is lost, the next call tries again.
         """
         with self._file.open("r+b", buffering=0) as file:
             file.truncate(self._size)  # what an attempt that failed may have left
@@ -96,7 +97,7 @@ class MetricsLog:
 
 
 def _step_of(line: bytes) -> float:
-    """A row's step; infinite for a line that is incomplete or has no step."""
+    """Return a row's step; infinite for a line that is incomplete or has no step."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -105,10 +106,9 @@ def _step_of(line: bytes) -> float:
 
 
 class RunLog:
-    """What rank 0 writes as training goes: metrics.jsonl and completions.parquet.
+    """Files of rank 0 during training: metrics.jsonl and completions.parquet.
 
     Args:
-        folder: the run folder.
         keep_up_to: rows of later steps are dropped: a resumed run writes them again.
     """
 
@@ -122,10 +122,10 @@ class RunLog:
         self._completions.add(completions)
 
     def sync(self) -> None:
-        """Write all rows that wait; called before each checkpoint, which then has all up to it.
+        """Write all rows that wait; called before each checkpoint, so that all up to it is there.
 
         Raises:
-            OSError: it is not; nothing is lost, the next call tries again.
+            OSError: the disk refuses; nothing is lost, the next call tries again.
         """
         self._metrics.sync()
         self._completions.sync()
@@ -138,7 +138,6 @@ class CompletionLog:
     goes beyond the checkpoint that a run resumes from is dropped, so that no step comes twice.
 
     Args:
-        folder: the run folder.
         keep_up_to: rows of later steps are dropped.
     """
 
@@ -164,7 +163,7 @@ class CompletionLog:
         """Write the rows that wait.
 
         Raises:
-            OSError: it is not on the disk; nothing is lost, the next call tries again.
+            OSError: the rows are not on the disk; nothing is lost, the next call tries again.
         """
         if not self._waiting:
             return
@@ -180,8 +179,9 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    """A table of rows, as `pyarrow.Table.from_pylist` makes it, but without importing pandas, which
-    takes a twentieth of the time of a short run.
+    """Make a table of rows, as `pyarrow.Table.from_pylist` does, but without importing pandas.
+
+    The import takes a twentieth of the time of a short run.
 
     Raises:
         ValueError: a row has another column, or a value of another type.

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: finished or not, whole or in part.
+"""A run read from its folder: finished or not, whole or in part.
 
 A file that is not there is empty; one that is damaged is too, and is named in `RunRecord.notes`.
 Whether a run is done is read from its own folder, never from a scheduler: its `result.json` has the
@@ -29,20 +29,25 @@ if TYPE_CHECKING:
 
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
-NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)  # notes on other files come after these
-MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
-MOST_PARQUET_BYTES = 4_000_000_000  # unpacked, of a log of completions
-MOST_EVALS = 1000  # that are shown of a run
+# Notes on other files come after these.
+NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)
+# Largest log of completions that a page holds, in completions and bytes.
+MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000
+# Largest log of completions that is read, unpacked.
+MOST_PARQUET_BYTES = 4_000_000_000
+# Largest number of evaluations shown of a run.
+MOST_EVALS = 1000
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
-DEFAULT_ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
+# Rollouts of a training step if none are named, as in conf/budget/train.yaml.
+DEFAULT_ROLLOUTS = 256
 PAST_MAX_STEPS = "already past max_steps"
 
 COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
 
 
 def study_rollouts(config: Mapping[str, Any]) -> int:
-    """n of a training step that a study is asked about; 256 where its configuration is damaged.
+    """Return n of the training step of a study; 256 if its configuration is damaged.
 
     >>> study_rollouts({"study": {"rollouts": 64}}), study_rollouts({})
     (64, 256)
@@ -52,42 +57,39 @@ def study_rollouts(config: Mapping[str, Any]) -> int:
 
 
 def run_around(folder: Path) -> Path | None:
-    """The run folder that a checkpoint, or another folder of a run, is in; None: it is in none."""
+    """Return the run folder that contains a checkpoint or another folder; None if there is none."""
     return next((one for one in folder.parents if (one / CONFIG).is_file()), None)
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run is.
+    """Progress of a run."""
 
-    Attributes:
-        name: done, running, failed, stopped (or killed: started again, it goes on), missing, or
-            already past max_steps: it has done more steps than its configuration demands.
-        detail: of a failed run the last line of its error, of a running one who runs it.
-        launches: how often it was started.
-        step, steps: training steps done and demanded; None of a study.
-        seconds: wall time of all launches; None until the run is done, or where it is not known.
-        quantity: accuracy, or mean reward; None until the run is done.
-        mean_reward, low, high: held-out, or of a study's policy; None until the run is done.
-        questions: of a finished study of the gradient's error.
-        gstar, best_divisor: of such a study G* with its interval, in words, and the best G at its
-            n, see `study_parts.Scaling`; None where they are not known.
-        verdicts: of a study of a theorem, how many claims have each; None until it is done.
-    """
-
+    # done, running, failed, stopped (or killed: started again, it goes on), missing, or already
+    # past max_steps: it has done more steps than its configuration demands.
     name: str
+    # Of a failed run the last line of its error, of a running one the process that runs it.
     detail: str = ""
+    # Number of starts.
     launches: int = 0
+    # Training steps done; `steps` are those demanded; both None of a study.
     step: int | None = None
     steps: int | None = None
+    # Wall time of all launches; None until the run is done, or if it is unknown.
     seconds: float | None = None
+    # accuracy, or mean reward; None until the run is done.
     quantity: str | None = None
+    # Held-out, or of a study's policy, with its interval `low`, `high`; None until the run is done.
     mean_reward: float | None = None
     low: float | None = None
     high: float | None = None
+    # Of a finished study of the gradient's error; so are the next two.
     questions: int | None = None
+    # G* with its interval, in words; None if unknown.
     gstar: str | None = None
+    # The best G at the study's n, see `study_parts.Scaling`; None if unknown.
     best_divisor: int | None = None
+    # Of a study of a theorem, the number of claims with each verdict; None until it is done.
     verdicts: dict[str, int] | None = None
 
 
@@ -95,11 +97,10 @@ class RunRecord:
     """A run folder; every file is read once, when it is first needed.
 
     Args:
-        folder: of the run.
         label: its name among other runs.
         config_hash: fingerprint that its result must have; None: any.
         max_steps: training steps that it must have done; None of a study.
-        result: that the run is about to write to `result.json`.
+        result: the content that the run is about to write to `result.json`.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class RunRecord:
 
     @cached_property
     def eval_rows(self) -> list[dict[str, Any]]:
-        """Rows of `eval.csv`; a column is of numbers where all of its cells are."""
+        """Rows of `eval.csv`; a column is numeric if all of its cells are."""
         return self.csv_rows(EVALS)
 
     @cached_property
@@ -214,7 +215,7 @@ class RunRecord:
             self._notes.append(line)
 
     def value(self, key: str) -> Any:
-        """Value of a dotted key of the configuration, None where it has no such key."""
+        """Return the value of a dotted key of the configuration; None if there is no such key."""
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -227,8 +228,9 @@ class RunRecord:
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """Identity by dotted key: the configuration's choices, and fingerprints of weights and
-        data; operational keys differ freely (see `identity.OPERATIONAL_KEYS`).
+        """Identity by dotted key: the configuration's choices, fingerprints of weights and data.
+
+        Operational keys differ freely (see `identity.OPERATIONAL_KEYS`).
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 
@@ -239,8 +241,9 @@ class RunRecord:
 
     @property
     def policy(self) -> str:
-        """Model and prompt (one model with two prompts counts as two policies), or the test
-        problem. For a study of a file of rollouts the model alone: its prompts are in the file.
+        """Model and prompt (a model with two prompts counts as two policies), or the test problem.
+
+        For a study of a file of rollouts the model alone: its prompts are in the file.
         """
         if self.command == "gap":
             return self.config["bed"]["name"]
@@ -259,15 +262,16 @@ class RunRecord:
 
     @property
     def _pool_file(self) -> str | None:
-        """The file of rollouts that a study was made of, with its folder, since many files share a
-        name; None if the study sampled its own completions.
+        """The file of rollouts that a study was made of; None if it sampled its own completions.
+
+        The name includes the folder, since many files share a name.
         """
         pool = self.config.get("pool")
         return "/".join(Path(pool).parts[-2:]) if pool and pool.endswith(".parquet") else None
 
     @property
     def unfinished(self) -> str:
-        """Why there is no result, for a line of its own; empty where there is one."""
+        """Reason why there is no result, for a line of its own; empty if there is one."""
         if self.result is not None:
             return ""
         state = self.state
@@ -277,7 +281,7 @@ class RunRecord:
 
     @cached_property
     def state(self) -> RunState:
-        """How far the run is.
+        """Progress of the run.
 
         A launch that failed after the result was written, such as one that was to overwrite it,
         left the result as it was: the run's state is that of its last launch.
@@ -314,8 +318,9 @@ class RunRecord:
         return RunState(STOPPED, reason, **progress)
 
     def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
-        """Wall time, and mean reward or verdicts, of a finished run; else None, and why there is no
-        valid result.
+        """Return a finished run's wall time, and mean reward or verdicts; else None and the reason.
+
+        The reason says why there is no valid result.
         """
         result = self.result
         if result is None:
@@ -346,7 +351,7 @@ class RunRecord:
         return summary | ({} if wall is None else {"seconds": wall}), ""
 
     def _last_step(self) -> int:
-        """The last step with a whole row, 0 where there is none."""
+        """Return the last step with a whole row, 0 if there is none."""
         try:
             lines = (self.folder / METRICS).read_bytes().splitlines()
         except OSError:
@@ -361,13 +366,13 @@ class RunRecord:
         return 0
 
     def csv_rows(self, name: str) -> list[dict[str, Any]]:
-        """Rows of a table in CSV, none where there is no such file."""
+        """Return rows of a table in CSV, none if there is no such file."""
         return self._read(name, csv_rows) or []
 
     def completions(self) -> tuple[list[dict[str, Any]], str]:
-        """Rows of the log of completions, and a sentence on which they are.
+        """Return rows of the log of completions, and a sentence on which they are.
 
-        Where all would be too many for a page, they are those of evenly spaced steps. Columns
+        If all would be too many for a page, they are those of evenly spaced steps. Columns
         without any value are left out.
         """
         file = self.folder / COMPLETIONS
@@ -400,11 +405,10 @@ class RunRecord:
         return table.select(columns).to_pylist(), sentence
 
     def _read(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
-        """A file's parsed content; None where it is missing, or damaged and noted.
+        """Return a file's parsed content; None if it is missing, or damaged and noted.
 
         Args:
-            name: of the file.
-            parse: makes its content of its text, by a ValueError where it cannot.
+            parse: makes its content of its text, by a ValueError if it cannot.
             shape: of a mapping, see `contents.misfit`; None: anything.
         """
         if not (self.folder / name).is_file():
@@ -416,7 +420,7 @@ class RunRecord:
 
 
 def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
-    """Whole steps, evenly spaced, as many as a page can hold."""
+    """Return whole steps, evenly spaced, as many as a page can hold."""
     import pyarrow
 
     share = max(len(table) / MOST_COMPLETIONS, table.nbytes / MOST_BYTES, 1)
@@ -429,14 +433,14 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
 
 
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a nested configuration that make a run this run, by dotted key."""
+    """Return the keys of a nested configuration that identify the run, by dotted key."""
     excluded = operational_keys(config)
     whole = drop_neutral_keys(drop_unused_rules(config))
     return flatten({key: value for key, value in whole.items() if key not in excluded})
 
 
 def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
-    """How many claims have each verdict.
+    """Count the claims with each verdict.
 
     >>> verdict_counts(["agrees", "not decided", "agrees"])
     {'agrees': 2, 'disagrees': 0, 'not decided': 1}
@@ -445,7 +449,7 @@ def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
 
 
 def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
-    """A run's values of some keys, as on a command line.
+    """Write a run's values of some keys as on a command line.
 
     >>> keys = {"baseline.name": "opo", "learning_rate": 0.1}
     >>> key_label(keys, ["baseline.name", "learning_rate"])

@@ -1,4 +1,4 @@
-"""What `result.json` holds: records that a run's command builds and every reader checks a file by.
+"""Records of `result.json`: a run's command builds them and every reader checks a file by them.
 
 A field is a key of the file, in this order. A field with a default may be missing there, and one of
 `Sometimes` is where it is None. An estimate is three keys, see `Ends`. Squared norms and errors are
@@ -20,95 +20,81 @@ Verdict = Annotated[str, (AGREES, DISAGREES, OPEN)]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a folder adds to every result when the run is complete.
+    """Fields that a folder adds to every result when the run is complete."""
 
-    Attributes:
-        config_hash: fingerprint of the configuration.
-        files: SHA-256 of each of the tables beside it.
-        earlier_versions: of packages that parts of the run were made with, where they were others.
-        digest: of all other values.
-    """
-
+    # Fingerprint of the configuration.
     config_hash: Sometimes[str] = None
+    # SHA-256 of each of the tables beside it.
     files: Sometimes[dict[str, str]] = None
+    # Of packages that parts of the run were made with, if they were others.
     earlier_versions: Sometimes[list[dict[str, str]]] = None
+    # Of all other values.
     digest: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What every row of `eval.csv` has; beside it `pass@K` with its ends, and failures of a judge.
+    """Fields of every row of `eval.csv`.
 
-    Attributes:
-        step: updates before it.
-        mean_reward, low, high: of the data set's own reward.
-        n, num_generations: questions, and completions of each.
-        clipped_ratio, extraction_failure_ratio: shares that were cut, or held no answer.
+    Beside them a row has `pass@K` with its ends, and failures of a judge.
     """
 
+    # Updates before it.
     step: Count
     split: str
     decoding: str
     quantity: parts.Quantity
+    # Of the data set's own reward, with its interval `low`, `high`.
     mean_reward: float
     low: float
     high: float
+    # Questions.
     n: Size
+    # Completions of each.
     num_generations: Size
+    # Share of completions that were cut.
     clipped_ratio: float
+    # Share of completions that held no answer.
     extraction_failure_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult(RunResult):
-    """The result of a training run.
-
-    Attributes:
-        final_mean_reward, mean_reward_low, mean_reward_high: of the last evaluation, by the first
-            decoding.
-        gain: the last evaluation less the first, paired by question.
-        steps: updates.
-        rollouts, value_rollouts: completions, and those that a baseline drew besides.
-        seconds, seconds_save: of all steps, and of the last checkpoint.
-        failed_saves: checkpoints and tables that could not be written.
-        alarms: how many steps each was heard at.
-        left_out: questions by the reason why they were left out.
-    """
+    """The result of a training run."""
 
     quantity: parts.Quantity
+    # Of the last evaluation, by the first decoding, with its interval.
     final_mean_reward: float
     mean_reward_low: float
     mean_reward_high: float
+    # The last evaluation less the first, paired by question.
     gain: Bounded
+    # Updates.
     steps: Count
+    # Completions.
     rollouts: Count
+    # Completions that a baseline drew besides.
     value_rollouts: Count
     tokens: Count
+    # Of all steps.
     seconds: float
+    # Of the last checkpoint.
     seconds_save: float
+    # Checkpoints and tables that could not be written.
     failed_saves: Count
     evals: list[Annotated[dict[str, Any], Evaluation]]
+    # Number of steps at which each alarm was raised.
     alarms: dict[str, Count]
     run: str
     summary: str
     versions: dict[str, str]
+    # Numbers of questions by the reason why they were left out.
     left_out: dict[str, Count]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyResult(RunResult):
-    """The result of a study of the gradient's error.
-
-    Attributes:
-        recipes: published losses, each at its own G, by the names of `config.recipes`; their
-            intervals hold together, see `mse.recipes`.
-        verdicts: published claims judged on this policy, where `study.verdicts` asks for them.
-        questions, pool_completions: of the pool, the second of each question.
-        summary: the verdict in words, with warnings.
-        pool_versions: completions by the versions that scored them.
-        left_out: questions by the reason why they were left out.
-        not_measured: rules without a row of `all_groups` at some G, and why.
-    """
+    """The result of a study of the gradient's error."""
 
     curves: list[parts.CurveRow]
     ratio_to_oracle: list[parts.OracleRatio]
@@ -116,7 +102,10 @@ class StudyResult(RunResult):
     noise: parts.Noise
     losses: Sometimes[list[parts.LossWorth]] = None
     off_policy: Sometimes[parts.OffPolicy] = None
+    # Published losses, each at its own G, by the names of `config.recipes`; their intervals are
+    # simultaneous, see `mse.recipes`.
     recipes: Sometimes[list[parts.LossWorth]] = None
+    # Published claims judged on this policy, if `study.verdicts` asks for them.
     verdicts: Sometimes[list[parts.ClaimVerdict]] = None
     dynamic_sampling: list[parts.DynamicSampling]
     allocation: Sometimes[list[parts.Allocation]] = None
@@ -126,22 +115,28 @@ class StudyResult(RunResult):
     precision: parts.Precision
     policy: parts.PolicyFacts
     questions: Size
+    # Of each question of the pool.
     pool_completions: Size
+    # The verdict in words, with warnings.
     summary: str
     cost: parts.StudyCost
     versions: dict[str, str]
+    # Numbers of completions by the versions that scored them.
     pool_versions: dict[str, Count]
     reward_functions: Sometimes[list[parts.RewardFunction]] = None
     reward_correlations: Sometimes[list[parts.RewardCorrelation]] = None
     sampler: Sometimes[parts.Sampler] = None
+    # Numbers of questions by the reason why they were left out.
     left_out: dict[str, Count]
+    # Rules without a row of `all_groups` at some G, and the reasons.
     not_measured: list[parts.NotMeasured]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EqualRewardsResult(RunResult):
-    """The result of a study in which all rewards are equal: fields as in `StudyResult`, with null
-    in place of what is not known.
+    """The result of a study in which all rewards are equal.
+
+    Fields are as in `StudyResult`, with null in place of what is unknown.
     """
 
     curves: list[parts.CurveRow]
@@ -162,43 +157,40 @@ class EqualRewardsResult(RunResult):
 
 @dataclass(frozen=True)
 class Claim:
-    """A prediction beside its measurement.
+    """A prediction beside its measurement."""
 
-    Attributes:
-        what: is predicted, and of what, in a few words.
-        predicted: a number, or a relation such as `<= 1` where it is no number.
-        measured: the estimate.
-        low, high: its interval; both None where it was enumerated and has no error.
-        verdict: `agrees`, `disagrees` or `not decided`; with a p-value that where Holm's correction
-            does not reject the prediction, see `runs.claims.correct_family`.
-        how: the criterion, the level and the number of replicates.
-        p_value: of the hypothesis that the prediction holds; None where it was enumerated and the
-            verdict is certain.
-        severity: how many of the alternatives would also have agreed, in words; "" where there is
-            no natural alternative.
-        when_rejected: the verdict where Holm's correction rejects the prediction; None is
-            `disagrees`, but `not decided` where `verdict` is.
-        alternatives: names and p-values of other predictions, of which `severity` is made.
-        holm_p: `p_value` corrected for all claims of the study that have one.
-    """
-
+    # The predicted quantity, in a few words.
     what: str
+    # A number, or a relation such as `<= 1` if it is no number.
     predicted: float | str
+    # The estimate.
     measured: float
+    # Its interval, `low` to `high`; both None if it was enumerated and has no error.
     low: float | None
     high: float | None
+    # `agrees`, `disagrees` or `not decided`; with a p-value it is the verdict without a rejection
+    # by Holm's correction, see `runs.claims.correct_family`.
     verdict: Verdict
+    # The criterion, the level and the number of replicates.
     how: str
+    # Of the hypothesis that the prediction holds; None if it was enumerated and the verdict is
+    # certain.
     p_value: float | None = None
+    # How many of the alternatives would also have agreed, in words; "" without a natural
+    # alternative.
     severity: str = ""
+    # The verdict if Holm's correction rejects the prediction; None is `disagrees`, but `not
+    # decided` if `verdict` is.
     when_rejected: str | None = None
+    # Names and p-values of other predictions, of which `severity` is made.
     alternatives: Mapping[str, float] = field(default_factory=dict)
+    # `p_value` corrected for all claims of the study that have one.
     holm_p: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TheoremCost:
-    """Completions that were drawn, 0 where all was enumerated, and wall time."""
+    """Number of completions drawn, 0 if all was enumerated, and wall time."""
 
     rollouts: Count
     seconds: float
@@ -206,23 +198,24 @@ class TheoremCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TheoremResult(RunResult):
-    """The result of a study of a theorem: the policy (`bed`) with its exact truth, claims, and the
-    verdict on all of them together.
-    """
+    """The result of a study of a theorem."""
 
     study: str
     statement: str
+    # The policy with its exact truth.
     bed: Mapping[str, float | str]
     claims: list[Claim]
     answer: str
     notes: list[str]
+    # On all claims together.
     verdict: Verdict
     cost: TheoremCost
     summary: str
     versions: dict[str, str]
 
 
-RESULT_TYPES: Mapping[str, Any] = {  # by command
+# By command.
+RESULT_TYPES: Mapping[str, Any] = {
     "train": TrainResult,
     "mse": StudyResult | EqualRewardsResult,
     "gap": TheoremResult,

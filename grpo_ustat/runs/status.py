@@ -1,4 +1,4 @@
-"""A sweep's list of runs, kept beside their folders, and how far each of them is.
+"""A sweep's list of runs, kept beside their folders, and the progress of each.
 
 `sweep-<hash>.json` in the sweep's folder names every run with its folder and the fingerprint of its
 configuration; the same sweep finds the same file again.
@@ -41,7 +41,8 @@ COLOURS = {
     DONE: "green", RUNNING: "cyan", FAILED: "red", PAST_MAX_STEPS: "red", STOPPED: "yellow",
     MISSING: "dim",
 }  # fmt: skip
-CAPTIONS = {  # what a table shows of the finished runs of a command
+# Captions of a table of finished runs, by command.
+CAPTIONS = {
     "train": "held-out {}, 95 % intervals generalising to new questions",
     "mse": "{} of the policy and best G, 95 % intervals generalising to new questions{}",
     "gap": "predictions that agree with measurement, that disagree, and that are not decided",
@@ -50,45 +51,38 @@ CAPTIONS = {  # what a table shows of the finished runs of a command
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: the overrides in which it differs from the sweep's other runs, `group_size=4 seed=0`.
-        config: its checked configuration.
-        folder: None where only the running job knows it.
-        sweep: the sweep's folder, None for a run alone.
-        overrides: that compose it.
-    """
-
+    # The overrides in which it differs from the sweep's other runs, `group_size=4 seed=0`.
     name: str
+    # Checked.
     config: Any
+    # None if only the running job knows it.
     folder: RunFolder | None
+    # The sweep's folder, None for a run alone.
     sweep: Path | None
+    # The overrides that compose it.
     overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep, as the sweep's file lists it.
+    """One run of a sweep, as the sweep's file lists it."""
 
-    Attributes:
-        label: the overrides in which it differs from the others.
-        folder: of the run.
-        config_hash: fingerprint of its configuration; None: whatever the folder holds.
-        max_steps: of training, None of a study.
-    """
-
+    # The overrides in which it differs from the others.
     label: str
     folder: Path
+    # Fingerprint of its configuration; None: whatever the folder holds.
     config_hash: str | None
+    # Of training; None of a study.
     max_steps: int | None
 
     def record(self) -> RunRecord:
-        """The run as its folder tells it now."""
+        """Read the run from its folder as it is now."""
         return RunRecord(self.folder, self.label, self.config_hash, self.max_steps)
 
     def state(self) -> RunState:
-        """How far the run is now, from its folder alone."""
+        """Return the present progress of the run, from its folder alone."""
         return self.record().state
 
 
@@ -105,7 +99,6 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
     """Write the list of a sweep's runs.
 
     Args:
-        command: of all runs.
         planned_runs: each with a folder below the sweep's.
     """
     place = planned_runs[0].sweep
@@ -131,8 +124,9 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """The sweeps of a folder, the latest last, and then the runs that belong to none of them; for a
-    sweep's file that sweep alone.
+    """Return the sweeps of a folder, the latest last, and then the runs that belong to none.
+
+    For a sweep's file return that sweep alone.
     """
     if place.is_file():
         return [_read_sweep(place)]
@@ -167,7 +161,7 @@ def _read_sweep(file: Path) -> Sweep:
 
 
 def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
-    """For a terminal: a row for every run, and below it how many are done, failed and so on."""
+    """Make a table for a terminal: a row for every run, and below it counts of done, failed etc."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
@@ -210,13 +204,13 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
 
 
 def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
-    """A line for every run that needs more words: why it failed, or which process runs it."""
+    """Return a line for every run that needs more words: its failure, or the process at work."""
     pairs = zip(sweep.entries, states, strict=True)
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds below a minute, else what a clock would show.
+    """Write seconds below a minute, else as a clock shows them.
 
     >>> duration_text(4.3), duration_text(83), duration_text(7384)
     ('4 s', '1:23', '2:03:04')

@@ -1,4 +1,4 @@
-"""What the result of a study is made of, see `runs.result`: curves, the scaling law and more.
+"""Parts of the result of a study, see `runs.result`: curves, the scaling law and more.
 
 Squared norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
 """
@@ -22,39 +22,38 @@ ClaimWord = Annotated[str, VERDICTS]
 
 @dataclass(frozen=True, kw_only=True)
 class CurveRow:
-    """A mean squared error of a baseline's gradient, also a row of `curves.csv`.
+    """A mean squared error of a baseline's gradient, also a row of `curves.csv`."""
 
-    Attributes:
-        method, baseline: how it was measured, and of which rule; see `mse.rules` of all_groups.
-        target: the vector that the estimate is judged against.
-        setting: how the questions of a batch are drawn: each of the study once, or independently.
-        interval: over what it generalises: other completions, or other questions too.
-        group_size, num_prompts: G, and prompts of a batch.
-        unbiased: whether the estimate's mean is the target.
-        mse, low, high: the error with its interval.
-        replicates: draws; null of a closed form, and where all groups of the pool count.
-        bias2, variance: its two parts.
-        relative_mse: over ||target||^2.
-        best_scalar_mse, cosine: the relative error of the best multiple, and the cosine of the
-            estimate and the target.
-    """
-
+    # How it was measured.
     method: Annotated[str, ("closed_form", "all_groups", "monte_carlo")]
+    # The rule; see `mse.rules` of all_groups.
     baseline: str
+    # The vector that the estimate is judged against.
     target: str
+    # How the questions of a batch are drawn: each of the study once, or independently.
     setting: Setting
+    # The population of the interval: other completions, or other questions too.
     interval: Annotated[str, ("completions", "questions")]
+    # G.
     group_size: Size
+    # Prompts of a batch.
     num_prompts: Size
+    # True if the estimate's mean is the target.
     unbiased: bool
+    # The error, with its interval `low`, `high`.
     mse: NumberOrNull
     low: NumberOrNull
     high: NumberOrNull
+    # Draws; null of a closed form, and if all groups of the pool count.
     replicates: Count | None
+    # The two parts of the error are `bias2` and `variance`.
     bias2: NumberOrNull
     variance: NumberOrNull
+    # Over ||target||^2.
     relative_mse: NumberOrNull
+    # The relative error of the best multiple.
     best_scalar_mse: NumberOrNull
+    # Of the estimate and the target.
     cosine: NumberOrNull
 
 
@@ -81,131 +80,130 @@ class FixedCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` over new questions, see `estimators.scaling`.
+    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` for new questions.
 
-    Attributes:
-        c1, c2, c3, covariance, dof: its constants, and of their errors.
-        gstar, gstar_paper: 1 + sqrt(C3/C1), and sqrt(C3/C1).
-        gstar_tokens: the best G at a fixed number of tokens.
-        best_divisor: the best G that divides n, by n; of a prime n that of the next multiple of 8.
-        curve: the error at a fixed number of rollouts.
-        reason: why the interval of G* has no upper end.
+    See `estimators.scaling`.
     """
 
     c1: Estimate
     c2: Estimate
     c3: Estimate
+    # 1 + sqrt(C3/C1).
     gstar: Estimate
+    # sqrt(C3/C1).
     gstar_paper: Estimate
+    # The best G at a fixed number of tokens.
     gstar_tokens: Estimate
+    # Covariance and degrees of freedom of the errors of C1, C2, C3.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
+    # The best G that divides n, by n; of a prime n that of the next multiple of 8.
     best_divisor: Sometimes[dict[str, Size]] = None
+    # The error at a fixed number of rollouts.
     curve: list[FixedCost]
+    # Why the interval of G* has no upper end.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossWorth:
-    """What a rollout of a loss is worth at one G, for new questions, see `estimators.worth`.
+    """Efficiency of a rollout of a loss at one G, for new questions, see `estimators.worth`."""
 
-    Attributes:
-        loss, baseline, loss_type: name, rule of the advantages, and what divides the tokens.
-        zero_variance_groups, reward_variance_share, advantage_threshold: which rows count, where
-            not all do, see `estimators.row_weights.RowFilter`.
-        rollouts, group_size: n of an update, and G.
-        kept: share of the groups drawn that are in the update, where the others are replaced.
-        worth, worth_best: rollouts of the unbiased estimate, at the same G and at its best, that
-            do as much as one of the loss.
-        direction: cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
-        noise: share of an update's squared norm that is noise.
-        best, alike: whether this G is the loss's best of the measured ones, or not worse.
-        reason: why it is not measured.
-    """
-
+    # Its name.
     loss: str
+    # The rule of the advantages.
     baseline: str
+    # The divisor of the tokens.
     loss_type: str
+    # Which rows count, if not all do, see `estimators.row_weights.RowFilter`; likewise the next
+    # two.
     zero_variance_groups: Sometimes[str] = None
     reward_variance_share: Sometimes[float] = None
     advantage_threshold: Sometimes[float] = None
+    # n of an update.
     rollouts: Size
+    # G.
     group_size: Size
+    # Share of the groups drawn that are in the update, if the others are replaced.
     kept: Sometimes[Estimate] = None
     unbiased_direction: bool
+    # Rollouts of the unbiased estimate, at the same G, that do as much as one of the loss.
     worth: Sometimes[Estimate] = None
+    # The same with the unbiased estimate at its best G.
     worth_best: Sometimes[Estimate] = None
+    # cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
     direction: Sometimes[Estimate] = None
+    # Share of an update's squared norm that is noise.
     noise: Sometimes[Estimate] = None
+    # True if this G is the loss's best of the measured ones.
     best: bool
+    # True if this G is not worse than the best.
     alike: bool
+    # Why it is not measured.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicy:
-    """What rollouts are worth that another policy, or a sampler that is not quite it, wrote.
+    """Efficiency of rollouts written by another policy, or by a sampler that differs from it."""
 
-    Attributes:
-        written_by, policy, reference: which wrote them, whose gradient is estimated, and which a
-            penalty is measured from.
-        question: lag, where an earlier policy wrote them and those of `policy` itself are compared
-            with; gap, where the sampler of a file did, and the same ones weighted by their exact
-            ratios are compared with; penalty, where `policy` itself did.
-        penalised: whether any loss has a penalty.
-        kl: of the first from the second, nats a token.
-        effective_tokens, effective_completions: `(sum w)^2 / (count sum w^2)` of the ratios of
-            tokens, and of their products over a completion.
-        losses: what a rollout of each is worth.
-    """
-
+    # The policy that wrote them.
     written_by: str
+    # The policy whose gradient is estimated.
     policy: str
+    # The policy that a penalty is measured from.
     reference: str
+    # lag: an earlier policy wrote them, and the comparison is with rollouts of `policy` itself;
+    # gap: the sampler of a file wrote them, and the comparison is with the same ones weighted by
+    # their exact ratios; penalty: `policy` itself wrote them.
     question: str
+    # True if any loss has a penalty.
     penalised: bool
+    # Of the first from the second, nats a token.
     kl: Estimate
+    # `(sum w)^2 / (count sum w^2)` of the ratios of tokens.
     effective_tokens: Estimate
+    # The same of their products over a completion.
     effective_completions: Estimate
+    # Efficiency of a rollout of each loss.
     losses: list[LossWorth]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimVerdict:
-    """A published claim judged on this policy, see `mse.verdicts`.
+    """A published claim judged on this policy, see `mse.verdicts`."""
 
-    Attributes:
-        claim, source: what is claimed, and where.
-        measured: the number that stands for it, in words.
-        number: with its interval, for new questions.
-        least, most: between which it lies where the claim holds; null: no bound.
-        holm_p: of the hypothesis that it lies on the other side, corrected for all rows.
-        verdict: what is said.
-        beside: further numbers, in a sentence.
-        reason: why nothing is measured.
-    """
-
+    # In words.
     claim: str
+    # The paper that makes the claim.
     source: str
+    # The number that represents the claim, in words.
     measured: str
+    # With its interval, for new questions.
     number: Sometimes[Estimate] = None
+    # The number is between `least` and `most` if the claim holds; null: no bound.
     least: NumberOrNull
     most: NumberOrNull
+    # Of the hypothesis that it is on the other side, corrected for all rows.
     holm_p: Sometimes[float] = None
     verdict: ClaimWord
+    # Further numbers, in a sentence.
     beside: Sometimes[str] = None
+    # Why nothing is measured.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRow:
-    """The noise scale of `leave_one_out` at one G in rollouts and tokens, and the share of the
-    noise that comes from prompts, see `estimators.scaling`.
+    """The noise scale of `leave_one_out` at one G, in rollouts and tokens.
+
+    See `estimators.scaling`.
     """
 
     group_size: float | None
     rollouts: Estimate
     tokens: Estimate
+    # Share of the noise that comes from prompts.
     prompt_share: Estimate
 
 
@@ -218,121 +216,126 @@ class LeastNoise(NoiseRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The noise scale at every G and at its least, with ||grad J||^2 that it rests on, and why it
-    has no upper end.
-    """
+    """The noise scale at every G and at its least."""
 
     curve: list[NoiseRow]
     best: LeastNoise
+    # ||grad J||^2, on which the noise scale rests.
     grad_sq: Estimate
+    # Why the noise scale has no upper end.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """The share of groups that dynamic sampling keeps, groups generated for each that is kept, and
-    up to which share throwing away pays, see `estimators.dynamic_sampling`.
-    """
+    """Costs of dynamic sampling at one G, see `estimators.dynamic_sampling`."""
 
     group_size: Size
+    # Share of groups that it keeps.
     kept: Estimate
+    # Groups generated for each that is kept.
     generated: Estimate
+    # Largest share of groups thrown away that still pays.
     break_even: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The relative change of the error by a plan of unequal group sizes, held out and `in_sample`,
-    see `estimators.allocation`.
+    """Relative change of the error by a plan of unequal group sizes.
+
+    See `estimators.allocation`.
     """
 
     plan: str
     group_size: Size
+    # Held out.
     change: Estimate
     in_sample: NumberOrNull
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption2:
-    """Whether squared score norm and reward are uncorrelated given the question.
+    """Test that squared score norm and reward are uncorrelated given the question."""
 
-    Attributes:
-        a0, a_v, a_bstar: the constants A of no baseline, of the value, and of the best baseline.
-        share: of A_V that the best baseline saves.
-        crossover_group_size: from which G on GRPO is better than no baseline.
-        silent_share_at_crossover: zero-variance groups there.
-        refuted: at the questions at hand.
-        reason: why a number is missing.
-    """
-
+    # The constant A of no baseline.
     a0: NumberOrNull
+    # A of the value.
     a_v: NumberOrNull
+    # A of the best baseline.
     a_bstar: NumberOrNull
     corr: Estimate
+    # Share of A_V that the best baseline saves.
     share: Estimate
     av_minus_abstar: Estimate
     av_minus_a0: Estimate
+    # G from which on GRPO is better than no baseline.
     crossover_group_size: Estimate
+    # Share of zero-variance groups there.
     silent_share_at_crossover: float | None
+    # At the questions at hand.
     refuted: bool
+    # Why a number is missing.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorm:
-    """||grad J||^2, and why relative errors are null where it is not surely above 0."""
+    """||grad J||^2."""
 
     grad_sq: Estimate
+    # Why relative errors are null, if it is not surely above 0.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """The norm in which gradients were measured, and the tails of the squared score norms.
+    """The norm in which gradients were measured, and the tails of the squared score norms."""
 
-    Attributes:
-        parameters, norm, between_questions: how many; which norm; how questions were compared.
-        effective_sample_size, top_percent_share: completions that carry the sum, and its share by
-            the largest percent.
-        tail_size, variance_carriers, heavy_tails: see `estimators.intervals.Tails`.
-        shift, uncertain: of AdamW's metric, see `mse.second_moments`.
-    """
-
+    # Number of parameters in the norm.
     parameters: Count
     norm: str
+    # How questions were compared.
     between_questions: str
+    # Completions that carry the sum.
     effective_sample_size: float
+    # Share of the sum by the largest percent of completions.
     top_percent_share: float
+    # See `estimators.intervals.Tails`, likewise the next two.
     tail_size: NumberOrNull
     variance_carriers: NumberOrNull
     heavy_tails: bool
+    # Of AdamW's metric, see `mse.second_moments`; likewise `uncertain`.
     shift: Sometimes[NumberOrNull] = None
     uncertain: Sometimes[bool] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """In what the scores were computed, and with TF32 the relative errors of that."""
+    """Number formats of the scores' computation."""
 
     weights: str
     tf32: bool
+    # Relative errors with TF32.
     tf32_error: dict[str, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFacts:
-    """The policy: name, mean of the data set's own reward, mean length and share cut."""
+    """The policy and its answers."""
 
     name: str
     quantity: Quantity
+    # Of the data set's own reward.
     mean_reward: Bounded
+    # In tokens.
     mean_length: float
+    # Share of completions that were cut.
     clipped_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyCost:
-    """What a study took; seconds are a worker's own, so their sum exceeds the clock's."""
+    """Costs of a study; seconds add up those of all workers, so they can exceed the wall time."""
 
     rollouts: Count
     tokens: Count
@@ -368,15 +371,16 @@ class RewardCorrelation:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """How far a sampler's log-probabilities are from the model's, in nats a token."""
+    """Distance of a sampler's log-probabilities from the model's."""
 
     name: str
+    # Nats a token.
     gap: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotMeasured:
-    """A rule whose error for new questions is not measured at one G, and why."""
+    """A rule whose error for new questions is not measured at one G, and the reason."""
 
     baseline: str
     group_size: Size
@@ -385,13 +389,12 @@ class NotMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionCounts:
-    """Numbers of completions by what earned them their one reward: being right, cut, without an
-    answer, or wrong; each counts once.
-    """
+    """Numbers of completions that all earned the same reward, by the cause; each counts once."""
 
     reward: float
     completions: Size
     right: Sometimes[Count] = None
     cut: Sometimes[Count] = None
+    # Stated no answer.
     no_answer: Sometimes[Count] = None
     wrong: Sometimes[Count] = None

@@ -30,15 +30,15 @@ from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, tell, warn
 from grpo_ustat.terminal.streams import single_line, visible
 
-# of a run, in letters; wandb takes 128
+# Of a run, in letters; wandb takes 128.
 LONGEST_NAME = 120
-# seconds before a stopped run is killed that no tracker may use
+# Seconds before a stopped run is killed that no tracker may use.
 STOP_MARGIN_SECONDS = 10.0
-# exit codes for wandb
+# Exit codes for wandb.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
-# of what was sent: the run's id, how often, the latest step of metrics and of each evaluation
+# Of what was sent: the run's id, how often, the latest step of metrics and of each evaluation.
 STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
-# columns of a curve of errors, which TensorBoard draws over the group size
+# Columns of a curve of errors, which TensorBoard draws over the group size.
 CURVE_COLUMNS = {"mse", "group_size", "baseline", "method", "setting"}
 
 Rows = Sequence[dict[str, Any]]
@@ -48,17 +48,17 @@ Rows = Sequence[dict[str, Any]]
 class About:
     """The run, for a tracker."""
 
-    # for the tracker's own files
+    # For the tracker's own files.
     folder: Path
-    # the same when the run goes on
+    # The same when the run goes on.
     run_id: str
-    # of the run, and of its seeds together
+    # Of the run; `group` is that of its seeds together.
     name: str
     group: str
     project: str | None
-    # without secrets
+    # Without secrets.
     config: dict[str, Any]
-    # that opening and ending may take
+    # Time that opening and ending may take.
     seconds: float
 
 
@@ -117,27 +117,27 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """See `Tracker`."""
+        """Send numbers and texts of a step."""
         # committed, else a killed run loses what waits for the next index
         self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
 
     def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """See `Tracker`."""
+        """Send numbers and texts of the result."""
         self._run.summary.update(values)
 
     def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
-        """See `Tracker`."""
+        """Send rows, such as completions."""
         columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
         cells: list[Any] = [[row.get(key) for key in columns] for row in rows]
         table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
         self.log(index, {name: table}, step)
 
     def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
-        """See `Tracker`."""
+        """Send a picture."""
         self.log(index, {name: self._wandb.Image(str(file))}, step)
 
     def finish(self, outcome: str) -> str:
-        """See `Tracker`."""
+        """End the run there, and return how to look at it."""
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])
@@ -159,7 +159,7 @@ class Tensorboard:
         self._text("config", about.config, 0)
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """See `Tracker`."""
+        """Send numbers and texts of a step."""
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._number(name, value, step or 0)
@@ -170,7 +170,7 @@ class Tensorboard:
     summary = log
 
     def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
-        """See `Tracker`."""
+        """Send rows, such as completions."""
         self._text(name, rows, step or 0)
         for row in rows:
             if row.keys() >= CURVE_COLUMNS and isinstance(row["mse"], int | float):
@@ -179,7 +179,7 @@ class Tensorboard:
                 self._number(f"mse/{curve}", row["mse"], row["group_size"])
 
     def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
-        """See `Tracker`."""
+        """Send a picture."""
         import numpy as np
         from PIL import Image
 
@@ -188,7 +188,7 @@ class Tensorboard:
         self._writer.add_image(name, pixels, step or 0, dataformats="HWC")
 
     def finish(self, outcome: str) -> str:
-        """See `Tracker`."""
+        """End the run there, and return how to look at it."""
         self._writer.close()
         return f"tensorboard --logdir {self._folder}"
 
@@ -215,24 +215,24 @@ class Trackio:
         )  # fmt: skip
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """See `Tracker`."""
+        """Send numbers and texts of a step."""
         # `step` is trackio's name for its own
         self._run.log({key: x for key, x in values.items() if key != "step"}, step=step)
 
     summary = log
 
     def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
-        """See `Tracker`."""
+        """Send rows, such as completions."""
         import pandas
 
         self._run.log({name: self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
 
     def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
-        """See `Tracker`."""
+        """Send a picture."""
         self._run.log({name: self._trackio.Image(str(file))}, step=step)
 
     def finish(self, outcome: str) -> str:
-        """See `Tracker`."""
+        """End the run there, and return how to look at it."""
         self._run.finish()
         return f"trackio show --project {self._project}"
 
@@ -244,7 +244,6 @@ class Tracking:
     """The tracker of a run as the run sees it: no method raises.
 
     Args:
-        folder: the run folder.
         logger: a `LoggerConfig`, not `none`.
         config: of the run, nested, and its code.
     """
@@ -388,8 +387,10 @@ class Tracking:
 
 
 def visible_texts(content: Any) -> Any:
-    """The value with the invisible characters of its texts spelt out, also within rows and keys, so
-    that a tracker receives no control sequences and no lone surrogates; all else unchanged.
+    """Return the value with the invisible characters of its texts spelt out; all else unchanged.
+
+    This includes texts within rows and keys, so that a tracker receives no control sequences and no
+    lone surrogates.
     """
     if isinstance(content, str):
         return visible(content)
@@ -399,5 +400,5 @@ def visible_texts(content: Any) -> Any:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value is a list of rows, such as curves or claims."""
+    """Return True for a list of rows, such as curves or claims."""
     return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)

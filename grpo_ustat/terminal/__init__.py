@@ -1,1 +1,1 @@
-"""Standard output, what a terminal shows, and progress."""
+"""Standard output, text on a terminal, and progress."""

@@ -1,4 +1,4 @@
-"""What a terminal shows: data as text. None of it is markup, and no control character acts."""
+"""Data as text on a terminal: none of it is markup, and no control character acts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.terminal.streams import visible
 
 
 def excerpt(text: str, most: int) -> str:
-    """A text that is not longer than so many characters; of a longer one both ends.
+    """Return a text that is not longer than `most` characters; of a longer one both ends.
 
     >>> excerpt("a name", 9), excerpt("a very long name", 9)
     ('a name', 'a ve…name')
@@ -26,7 +26,7 @@ def excerpt(text: str, most: int) -> str:
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """A sentence in lines, of which none begins with a percent sign.
+    """Break a sentence into lines, none of which begins with a percent sign.
 
     >>> print(wrapped("of them 12 % are equal", 11))
     of them
@@ -45,19 +45,22 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
 
 
 class Console(rich.console.Console):
-    """Rich's, in which a text is a text: styles come from `style=` and `rich.text.Text` alone."""
+    """Rich's console, in which a text is a text.
+
+    Styles come from `style=` and `rich.text.Text` alone.
+    """
 
     def __init__(self, **options: Any):
         settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
         super().__init__(**settings | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A text or a table's cell, with invisible characters spelt out."""
+        """Render a text or a table's cell, with invisible characters spelt out."""
         return super().render_str(visible(text), **options)
 
 
 def warn(text: str) -> None:
-    """A line in red on standard error, above bars that are drawn there."""
+    """Print a line in red on standard error, above bars that are drawn there."""
     console = Console(stderr=True, soft_wrap=True)
     with console.capture() as capture:
         console.print(f"warning: {text}", style="bold red")

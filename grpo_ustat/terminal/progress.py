@@ -1,4 +1,4 @@
-"""Progress of long work: who does it reports to `Progress`, who shows it is `listening`."""
+"""Progress of long work: workers report to `Progress`, displays use `listening`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ from rich.text import Text
 
 from grpo_ustat.terminal.console import Console
 
-REPORT_SECONDS = 0.25  # at least, between two reports of an activity
+# Least time between two reports of an activity.
+REPORT_SECONDS = 0.25
 
-LINE_SECONDS, LINE_SHARE = 30.0, 0.1  # at least, between two lines without a terminal
-NARROW_COLUMNS = 60  # columns below which bars and rates are left out
-REFRESHES_PER_SECOND = 2  # times a second
-TITLE_CHARACTERS = 9  # characters of an activity, about
-STALE_SECONDS = 5.0  # seconds after which the last report of an activity is not shown any more
+# Least time, and least share of the work, between two lines without a terminal.
+LINE_SECONDS, LINE_SHARE = 30.0, 0.1
+# Columns below which bars and rates are left out.
+NARROW_COLUMNS = 60
+# Of the bars.
+REFRESHES_PER_SECOND = 2
+# Characters of an activity, about.
+TITLE_CHARACTERS = 9
+# Seconds after which the last report of an activity is not shown any more.
+STALE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Activity:
-    """How far one activity is, such as the sampling of a batch.
+    """Progress of one activity, such as the sampling of a batch."""
 
-    Attributes:
-        name: such as `writing`.
-        completed, total: completions; a total of 0 is not known.
-        tokens: written so far, 0 where that is not counted.
-        seconds: since it began.
-    """
-
+    # Such as `writing`.
     name: str
+    # Completions.
     completed: int
+    # Completions; 0: unknown.
     total: int
+    # Written so far, 0 if they are not counted.
     tokens: int
+    # Since it began.
     seconds: float
 
 
@@ -57,7 +61,7 @@ _listener: Listener | None = None
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Meanwhile a listener is called with each report of this process; None: nobody listens."""
+    """Call a listener with each report of this process in the block; None: nobody listens."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -67,7 +71,7 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 class Progress:
-    """Reports how far an activity is, from now on, at most every quarter of a second.
+    """Reporter of an activity's progress, from now on, at most every quarter of a second.
 
     Args:
         name, total: see `Activity`.
@@ -80,7 +84,7 @@ class Progress:
         self.add()
 
     def add(self, completed: int = 0, tokens: int = 0) -> None:
-        """So many completions and tokens more."""
+        """Add so many completions and tokens."""
         self.completed += completed
         self.tokens += tokens
         if _listener is None:
@@ -93,14 +97,13 @@ class Progress:
 
 
 class Meter:
-    """How far a piece of work is, with rates and the time left.
+    """Display of a piece of work's progress, with rates and the time left.
 
-    On a terminal a bar, and below it one of the activity at hand. Elsewhere a line once 30 s have
-    passed, then every 10 % but not more often than every 30 s, and one at the end; of activities
-    only before the first unit is done, that is where nothing else says that work goes on.
+    On a terminal it is a bar, and below it one of the activity at hand. Elsewhere it is a line once
+    30 s have passed, then every 10 % but not more often than every 30 s, and one at the end; of
+    activities only before the first unit is done, when nothing else shows that work goes on.
 
     Args:
-        title: of the work.
         total, completed: of units, at the end and at the start.
         unit: what is counted.
         visible: False on ranks other than 0.
@@ -142,8 +145,9 @@ class Meter:
             self.print(f"{self.title}: {self.figures()}")
 
     def update(self, completed: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
-        """So many units are done; tokens of all of them, a note, and rates where they are known
-        better than from the time since the start.
+        """Set the number of units done, their tokens, a note, and rates.
+
+        Rates are given if they are known better than from the time since the start.
         """
         self.completed, self.tokens, self.note, self.rates = completed, tokens, note, rates
         if self._live:
@@ -167,7 +171,7 @@ class Meter:
             self._print_when_due(completed / total, f"{self.title}: {name} {text}")
 
     def activity(self) -> tuple[str, int, int, str]:
-        """The latest activity of all processes: name, completions done and in all, and a text."""
+        """Return the latest activity of all processes: name, completions done, in all, a text."""
         now = self._clock()
         recent = [activity for at, activity in self._reports.values() if now - at < STALE_SECONDS]
         if not recent:
@@ -186,7 +190,7 @@ class Meter:
         return name, completed, total, join_texts(f"{completed:,}/{total:,} completions", *rates)
 
     def figures(self) -> str:
-        """Counts, the time left or taken, the note, and rates."""
+        """Return counts, the time left or taken, the note, and rates."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         count = f"{self.completed:,}/{self.total:,} {self.unit}"
         rates = [self.rates]
@@ -195,7 +199,7 @@ class Meter:
         return join_texts(count, self._time(), self.note, *rates)
 
     def short(self) -> str:
-        """Counts and the time left, for narrow terminals."""
+        """Return counts and the time left, for narrow terminals."""
         return join_texts(f"{self.completed:,}/{self.total:,}", self._time())
 
     def _time(self) -> str:
@@ -207,7 +211,7 @@ class Meter:
         return f"{clock_text(seconds / units * (self.total - self.completed))} left"
 
     def print(self, line: str, **options: Any) -> None:
-        """A line of its own, above the bars."""
+        """Print a line of its own, above the bars."""
         if self._visible:
             self._console.print(line, **options)
 
@@ -238,8 +242,9 @@ class Meter:
 
 @contextmanager
 def waiting(text: str, visible: bool = True) -> Iterator[None]:
-    """While something loads: a line that moves on a terminal and goes away; elsewhere a line
-    afterwards if it took long.
+    """Show a line while something loads.
+
+    On a terminal it moves and goes away; elsewhere a line is printed afterwards if it took long.
     """
     console, start = Console(stderr=True), time.monotonic()
     if visible and console.is_terminal and not console.is_dumb_terminal:
@@ -274,12 +279,12 @@ class _Figures(ProgressColumn):
 
 
 def join_texts(*texts: str) -> str:
-    """The texts that are not empty, with commas between them."""
+    """Join the texts that are not empty, with commas between them."""
     return ", ".join(text for text in texts if text)
 
 
 def rate(number: float, unit: str) -> str:
-    """Units a second; nothing where there are none.
+    """Write units a second; nothing if there are none.
 
     >>> rate(1234.5, " tokens"), rate(2.25, ""), rate(0.004, ""), rate(0, "")
     ('1,234 tokens/s', '2.2/s', '0.004/s', '')
@@ -291,7 +296,7 @@ def rate(number: float, unit: str) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Write hours, minutes and seconds.
 
     >>> clock_text(3723.4), clock_text(59.6)
     ('1:02:03', '1:00')
@@ -302,8 +307,7 @@ def clock_text(seconds: float) -> str:
 
 
 def monitor_text(row: dict[str, Any]) -> str:
-    """The best group size with its interval and the gradient's error, of a metrics row that has
-    them.
+    """Write a metrics row's best group size with its interval and gradient error, if it has them.
 
     >>> row = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
     >>> monitor_text(row | {"monitor/mse": 2.345})
@@ -326,7 +330,7 @@ class TrainingBar:
     """Steps done, rates and mean reward of the last one, time left; a line for each evaluation.
 
     Args:
-        max_steps: where training ends.
+        max_steps: the last step of training.
         completed: steps before.
         visible: False on ranks other than 0.
     """
@@ -343,7 +347,7 @@ class TrainingBar:
         self.meter.__exit__(*failure)
 
     def step(self, row: dict[str, Any], completions: int) -> None:
-        """One step more, from its metrics row and its number of completions."""
+        """Count one step more, from its metrics row and its number of completions."""
         seconds = row["step_time"]
         rates = join_texts(
             f"{seconds:.3g} s/step",
@@ -362,5 +366,5 @@ class TrainingBar:
         )
 
     def print_alarm(self, line: str) -> None:
-        """Print a line for what goes wrong, in red."""
+        """Print an alarm's line, in red."""
         self.meter.print(f"ALARM {line}", style="bold red")

@@ -1,4 +1,4 @@
-"""Standard output and error that end nothing, and texts as they may be written there.
+"""Standard output and error whose failures end nothing, and texts as they may be written there.
 
 Nothing here imports more than Python's own modules.
 """
@@ -15,15 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-INVISIBLE = re.compile(  # control characters, what turns the direction of the text, half letters
+# Control characters, characters that turn the direction of the text, half letters.
+INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16, which no file can hold
+# Half of a character in UTF-16, which no file can hold.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""The text with invisible characters spelt out: terminal escapes, nulls, turns of direction.
+    r"""Return the text with invisible characters spelt out: escapes, nulls, turns of direction.
 
     >>> visible("a\x1b[31mb\x00\u202ec\n")
     'a\\x1b[31mb\\x00\\u202ec\n'
@@ -32,11 +34,10 @@ def visible(text: str) -> str:
 
 
 def single_line(text: object, most: int | None = None) -> str:
-    r"""An error's message on one line, a blank for each run of white space.
+    r"""Return an error's message on one line, a blank for each run of white space.
 
     Args:
-        text: an error, or its text.
-        most: characters after which it is cut; None: none.
+        most: largest number of characters, the rest is cut; None: no limit.
 
     >>> single_line("no\n  such file ", 7)
     'no such'
@@ -45,13 +46,12 @@ def single_line(text: object, most: int | None = None) -> str:
 
 
 class LastingFile(io.FileIO):
-    """A file that swallows errors of writing: after the first one all output goes to the null
-    device, also that of child processes.
+    """A file that swallows errors of writing.
 
-    Attributes:
-        refusal: the first error of a write; None where all was written.
+    After the first one all output goes to the null device, also that of child processes.
     """
 
+    # The first error of a write; None if all was written.
     refusal: OSError | None = None
 
     def write(self, data: Any) -> int | None:
@@ -70,12 +70,13 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let the block go on where nobody reads its output any more, as after `| head -1`: a run's
-    results are its files. Closed standard streams lead to the null device, so that no file that is
-    opened later gets their number.
+    """Let the block go on if nobody reads its output any more, as after `| head -1`.
+
+    A run's results are its files. Closed standard streams lead to the null device, so that no file
+    that is opened later gets their number.
 
     Raises:
-        SystemExit: at the end, where all went well but a disk took not all of standard output.
+        SystemExit: at the end, if all went well but a disk did not take all of standard output.
     """
     for number in range(3):
         try:
@@ -103,7 +104,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """The stream on a `LastingFile`; unchanged where it is not the process's own stream."""
+    """Return the stream on a `LastingFile`; unchanged if it is not the process's own stream."""
     if stream is None:
         return open(number, "w", closefd=False)  # noqa: SIM115  # until this process ends
     file = _file_of(stream)
@@ -122,13 +123,13 @@ def _lasting(stream: TextIO | None, number: int) -> TextIO:
 
 
 def _file_of(stream: Any) -> Any:
-    """What lies below a text stream and its buffer; None below one in memory."""
+    """Return the file below a text stream and its buffer; None below one in memory."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
 
 def percentage(share: float, digits: int = 0) -> str:
-    """A share as all texts write it.
+    """Write a share as all texts do.
 
     >>> percentage(0.171), percentage(0.1714, 1)
     ('17 %', '17.1 %')
@@ -137,10 +138,10 @@ def percentage(share: float, digits: int = 0) -> str:
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
-    """G* with its interval; None where not even a lower end above 2, the smallest group, is known.
+    """Write G* with its interval; None without even a lower end above 2, the smallest group.
 
     Args:
-        best: estimate, null or NaN where there is none.
+        best: estimate, null or NaN if there is none.
         low, high: its interval; a null or infinite `high` has no end.
 
     >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
