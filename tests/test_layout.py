@@ -14,6 +14,20 @@ PACKAGE = TESTS.parent / "grpo_ustat"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
 BESIDE = {"commands", "scripts", "docs", "gpu"}  # whole commands, scripts/, pages, one device
 FILES = sorted(TESTS.rglob("test_*.py"))
+# First words of docstrings that are clauses.
+CLAUSE_WORDS = {
+    "Of",
+    "As",
+    "That",
+    "None",
+    "Where",
+    "What",
+    "Whether",
+    "How",
+    "Which",
+    "When",
+    "Why",
+}
 
 
 def modules(room: str) -> set[str]:
@@ -75,7 +89,7 @@ def test_docstrings_start_with_a_noun_or_a_verb():
         for file in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
-        and text.split()[0].strip("`,.:") in ("Of", "As", "That", "None", "Where")
+        and text.split()[0].strip("`,.:") in CLAUSE_WORDS
     ]  # fmt: skip
     assert found == []
 

@@ -170,7 +170,7 @@ class MseConfig(Common):
 
     @property
     def compares_by_groups(self) -> bool:
-        """Whether the pool's groups are asked for the error of a baseline without a closed form."""
+        """True if all groups of the pool give the error of a baseline without a closed form."""
         return "closed_form" in self.study.methods and bool(self.rules_by_groups)
 
     @property

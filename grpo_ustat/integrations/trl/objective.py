@@ -161,7 +161,7 @@ class OwnLoss:
 
     @property
     def none_better(self) -> bool:
-        """Whether every smaller size is known, and better by `TOLERABLE_EXTRA_ERROR` at most."""
+        """True if every smaller size is known, and better by at most `TOLERABLE_EXTRA_ERROR`."""
         if self.better is not None:
             return False
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._known.values())
