@@ -397,7 +397,7 @@ def test_a_declared_rule_needs_no_other_place(tmp_path):
     rewards = [row["reward"] for row in rows]
     expected = [reward - 0.25 * sum(rewards) / len(rewards) for reward in rewards]
     assert [row["advantage"] for row in rows] == pytest.approx(expected)
-    study = ("study.methods=[replay]", "baselines=[part_of_mean]", "group_sizes=[2]", "debug=mse")
+    study = ("baselines=[part_of_mean]", "group_sizes=[2]", "debug=mse")
     assert told("mse", *study)[0] == 0
     (file,) = tmp_path.glob("outputs/mse/*/seed-0/result.json")
     assert {row["baseline"] for row in json.loads(file.read_text())["curves"]} == {"part_of_mean"}
