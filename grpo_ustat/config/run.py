@@ -42,7 +42,9 @@ class LoggerConfig:
     name: str = field("of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
     project: str | None = field("of the runs there; null: the tracker knows none")
     finish_seconds: float = field(
-        "that a run which ends waits for its tracker at most", "seconds", at_least=0
+        "that the run waits at most for its tracker to open, take a row or end",
+        "seconds",
+        at_least=0,
     )
 
     def check(self, *, needed: bool = True) -> None:

@@ -110,6 +110,7 @@ def check_packages(_: Path) -> Finding:
     from packaging.requirements import Requirement
 
     def problems(requirements: Iterable[Requirement]) -> dict[Requirement, str]:
+        """Return the version here, or "missing", of each requirement that is not met."""
         versions = {x: installed_version(x.name) for x in requirements}
         return {
             x: here or "missing"

@@ -1,8 +1,9 @@
 """wandb, TensorBoard or trackio beside the run folder, which holds everything they show.
 
 A tracker gets the rows of metrics.jsonl, the completions logged beside them, evaluations, and at
-the end figures, tables and values of the result. Its first error is a warning and ends it: the run
-goes on as it would alone. `tracker/NAME.json` says what was sent, so that a run that goes on sends
+the end figures, tables and values of the result. Its first error, or the first answer that takes
+longer than `finish_seconds`, is a warning and ends it: the run goes on as it would alone.
+`tracker/NAME.json` says what was sent, so that a run that goes on sends
 the rest, each step once. Only a kill between sending and noting sends one step again, under the
 same number.
 """
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,28 +254,34 @@ class Tracking:
         self._file = folder / TRACKER_FOLDER / f"{logger.name}.json"
         self._state = {"run_id": uuid4().hex[:8], "count": 0, "step": 0, "evals": {}}
         self._tracker: Tracker | None = None
-        with self._off_at_an_error():
-            self._file.parent.mkdir(exist_ok=True)
-            if self._file.is_file():
-                self._state = self._stored()
-            # before anything is sent under this id
-            self._save()
-            place = folder.absolute()
-            about = About(
-                folder=place / TRACKER_FOLDER,
-                run_id=self._state["run_id"],
-                name=excerpt(visible(f"{place.parent.name}/{place.name}"), LONGEST_NAME),
-                group=excerpt(visible(place.parent.name), LONGEST_NAME),
-                project=logger.project,
-                config=visible_texts(redact(config)),
-                seconds=logger.finish_seconds,
-            )
-            self._tracker = TRACKERS[logger.name](about)
-            # rows that a killed start wrote and did not send
-            for row in read_rows(folder / METRICS)[0]:
-                self._send_row(row, [])
+        self._is_off = False
+        self._within(logger.finish_seconds, lambda: self._open(config), "open")
+
+    def _open(self, config: dict[str, Any]) -> None:
+        """Open the tracker, and send the rows that a killed start wrote and did not send."""
+        self._file.parent.mkdir(exist_ok=True)
+        if self._file.is_file():
+            self._state = self._stored()
+        # Before anything is sent under this id.
+        self._save()
+        place = self._folder.absolute()
+        about = About(
+            folder=place / TRACKER_FOLDER,
+            run_id=self._state["run_id"],
+            name=excerpt(visible(f"{place.parent.name}/{place.name}"), LONGEST_NAME),
+            group=excerpt(visible(place.parent.name), LONGEST_NAME),
+            project=self._logger.project,
+            config=visible_texts(redact(config)),
+            seconds=self._logger.finish_seconds,
+        )
+        opened = TRACKERS[self._logger.name](about)
+        # One that opens too late stays unused.
+        self._tracker = None if self._is_off else opened
+        for row in read_rows(self._folder / METRICS)[0]:
+            self._send_row(row, [])
 
     def _stored(self) -> dict[str, Any]:
+        """Return the notes of an earlier start; refuse a damaged file."""
         stored, wrong = contents.checked(
             self._folder, f"{TRACKER_FOLDER}/{self._file.name}", contents.parsed_json, STATE_SHAPE
         )
@@ -284,8 +291,9 @@ class Tracking:
 
     def put(self, row: dict[str, Any], completions: Rows) -> None:
         """Send a row of metrics.jsonl and what was logged beside it, unless it was sent before."""
-        with self._off_at_an_error():
-            self._send_row(row, completions)
+        if self._tracker:
+            patience = self._logger.finish_seconds
+            self._within(patience, lambda: self._send_row(row, completions), "take a row")
 
     def finish(self, outcome: str, grace_seconds: float) -> None:
         """Send what the run ends with, and end it there; wait at most `finish_seconds`.
@@ -300,22 +308,19 @@ class Tracking:
         if outcome == "stopped":
             remaining = grace_seconds - seconds_since_request() - STOP_MARGIN_SECONDS
             patience = max(0.0, min(patience, remaining))
-        ending = threading.Thread(target=self._end, args=(outcome,), daemon=True)
-        ending.start()
-        ending.join(patience)
-        if ending.is_alive():
-            self._switch_off(f"did not end in {patience:.0f} s and is left to itself")
+        self._within(patience, lambda: self._end(outcome), "end")
 
     def _end(self, outcome: str) -> None:
-        with self._off_at_an_error():
-            self._send_evals()
-            if outcome == "done" and (self._folder / RESULT).is_file():
-                self._send_result(json.loads((self._folder / RESULT).read_text()))
-            where = self._tracker and self._tracker.finish(outcome)
-            if self._tracker:
-                tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
+        """Send evaluations, and the result of a finished run; then end the tracker."""
+        self._send_evals()
+        if outcome == "done" and (self._folder / RESULT).is_file():
+            self._send_result(json.loads((self._folder / RESULT).read_text()))
+        where = self._tracker and self._tracker.finish(outcome)
+        if self._tracker:
+            tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
 
     def _send_row(self, row: dict[str, Any], completions: Rows) -> None:
+        """Send a row unless its step was sent, after the evaluations before it."""
         self._send_evals()
         step = row["step"]
         if step > self._state["step"]:
@@ -325,6 +330,7 @@ class Tracking:
                 self._send("table", "completions", visible_texts(completions), step)
 
     def _send_evals(self) -> None:
+        """Send evaluations after the last one that was sent of their decoding and split."""
         file, sent = self._folder / EVALS, self._state["evals"]
         for row in csv_rows(file.read_text()) if file.is_file() else ():
             kind = f"{row['decoding']}/{row['split']}"
@@ -368,8 +374,25 @@ class Tracking:
     def _save(self) -> None:
         write_whole(self._file, json.dumps(self._state))
 
+    def _within(self, seconds: float, work: Callable[[], None], doing: str) -> None:
+        """Do work with the tracker, and leave the tracker to itself if that takes longer.
+
+        The thread dies with the process, so a tracker that never answers ends no run late.
+        """
+
+        def guarded() -> None:
+            with self._off_at_an_error():
+                work()
+
+        worker = threading.Thread(target=guarded, daemon=True)
+        worker.start()
+        worker.join(seconds)
+        if worker.is_alive():
+            self._switch_off(f"did not {doing} in {seconds:.0f} s and is left to itself")
+
     @contextmanager
     def _off_at_an_error(self) -> Iterator[None]:
+        """Switch the tracker off at the first error of the block."""
         try:
             yield
         # a tracker may raise SystemExit
@@ -379,7 +402,9 @@ class Tracking:
 
     def _switch_off(self, reason: str) -> None:
         """Send nothing more, and say so once."""
-        self._tracker = None
+        if self._is_off:
+            return
+        self._is_off, self._tracker = True, None
         warn(
             f"logger={self._logger.name}: {reason}; it is off, the run is whole without it in "
             f"{self._folder}"

@@ -129,6 +129,27 @@ def test_nothing_but_equal_rewards_is_no_estimate(prompts, size, steps):
     assert estimate.intervals["zero_variance"].estimate == 1
 
 
+def hold(truth, rng, *, count, size, unbiased, rel):
+    """Assert that intervals hold the truth in 90 of 100 runs of 3 steps, and that means are near.
+
+    Args:
+        truth: by name.
+        count, size: number of groups of a step, and their G.
+        unbiased: names whose mean over the runs is compared, within `rel`.
+    """
+    inside, sums = dict.fromkeys(truth, 0), dict.fromkeys(unbiased, 0.0)
+    for _ in range(100):
+        steps = [group_terms(*groups(rng, count, size)) for _ in range(3)]
+        intervals = noise_estimate(steps, size).intervals
+        for name, value in truth.items():
+            inside[name] += intervals[name].low <= value <= intervals[name].high
+        for name in sums:
+            sums[name] += intervals[name].estimate / 100
+    assert all(covered >= 90 for covered in inside.values()), inside
+    for name, value in sums.items():
+        assert value == pytest.approx(truth[name], rel=rel), name
+
+
 def test_the_truth_is_in_the_intervals(rng):
     """||g||^2 = 3 |shift|^2 + 0.75 between prompts; 100 runs of 3 steps of 20 groups of 8.
 
@@ -138,17 +159,7 @@ def test_the_truth_is_in_the_intervals(rng):
     truth = {"c1": 0.75, "grad_sq": 3.0, "c2": 18.0, "c3": 18.0}
     truth["noise_scale"] = (8 * 0.75 + 18 + 18 / 7) / 3
     truth["gstar"] = 1 + np.sqrt(18 / 0.75)
-    inside, sums = dict.fromkeys(truth, 0), dict.fromkeys(("c1", "c2", "c3", "grad_sq"), 0.0)
-    for _ in range(100):
-        steps = [group_terms(*groups(rng, 20, 8)) for _ in range(3)]
-        intervals = noise_estimate(steps, 8).intervals
-        for name, value in truth.items():
-            inside[name] += intervals[name].low <= value <= intervals[name].high
-        for name in sums:
-            sums[name] += intervals[name].estimate / 100
-    assert all(count >= 90 for count in inside.values()), inside
-    for name, value in sums.items():
-        assert value == pytest.approx(truth[name], rel=0.08), name
+    hold(truth, rng, count=20, size=8, unbiased=("c1", "c2", "c3", "grad_sq"), rel=0.08)
 
 
 def test_a_step_of_one_group_is_refused(rng):
@@ -260,17 +271,7 @@ def test_the_truth_is_in_the_intervals_of_pairs(rng):
     truth = {"c1": 0.75, "grad_sq": 3.0, "c2_plus_c3": 36.0, "noise_scale": (2 * 0.75 + 36) / 3}
     third = {"gstar_least": 7.5, "gstar": 18.0, "gstar_assumption2": 21.75, "gstar_most": 36.0}
     truth |= {name: 1 + np.sqrt(c3 / 0.75) for name, c3 in third.items()}
-    inside, sums = dict.fromkeys(truth, 0), dict.fromkeys(("c1", "grad_sq", "c2_plus_c3"), 0.0)
-    for _ in range(100):
-        steps = [group_terms(*groups(rng, 60, 2)) for _ in range(3)]
-        intervals = noise_estimate(steps, 2).intervals
-        for name, value in truth.items():
-            inside[name] += intervals[name].low <= value <= intervals[name].high
-        for name in sums:
-            sums[name] += intervals[name].estimate / 100
-    assert all(count >= 90 for count in inside.values()), inside
-    for name, value in sums.items():
-        assert value == pytest.approx(truth[name], rel=0.15), name
+    hold(truth, rng, count=60, size=2, unbiased=("c1", "grad_sq", "c2_plus_c3"), rel=0.15)
 
 
 def test_pairs_bound_the_best_group_size(rng):

@@ -221,6 +221,33 @@ def test_a_tracker_that_hangs_at_its_end_is_left_when_its_time_is_over(
     assert said.count("\n") == 1 and "did not end in 0 s and is left to itself; it is off" in said
 
 
+@pytest.mark.parametrize("place, doing", [("open", "open"), ("send", "take a row")])
+def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
+    tmp_path, opened, monkeypatch, capsys, place, doing
+):
+    """At its opening, or at a row: once, for all rows."""
+    monkeypatch.setattr(Kept, "act", hanging(place))
+    begun = time.monotonic()
+    track(Folder(tmp_path / "run").path, *range(1, 9), finish_seconds=0.2)
+    assert time.monotonic() - begun < 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"did not {doing} in 0 s and is left to itself" in said
+
+
+def test_a_tracker_that_fails_after_it_was_left_says_nothing_more(
+    tmp_path, opened, monkeypatch, capsys
+):
+    def act(at):
+        if at == "close":
+            time.sleep(0.4)
+            raise RuntimeError("late")
+
+    monkeypatch.setattr(Kept, "act", staticmethod(act))
+    track(Folder(tmp_path / "run").path, 1, finish_seconds=0.2)
+    time.sleep(0.5)
+    assert capsys.readouterr().err.count("warning: logger=tensorboard") == 1
+
+
 def test_a_stop_leaves_a_tracker_the_rest_of_its_grace(tmp_path, opened, monkeypatch):
     monkeypatch.setattr(Kept, "act", hanging("close"))
     tracking = Tracking(Folder(tmp_path / "run").path, logger(1e6), {})

@@ -90,6 +90,7 @@ def rule(
     """
 
     def declare(advantage: Rule) -> Rule:
+        """Enter a rule in `BASELINES`, and return it."""
         name = advantage.__name__
         BASELINES[name] = Baseline(
             name,
