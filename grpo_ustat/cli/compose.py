@@ -47,7 +47,7 @@ from grpo_ustat.logs.rows import check_columns
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import PlannedRun
 
-# Of a sweep.
+# Messages that are shown of a sweep whose runs are refused.
 MOST_MESSAGES = 5
 
 
@@ -55,13 +55,13 @@ MOST_MESSAGES = 5
 class Invocation:
     """The content of a command line."""
 
-    # Of the main configuration file, the command's unless `--config-name` gives another.
+    # Name of the main configuration file, the command's unless `--config-name` gives another.
     name: str
-    # Of the command line, with the search path of `--config-dir`.
+    # Overrides of the command line, with the search path of `--config-dir`.
     overrides: list[str]
     # True for a sweep, whose runs Hydra's launcher starts.
     sweep: bool
-    # None of a command that makes no runs.
+    # Empty for a command that makes no runs.
     planned_runs: list[PlannedRun]
     # The folder of `--config-dir`.
     config_dir: str | None

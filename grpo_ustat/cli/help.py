@@ -22,11 +22,11 @@ from grpo_ustat.cli.options import CommandOptions, Field, command_options
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 
-# Of a terminal; in narrower ones a field's meaning is below it.
+# Columns of a terminal from which a field's meaning is beside it, not below.
 SIDE_BY_SIDE_COLUMNS = 110
-# Of a page of help.
+# Most columns of a page of help.
 MOST_COLUMNS = 160
-# Characters; longer values are cut.
+# Characters of a value; longer ones are cut.
 LONGEST_VALUE = 48
 NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
 

@@ -73,9 +73,9 @@ class CommandOptions:
 
     # The command.
     entry: str
-    # Of the command, in a sentence or two.
+    # Purpose of the command, in a sentence or two.
     purpose: str
-    # To copy, each with a few words.
+    # Commands to copy, each with a few words.
     commands: tuple[tuple[str, str], ...]
     groups: tuple[Group, ...]
     # The meaning of each top-level node.

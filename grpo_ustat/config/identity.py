@@ -76,14 +76,14 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Remove the keys of a configuration that change no result.
+    """Remove the keys of a configuration that change no result, and add whether a study has TF32.
 
-    These are the model's size, from which costs are estimated; the values that a model or a data
+    Removed are the model's size, from which costs are estimated; the values that a model or a data
     set suggests for unset fields, since the fields count; options of a chat template if there are
     none; the places of local data, of which the content counts; the part of a pool that is filled;
     a number of minibatches beside their size, which counts then; settings of AdamW's metric, of a
     sampler's corrections and of verdicts if these are not used; and weights of reward functions
-    that are all 1. An entry is added if products of a study are TF32.
+    that are all 1. The entry `tf32` of a study is True if its products are TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)

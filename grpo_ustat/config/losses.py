@@ -27,7 +27,7 @@ class MeasuredLosses:
     baseline: BaselineConfig
     # Further presets.
     objectives: list[str]
-    # With the policy, the reference and the corrections.
+    # Settings of the study: among them its policy, reference and corrections.
     study: StudyConfig
     # Source of the rollouts; `imports_pool` is True if it is a file.
     pool: str | None

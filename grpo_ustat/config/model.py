@@ -163,7 +163,6 @@ def tf32_in_use(device: str, dtype: str) -> bool:
 
     The GPU then rounds the factors of float32 products to 10 bits, which is several times as fast.
 
-
     >>> tf32_in_use("cuda:1", "float32"), tf32_in_use("cpu", "float32")
     (True, False)
     """

@@ -174,6 +174,11 @@ class MseConfig(Common):
         return "closed_form" in self.study.methods and bool(self.rules_by_groups)
 
     @property
+    def dividing_sizes(self) -> list[int]:
+        """Group sizes that divide `study.rollouts`: those of rules without a closed form."""
+        return [size for size in self.group_sizes if self.study.rollouts % size == 0]
+
+    @property
     def rules_by_groups(self) -> dict[str, dict[str, float]]:
         """Options of each baseline without a closed form, by its name."""
         options = self.rule_options
@@ -377,11 +382,12 @@ class MseConfig(Common):
         if "monte_carlo" in self.study.methods:
             self.budget.check_monte_carlo()
 
-    def check_questions(self, count: int) -> None:
-        """Refuse fewer questions than baselines, interval and settings need.
+    def check_questions(self, count: int, completions: int | None = None) -> None:
+        """Refuse a pool that is too small for the baselines and the metric.
 
         Args:
             count: number of questions.
+            completions: number of completions of each; None if it is not known yet.
         """
         key = "study.questions"
         if self.imports_pool:
@@ -393,15 +399,15 @@ class MseConfig(Common):
                 f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
             )
         for name in self.rules_by_groups if self.compares_by_groups else ():
-            self._check_groups(name, count, key)
+            self._check_groups(name, count, completions, key)
 
-    def _check_groups(self, name: str, count: int, key: str) -> None:
-        """Refuse a rule without a closed form that no group size lets the pool measure.
+    def _check_groups(self, name: str, count: int, completions: int | None, key: str) -> None:
+        """Refuse a rule without a closed form that the pool cannot measure at any group size.
 
         Args:
             name: of the rule.
-            count: how many questions there are.
-            key: what sets their number.
+            count, completions: see `check_questions`.
+            key: field that sets the number of questions.
         """
         rule, rollouts = BASELINES[name], self.study.rollouts
         missing = ", ".join(sorted(rule.needs - OF_THE_BATCH))
@@ -410,20 +416,26 @@ class MseConfig(Common):
                 f"baselines names {name}, which has no closed form and reads {missing}, which no "
                 "pool has: use study.methods=[monte_carlo]"
             )
+        if rule.couples_prompts and self.study.metric == "adam":
+            raise ConfigError(
+                f"baselines names {name}, which couples the questions of an update, with "
+                "study.metric=adam, in which each half of the questions has a metric of its own: "
+                "leave one of them out"
+            )
         if count < LEAST_QUESTIONS:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form: its error is measured from "
                 f"{LEAST_QUESTIONS} questions on, got {count}: raise {key}"
             )
-        divisors = [size for size in self.group_sizes if rollouts % size == 0]
-        sizes = [size for size in divisors if rollouts // size >= rule.min_prompts]
+        sizes = [size for size in self.dividing_sizes if rollouts // size >= rule.min_prompts]
         if not sizes:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form: study.rollouts={rollouts} must "
                 f"be {rule.min_prompts} or more whole groups of one of group_sizes="
                 f"{self.group_sizes}, use a multiple"
             )
-        completions = max(sizes) if self.imports_pool else self.budget.pool_completions
+        if completions is None:
+            completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form: groups of {min(sizes)} need as "

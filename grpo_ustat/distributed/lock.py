@@ -64,7 +64,8 @@ class Owner:
     boot_id: str | None
     # Time at which it took the lock, by its own clock, for people only.
     started: str
-    # See `grpo_ustat.distributed.slurm`.
+    # Number of the SLURM job, None outside one, and how often SLURM has started it again; see
+    # `grpo_ustat.distributed.slurm`.
     slurm_job: str | None
     slurm_restart: int
 

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from grpo_ustat import __version__
 from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.run import TRACKERS
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ Answer = TypeVar("Answer")
 PACKAGE = "grpo-ustat"
 # Extras that every command needs.
 COMMAND_EXTRAS = ("", "torch", "cli")
-TRACKERS = ("wandb", "tensorboard", "trackio")
 WANDB_SERVER = "https://api.wandb.ai"
 SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 CGROUP = Path("/sys/fs/cgroup")
@@ -621,17 +621,21 @@ class Check(NamedTuple):
     seconds: float
 
 
-CHECKS = (
-    Check("code", check_code, 20),
-    Check("packages", check_packages, 10),
-    Check("torch", check_torch, 60),
-    Check("threads", check_threads, 10),
-    Check("memory", check_memory, 10),
-    Check("disk", check_disk, 20),
-    Check("locks", check_locks, 20),
-    Check("cache", check_cache, 20),
-    Check("judge", check_judge, 30),
-    Check("slurm", check_slurm, 20),
-    Check("ranks", check_ranks, 100),
-    Check("trackers", check_trackers, 10),
+# Deadlines in seconds.
+CHECKS = tuple(
+    Check(run.__name__.removeprefix("check_"), run, seconds)
+    for run, seconds in {
+        check_code: 20,
+        check_packages: 10,
+        check_torch: 60,
+        check_threads: 10,
+        check_memory: 10,
+        check_disk: 20,
+        check_locks: 20,
+        check_cache: 20,
+        check_judge: 30,
+        check_slurm: 20,
+        check_ranks: 100,
+        check_trackers: 10,
+    }.items()
 )

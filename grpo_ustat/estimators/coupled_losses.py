@@ -27,6 +27,7 @@ import numpy as np
 
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.group_terms import context_of
 from grpo_ustat.estimators.row_weights import (
     COUPLED,
     Loss,
@@ -207,13 +208,9 @@ def coupled_moments(
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
     """Compute the weights of a batch's rows, [B, V], one kind after the other."""
     rows = batch.prompt_B[:, None], batch.place_BG
-    rewards_BG, lengths_BG = pool.rewards_PN[rows], pool.lengths_PN[rows]
+    rewards_BG = pool.rewards_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
-    of_functions_BGF = None if pool.rewards_PNF is None else pool.rewards_PNF[rows]
-    context = BaselineContext(
-        lengths_PG=lengths_BG, history=np.zeros((2, 3)), rewards_PGF=of_functions_BGF,
-        reward_weights_F=pool.reward_weights_F,
-    )  # fmt: skip
+    context = context_of(pool, *rows)
     return np.concatenate(
         list(row_weights(loss, rewards_BG, context, ended_BG, batch.order_N)), axis=1
     )

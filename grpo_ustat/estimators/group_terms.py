@@ -46,7 +46,7 @@ from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 # Rules that give equal rewards of a group equal advantages, whatever their order.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
-    "leave_one_out_std",
+    "leave_one_out_std", "quantile",
 )  # fmt: skip
 # Rules whose advantages are linear in the rewards of the group.
 LINEAR = ("none", "constant", "leave_one_out", "group_mean")
@@ -239,6 +239,24 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
     return share * total, share * squares + both * (total**2 - squares)
 
 
+def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> BaselineContext:
+    """Return what a rule may read besides the rewards of groups of a pool.
+
+    The history is that of a first step.
+
+    Args:
+        prompt_P1: index of each group's prompt.
+        place_PG: places of its members in the pool of this prompt.
+    """
+    of_functions_PNF = pool.rewards_PNF
+    return BaselineContext(
+        lengths_PG=pool.lengths_PN[prompt_P1, place_PG],
+        history=np.zeros((2, 3)),
+        rewards_PGF=None if of_functions_PNF is None else of_functions_PNF[prompt_P1, place_PG],
+        reward_weights_F=pool.reward_weights_F,
+    )
+
+
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
     """Compute the terms of any rule that treats prompts separately, over groups that are drawn.
 
@@ -255,20 +273,13 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
         part = slice(first, first + rows)
         places_PDG, count = order_PDG[part], len(order_PDG[part])
         row_P11 = np.arange(first, first + count)[:, None, None]
-        rewards, lengths = (
-            pool.rewards_PN[row_P11, places_PDG],
-            pool.lengths_PN[row_P11, places_PDG],
-        )
-        factors = factors_PN[row_P11, places_PDG]
-        of_functions_PGF = None
-        if pool.rewards_PNF is not None:
-            of_functions_PDGF = pool.rewards_PNF[row_P11, places_PDG]
-            of_functions_PGF = of_functions_PDGF.reshape(-1, *of_functions_PDGF.shape[2:])
-        context = BaselineContext(
-            lengths_PG=lengths.reshape(-1, size), rewards_PGF=of_functions_PGF,
-            reward_weights_F=pool.reward_weights_F,
+        rewards, factors = (x[row_P11, places_PDG] for x in (pool.rewards_PN, factors_PN))
+        of_group = places_PDG.reshape(-1, size)
+        of_prompt = np.repeat(np.arange(first, first + count), draws)[:, None]
+        advantage = advantages(
+            loss.rule, rewards.reshape(-1, size), context_of(pool, of_prompt, of_group),
+            loss.options,
         )  # fmt: skip
-        advantage = advantages(loss.rule, rewards.reshape(-1, size), context, loss.options)
         factors = factors / size
         if loss.rows.replaces:
             mixed_PD = mixed_groups(rewards)

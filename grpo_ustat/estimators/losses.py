@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
 from grpo_ustat.estimators.coupled_losses import (
     additive_part,
     coupled_moments,
@@ -44,10 +44,10 @@ from grpo_ustat.estimators.worth import (
 from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
-# Fields that a rule may read besides rewards; a study's batches have the history of a first step.
-FROM_A_POOL = {"lengths_PG", "history"}
-# Further fields if the pool has several reward functions.
+# Fields that a rule may read besides rewards if the pool has several reward functions.
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}
+# Fields that it may read of any pool.
+FROM_A_POOL = OF_THE_BATCH - OF_FUNCTIONS
 # Groups drawn of each question for a rule whose groups cannot all be counted.
 DRAWN_GROUPS = 256
 

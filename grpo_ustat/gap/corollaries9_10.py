@@ -39,7 +39,7 @@ ROUNDING = 1e-9
 RULES = ("leave_one_out", "oracle")
 # An optimiser stops at a shift below it, which counts as none.
 SHIFT_TOLERANCE = 1e-5
-# As shares of the predicted difference.
+# Other differences that the data are compared with, as shares of the predicted one.
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 
 

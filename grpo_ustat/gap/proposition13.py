@@ -29,7 +29,7 @@ from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
 
-# Of a limit, as a share of the distance between the two maximisers.
+# Distance from a limit that counts as reached, as a share of that between the two maximisers.
 TOLERANCE = 0.01
 
 STATEMENT = (

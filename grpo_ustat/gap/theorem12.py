@@ -47,7 +47,7 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-# Of limits as G grows.
+# Relative error within which a limit as G grows counts as reached.
 LIMIT_TOLERANCE = 0.01
 LABELS = {
     "none": "without normalisation",

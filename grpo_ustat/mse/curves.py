@@ -27,7 +27,7 @@ def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.Cu
     ]
 
 
-def all_groups_rows(
+def new_questions_rows(
     config: MseConfig, errors: list[RuleError], population: ClosedForm
 ) -> list[parts.CurveRow]:
     """Return one row per baseline and group size, of n rollouts of new questions.
@@ -39,7 +39,7 @@ def all_groups_rows(
         population: closed forms over questions, with the points of the other rules.
     """
     rows = [
-        _formula_row(point, population, "all_groups", "questions") for point in population.parts
+        _formula_row(point, population, "new_questions", "questions") for point in population.parts
     ]
     for error in errors:
         prompts = config.study.rollouts // error.group_size
@@ -47,7 +47,7 @@ def all_groups_rows(
         scaled = scale_free(error.energy, error.cross, error.target_sq)
         rows.append(
             _row(
-                point, error.mse, method="all_groups", interval="questions",
+                point, error.mse, method="new_questions", interval="questions",
                 replicates=error.draws, bias2=error.bias2, variance=error.variance,
                 **_comparable(error.mse, *scaled, population["grad_sq"]),
             )

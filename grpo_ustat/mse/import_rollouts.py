@@ -215,7 +215,7 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
     """
     questions, needed = config.study.questions, LEAST_COMPLETIONS
     if config.compares_by_groups:
-        needed = max(needed, min(config.group_sizes))
+        needed = max(needed, min(config.dividing_sizes))
     enough = [group for group in groups.values() if len(group) >= needed]
     if not enough:
         shortest = min(groups.values(), key=len)
@@ -243,7 +243,7 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
         _print_on_main(
             f"{config.pool}: {len(chosen)} of {len(large)} prompts kept, see study.questions"
         )
-    config.check_questions(len(chosen))
+    config.check_questions(len(chosen), size)
     surplus = sum(map(len, chosen.values())) - size * len(chosen)
     if surplus:
         _print_on_main(

@@ -121,7 +121,7 @@ def study_result(
         verdicts: on published claims.
         pool_cost, replicate_cost: costs of the pool and of Monte Carlo.
         moved: the shift of G* in AdamW's metric, see `second_moments`; None in another metric.
-        refusals: rules without a row of `all_groups`, with reasons.
+        refusals: rules without a row of `new_questions`, with reasons.
         left_out: numbers of questions by the reason why they were left out.
         remarks: sentences on the pool, after the verdict.
     """
@@ -130,7 +130,7 @@ def study_result(
     gap = pool.sampler_gap
     return StudyResult(
         curves=curves,
-        ratio_to_oracle=oracle_ratios(statistics),
+        ratio_to_oracle=oracle_ratios(statistics) + oracle_ratios(population),
         scaling=_scaling(population, config.study.rollouts),
         noise=_noise(population),
         losses=_losses(losses) or None,
@@ -140,7 +140,7 @@ def study_result(
         dynamic_sampling=_dynamic_sampling(population, pool),
         allocation=_allocation(pool) if config.study.verdicts else None,
         assumption2=_assumption(statistics, population, pool),
-        grad_sq=_gradient(statistics),
+        grad_sq=_gradient(statistics, curves),
         metric=_metric(config, pool, facts, population, moved),
         precision=precision(config),
         policy=policy_facts(
@@ -240,13 +240,13 @@ def _clip(interval: Interval, low: float, high: float) -> Interval:
     return Interval(*(min(max(x, low), high) if math.isfinite(x) else x for x in interval))
 
 
-def _gradient(statistics: ClosedForm) -> parts.GradientNorm:
+def _gradient(statistics: ClosedForm, curves: list[parts.CurveRow]) -> parts.GradientNorm:
+    """Return ||grad J||^2, and the reason where columns that are free of scale are null."""
     reason = None
-    if not statistics["grad_sq_at_hand"].low > 0:
+    if methods := list(dict.fromkeys(row.method for row in curves if row.relative_mse is None)):
         reason = (
             "||grad J||^2 is not significantly different from 0: relative_mse, best_scalar_mse "
-            "and cosine "
-            "are null"
+            f"and cosine are null ({', '.join(methods)})"
         )
     return parts.GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
 

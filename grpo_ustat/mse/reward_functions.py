@@ -49,7 +49,7 @@ def function_statistics(
         rewards_PN = of_function.rewards_PN
         values = dict.fromkeys(FUNCTION_COLUMNS, Interval(math.nan, math.nan, math.nan))
         if (rewards_PN != rewards_PN[:, :1]).any():  # else it has no gradient, and no G*
-            of_pool = closed_form(of_function, request, "questions")
+            of_pool = closed_form(of_function, replace(request, points=[]), "questions")
             values = {key: of_pool[key] for key in FUNCTION_COLUMNS}
         yield name, float(weight), values | {"mean": pool_mean_reward(rewards_PN)}
     values = {key: population[key] for key in FUNCTION_COLUMNS}

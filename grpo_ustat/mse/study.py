@@ -15,8 +15,8 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.logs.pairing import other_policy_sentence
 from grpo_ustat.mse.adam_pool import adam_pool
-from grpo_ustat.mse.closed_form import ClosedForm, closed_form
-from grpo_ustat.mse.curves import all_groups_rows, closed_form_rows, monte_carlo_rows
+from grpo_ustat.mse.closed_form import closed_form
+from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, new_questions_rows
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -177,8 +177,6 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             pool, pool_cost, prompts, logged = import_pool(config, pool_folder)
             rollouts = [logged.of_prompt(place) for place in range(len(prompts))]
             facts = _facts(config, prompts)
-            request = closed_form_request(config, pool, facts)
-            statistics = closed_form(pool, request, config.study.interval)
         else:
             with waiting(f"loading {config.dataset.name}", visible=is_main()):
                 prompts, left_out = _prompts(config, pool_folder)
@@ -188,7 +186,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
                 root, draws = Path(config.output_root), draws_of(config)
                 if line := main_only(reuse_pool, root, draws, pool_folder, prompts, size):
                     Console(quiet=not is_main()).print(line, soft_wrap=True)
-            pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
+            pool, pool_cost = _pool(config, prompts, pool_folder)
     except EqualRewards as equal:
         main_only(
             leave_sample, config.sampling, equal.prompts, pool_folder, folder, config.imports_pool
@@ -199,9 +197,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             config, prompts, pool, pool_folder, folder / "pool_adam"
         )
         pool_cost += extra_cost
-        request = closed_form_request(config, pool, facts)
-        statistics = closed_form(pool, request, config.study.interval)
-    request = of_population(config, closed_form_request(config, pool, facts))
+    request = closed_form_request(config, pool, facts)
+    statistics = closed_form(pool, request, config.study.interval)
+    request = of_population(config, request)
     population = closed_form(pool, request, "questions")
     losses = main_only(
         loss_worths, pool, config.measured.first_update, config.group_sizes, config.study.rollouts,
@@ -233,7 +231,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             rule_errors, pool, config.rules_by_groups, config.group_sizes, config.study.rollouts,
             config.budget.loss_draws, config.seed,
         )  # fmt: skip
-        curves += all_groups_rows(config, errors, population)
+        curves += new_questions_rows(config, errors, population)
     if "monte_carlo" in config.study.methods:
         curves_by_rule, replicate_cost = monte_carlo(
             config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
@@ -287,13 +285,11 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
 
 
 def _pool(
-    config: MseConfig, prompts: list[Prompt], pool_folder: Path, facts: ModelFacts
-) -> tuple[ScorePool, ClosedForm, WorkCost]:
-    """Return the pool, its closed forms and its cost."""
+    config: MseConfig, prompts: list[Prompt], pool_folder: Path
+) -> tuple[ScorePool, WorkCost]:
+    """Return the pool and its cost."""
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
         greedy_P = greedy_rewards(config.sampling, prompts)
     pool, pool_cost = build_pool(config, prompts, pool_folder, config.budget.pool_completions)
-    pool = replace(pool, greedy_P=greedy_P)
-    request = closed_form_request(config, pool, facts)
-    return pool, closed_form(pool, request, config.study.interval), pool_cost
+    return replace(pool, greedy_P=greedy_P), pool_cost

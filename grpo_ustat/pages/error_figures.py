@@ -29,8 +29,8 @@ from grpo_ustat.pages.tables import count_text, percent
 from grpo_ustat.runs.record import RunRecord, study_rollouts
 from grpo_ustat.terminal.streams import best_size
 
-LINE_STYLES = {"closed_form": "-", "all_groups": "-", "monte_carlo": ":"}
-OWN_MEAN_DASHES = (0, (4, 2))
+LINE_STYLES = {"closed_form": "-", "new_questions": "-", "monte_carlo": ":"}
+GROUP_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
 EXTRA_ERROR = "extra error at the same rollouts, %"
 # Ratio of group sizes whose names and costs do not overlap.
@@ -244,8 +244,8 @@ def batch_text(row: dict[str, Any]) -> str:
 def ratio_rows(result: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     """Return errors over the oracle's in one setting, with their paired intervals.
 
-    Curves without any, such as those of all groups, have the plain ratio to the same method's
-    oracle.
+    Curves without any, such as those of rules without a closed form, have the plain ratio to the
+    oracle of the same method.
 
     Returns:
         Rows of `baseline`, `group_size`, `ratio`, `ratio_low`, `ratio_high` and `unbiased`; a ratio
@@ -279,8 +279,8 @@ def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         curve = sorted(curve, key=lambda row: row["group_size"])
         errors = [math.nan if row["mse"] is None else row["mse"] for row in curve]  # a gap
         dashes = (
-            OWN_MEAN_DASHES
-            if (method, name) == ("closed_form", "group_mean")
+            GROUP_MEAN_DASHES
+            if name == "group_mean" and method != "monte_carlo"
             else LINE_STYLES[method]
         )
         axes.plot(
@@ -319,7 +319,7 @@ def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         axes.plot(
             [row["group_size"] for row in curve],
             [math.nan if row["ratio"] is None else row["ratio"] for row in curve],  # a gap
-            linestyle=OWN_MEAN_DASHES if name == "group_mean" else "-", color=colour,
+            linestyle=GROUP_MEAN_DASHES if name == "group_mean" else "-", color=colour,
             marker=marker, markersize=4,
         )  # fmt: skip
         axes.fill_between(

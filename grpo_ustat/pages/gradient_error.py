@@ -27,7 +27,7 @@ MOST_BASELINES = 4
 
 
 def study_tables(result: dict[str, Any]) -> list[Table]:
-    """Return one study's tables, one per method and setting.
+    """Return one study's tables, each of a method and of at most `MOST_BASELINES` baselines.
 
     A table has a row per group size and a column per baseline.
     """

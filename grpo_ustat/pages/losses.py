@@ -43,7 +43,7 @@ LOSS_TYPE_WORDS = {
     "vespo": "mean over the update's tokens",
     "bnpo": "mean over each micro-batch's tokens",
 }
-# Of a cosine of which nothing is said.
+# Shown in place of a cosine that is not known.
 NOT_KNOWN = "not known"
 # Words for the keys of a row that say which rows count, where not all do.
 FILTER_WORDS = {

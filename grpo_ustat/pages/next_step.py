@@ -16,6 +16,7 @@ from grpo_ustat.config.data import STUDY_QUESTIONS, JsonlConfig
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.study import METHODS
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
 from grpo_ustat.pages.findings import (
@@ -214,7 +215,12 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
     seed = yaml.safe_load((CONF / "common.yaml").read_text())["seed"]
-    study = {key: x for key, x in config["study"].items() if key not in SINGLE_STUDY_FIELDS}
+    # A stored configuration may be of another version: only fields of today are typed again.
+    fields = values["study"].keys() - set(SINGLE_STUDY_FIELDS)
+    study = {key: x for key, x in config["study"].items() if key in fields}
+    if not set(study.get("methods", ())) <= set(METHODS):
+        study.pop("methods")
+    sizes = {key: x for key, x in config["budget"].items() if key in budget}
     sampler = config["rollout"]["name"]
     engine = yaml.safe_load((CONF / "rollout" / f"{sampler}.yaml").read_text())
     chosen = {
@@ -228,7 +234,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
         *_changes(study, values["study"], "study."),
         *([] if sampler == "local" else [f"rollout={sampler}"]),
         *_changes(config["rollout"], engine, "rollout."),
-        *_changes(config["budget"], budget, "budget."),
+        *_changes(sizes, budget, "budget."),
     ]
 
 

@@ -231,7 +231,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
         *losses_tables(run.result),
         *loss_details(run.result),
         *off_policy_tables(run.result),
-        _curves_table(run.result["curves"]),
+        *([_curves_table(run.result["curves"])] if run.result["curves"] else []),
         Table("Scaling law and Assumption 2", columns, rows, notes),
     ]
     tables += reward_tables(run.result)

@@ -24,7 +24,7 @@ from grpo_ustat.terminal.streams import percentage
 
 Cell = str | int | float | bool | None
 MISSING = "–"
-# Of a cell on a terminal.
+# Characters of a cell on a terminal; longer ones are cut.
 MOST_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
 # The kind of a column of sentences.

@@ -22,7 +22,7 @@ from grpo_ustat.config.run import LARGEST_COUNT
 from grpo_ustat.terminal.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
-# Of all other files.
+# Largest size of any other file.
 MOST_OTHER_BYTES = 256_000_000
 MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
 # Values of a configuration; an alias counts as often as it occurs.
@@ -49,7 +49,7 @@ class Ends:
 
 
 # Types of a record's fields, beside those of Python
-# At least 0.
+# A whole number of at least 0, and one of at least 1.
 Count = Annotated[int, 0]
 Size = Annotated[int, 1]
 NumberOrNull = Annotated[float | None, "null where it is not finite"]

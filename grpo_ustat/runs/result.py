@@ -28,7 +28,7 @@ class RunResult:
     files: Sometimes[dict[str, str]] = None
     # Of packages that parts of the run were made with, if they were others.
     earlier_versions: Sometimes[list[dict[str, str]]] = None
-    # Of all other values.
+    # Digest of all other values.
     digest: Sometimes[str] = None
 
 
@@ -39,7 +39,7 @@ class Evaluation:
     Beside them a row has `pass@K` with its ends, and failures of a judge.
     """
 
-    # Updates before it.
+    # Number of updates before it.
     step: Count
     split: str
     decoding: str
@@ -48,9 +48,9 @@ class Evaluation:
     mean_reward: float
     low: float
     high: float
-    # Questions.
+    # Number of questions.
     n: Size
-    # Completions of each.
+    # Number of completions of each question.
     num_generations: Size
     # Share of completions that were cut.
     clipped_ratio: float
@@ -69,16 +69,16 @@ class TrainResult(RunResult):
     mean_reward_high: float
     # The last evaluation less the first, paired by question.
     gain: Bounded
-    # Updates.
+    # Number of updates.
     steps: Count
-    # Completions.
+    # Number of completions.
     rollouts: Count
-    # Completions that a baseline drew besides.
+    # Number of completions that a baseline drew besides.
     value_rollouts: Count
     tokens: Count
-    # Of all steps.
+    # Wall time of all steps.
     seconds: float
-    # Of the last checkpoint.
+    # Wall time of writing the last checkpoint.
     seconds_save: float
     # Checkpoints and tables that could not be written.
     failed_saves: Count
@@ -128,7 +128,7 @@ class StudyResult(RunResult):
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of questions by the reason why they were left out.
     left_out: dict[str, Count]
-    # Rules without a row of `all_groups` at some G, and the reasons.
+    # Rules without a row of `new_questions` at some G, and the reasons.
     not_measured: list[parts.NotMeasured]
 
 
@@ -214,7 +214,7 @@ class TheoremResult(RunResult):
     versions: dict[str, str]
 
 
-# By command.
+# The record of each command's result.
 RESULT_TYPES: Mapping[str, Any] = {
     "train": TrainResult,
     "mse": StudyResult | EqualRewardsResult,

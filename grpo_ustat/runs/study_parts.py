@@ -25,8 +25,8 @@ class CurveRow:
     """A mean squared error of a baseline's gradient, also a row of `curves.csv`."""
 
     # How it was measured.
-    method: Annotated[str, ("closed_form", "all_groups", "monte_carlo")]
-    # The rule; see `mse.rules` of all_groups.
+    method: Annotated[str, ("closed_form", "new_questions", "monte_carlo")]
+    # The rule; see `mse.rules` of new_questions.
     baseline: str
     # The vector that the estimate is judged against.
     target: str
@@ -129,7 +129,7 @@ class LossWorth:
     unbiased_direction: bool
     # Rollouts of the unbiased estimate, at the same G, that do as much as one of the loss.
     worth: Sometimes[Estimate] = None
-    # The same with the unbiased estimate at its best G.
+    # Rollouts of the unbiased estimate at its best G that do as much.
     worth_best: Sometimes[Estimate] = None
     # cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
     direction: Sometimes[Estimate] = None
@@ -159,11 +159,11 @@ class OffPolicy:
     question: str
     # True if any loss has a penalty.
     penalised: bool
-    # Of the first from the second, nats a token.
+    # KL divergence of `written_by` from `policy`, nats a token.
     kl: Estimate
-    # `(sum w)^2 / (count sum w^2)` of the ratios of tokens.
+    # Effective share `(sum w)^2 / (count sum w^2)` of the ratios w of tokens.
     effective_tokens: Estimate
-    # The same of their products over a completion.
+    # Effective share of the products of these ratios over a completion.
     effective_completions: Estimate
     # Efficiency of a rollout of each loss.
     losses: list[LossWorth]

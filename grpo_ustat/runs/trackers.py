@@ -31,13 +31,14 @@ from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, tell, warn
 from grpo_ustat.terminal.streams import single_line, visible
 
-# Of a run, in letters; wandb takes 128.
+# Longest name of a run, in letters; wandb takes 128.
 LONGEST_NAME = 120
 # Seconds before a stopped run is killed that no tracker may use.
 STOP_MARGIN_SECONDS = 10.0
 # Exit codes for wandb.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
-# Of what was sent: the run's id, how often, the latest step of metrics and of each evaluation.
+# Notes on what was sent: the run's id, the number of messages, the latest step of metrics and of
+# each evaluation.
 STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
 # Columns of a curve of errors, which TensorBoard draws over the group size.
 CURVE_COLUMNS = {"mse", "group_size", "baseline", "method", "setting"}
@@ -51,13 +52,13 @@ class About:
 
     # For the tracker's own files.
     folder: Path
-    # The same when the run goes on.
+    # Id of the run, the same when it goes on.
     run_id: str
-    # Of the run; `group` is that of its seeds together.
+    # Name of the run, and of all its seeds together.
     name: str
     group: str
     project: str | None
-    # Without secrets.
+    # The run's configuration, without secrets.
     config: dict[str, Any]
     # Time that opening and ending may take.
     seconds: float

@@ -24,7 +24,7 @@ REPORT_SECONDS = 0.25
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1
 # Columns below which bars and rates are left out.
 NARROW_COLUMNS = 60
-# Of the bars.
+# Times a second at which bars are drawn again.
 REFRESHES_PER_SECOND = 2
 # Characters of an activity, about.
 TITLE_CHARACTERS = 9

@@ -130,6 +130,9 @@ WRONG = {
         "mse", ["baselines=[batch_std]", "group_sizes=[2,4]", "study.questions=100"],
         "the 64 of study.rollouts=256 in groups of 4 need a study of 192 questions, got 100: lower",
     ),
+    "coupled questions of adam": (
+        "mse", ["baselines=[batch_std]", "study.metric=adam"], "leave one of them out"
+    ),
     "another rule": ("mse", ["rules.none.name=opo"], "rules.none.name=opo is another rule"),
     "two prompts": (
         "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"

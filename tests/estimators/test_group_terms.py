@@ -48,7 +48,8 @@ def a_pool(kind, seed=0):
 
 
 def loss_of(rule, loss_type):
-    options = {name: OPTIONS[name] for name in BASELINES[rule].options}
+    defaults = BASELINES[rule].options
+    options = {name: OPTIONS.get(name, value) for name, value in defaults.items()}
     return Loss("own", rule, options, loss_type, 9)
 
 

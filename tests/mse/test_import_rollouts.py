@@ -175,6 +175,30 @@ def test_what_cannot_be_one_pool_is_refused(tmp_path, changes, message):
         import_pool(config, tmp_path / "pool")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        # 3 divides no 256 rollouts, and there are no groups of 16
+        (
+            ["baselines=[group_std]", "group_sizes=[3,16]"],
+            "has 8 completions, 16 are needed of each",
+        ),
+        # groups of 16 would need 48 questions, those of 8 that are there 96
+        (["baselines=[batch_std]", "group_sizes=[8,16]"], "need a study of 96 questions, got 6"),
+    ],
+)
+def test_a_rule_that_the_file_cannot_measure_is_refused_before_it_is_scored(
+    tmp_path, words, message
+):
+    path = tmp_path / "c.parquet"
+    logged(path)
+    config = compose("mse", *SMALL, CUT, f"pool={path}", *words)
+    with pytest.raises(ConfigError, match=message):
+        import_pool(config, tmp_path / "pool")
+    assert not (tmp_path / "pool").exists()
+
+
 def rows(count=32, prompts=4, **changes):
     """A small log of texts; `changes` replace columns, or a single row's value by {row: value}."""
     table = {

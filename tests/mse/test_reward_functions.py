@@ -123,7 +123,7 @@ def test_a_whole_study_of_two_functions(tmp_path):
     rows = {row["name"]: row for row in result["reward_functions"]}
     assert list(rows) == ["task", "brevity", SUM_NAME]
     methods = {(row["method"], row["baseline"]) for row in result["curves"]}
-    assert {("all_groups", "gdpo"), ("monte_carlo", "gdpo")} <= methods
+    assert {("new_questions", "gdpo"), ("monte_carlo", "gdpo")} <= methods
     assert result["reward_correlations"][0]["first"] == "task"
 
     one = fit(tmp_path / "one", "baselines=[leave_one_out,group_std]")

@@ -104,7 +104,7 @@ def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):
 def test_rules_that_one_panel_alone_has_are_named_too(tmp_path, monkeypatch):
     errors = {(name, g): 8 / g for name in ("none", "oracle") for g in (2, 4)}
     result = RunRecord(studied(tmp_path / "study", "tiny", errors)).final_result
-    new = {"setting": "with_replacement", "method": "all_groups", "interval": "questions"}
+    new = {"setting": "with_replacement", "method": "new_questions", "interval": "questions"}
     rows = [row | new | {"num_prompts": 16 // row["group_size"]} for row in result["curves"]]
     rows += [row | {"baseline": "opo"} for row in rows if row["baseline"] == "none"]
     drawn = []

@@ -245,6 +245,16 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_study_of_another_version_is_continued_in_the_fields_of_today():
+    """Of a stored configuration, fields and methods that are gone are not typed again."""
+    config = asdict(compose("mse", "study.rollouts=128"))
+    config["study"] |= {"settings": ["with_replacement"], "methods": ["replay"]}
+    config["budget"] |= {"replay_draws": 50}
+    _, verb, *typed = shlex.split(next_step(UNDECIDED, config))
+    assert compose(verb, *typed).study.rollouts == 128
+    assert not any("replay" in word or "settings" in word for word in typed)
+
+
 def test_no_more_questions_are_asked_for_than_a_table_has():
     few = changed(gstar_high=None, covariance=np.diag([1.0, 4.0, 3.24]).tolist(), dof=1e9)
     few["questions"] = 10

@@ -107,16 +107,6 @@ def require(value: Value | None, name: str, rule: str) -> Value:
     return value
 
 
-def centre(rewards_PG: Array) -> Array:
-    """Subtract the group's mean from rewards, [P, G]; exactly 0 if a group's rewards are equal.
-
-    Shifting by the first reward beforehand keeps rounding of the mean out of equal groups, where a
-    small divisor would magnify it.
-    """
-    shifted_PG = rewards_PG - rewards_PG[:, :1]
-    return shifted_PG - shifted_PG.mean(axis=1, keepdims=True)
-
-
 def quotient(numerator: Array, denominator: Array | float) -> Array:
     """Divide elementwise; 0 where the numerator is 0, whatever the denominator.
 

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient, require
+from grpo_ustat.estimators.baselines.base import UnfitRewards, quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
 from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext, Integers
 
 # Variance of mapped group means below which no Beta distribution is fitted.
@@ -30,7 +31,7 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
     >>> batch_std(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.5).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
     """
-    return quotient(centre(rewards_PG), (rewards_PG - rewards_PG[0, 0]).std(ddof=1) + epsilon)
+    return quotient(centred(rewards_PG), (rewards_PG - rewards_PG[0, 0]).std(ddof=1) + epsilon)
 
 
 @rule(
@@ -69,7 +70,7 @@ def reinforce_pp_baseline(
     [[0.5, -1.5]]
     """
     lengths_PG = require(context.lengths_PG, "lengths_PG", "reinforce_pp_baseline")
-    return _whiten(centre(rewards_PG), lengths_PG, epsilon)
+    return _whiten(centred(rewards_PG), lengths_PG, epsilon)
 
 
 def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
@@ -220,4 +221,4 @@ def beta(
     log_inverse = log_norm - (alpha - 1) * np.log(p) - (gamma - 1) * np.log1p(-p)
     weight_P = np.zeros_like(mean_P)
     weight_P[inside_P] = np.exp(np.minimum(log_inverse, math.log(ceiling)))
-    return weight_P[:, None] * centre(scaled_PG)
+    return weight_P[:, None] * centred(scaled_PG)

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient, require
+from grpo_ustat.estimators.baselines.base import UnfitRewards, quotient, require
 from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext
 
 # Shares and variances that differ by less count as equal.
@@ -64,7 +65,7 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
     >>> group_std(np.array([[2.0, 0.0, 1.0]]), BaselineContext(), epsilon=1.0).tolist()
     [[0.5, -0.5, 0.0]]
     """
-    centred_PG = centre(rewards_PG)
+    centred_PG = centred(rewards_PG)
     return quotient(centred_PG, centred_PG.std(axis=1, ddof=1, keepdims=True) + epsilon)
 
 
@@ -156,7 +157,7 @@ def quantile(
     size = rewards_PG.shape[1]
     place = max(0, math.ceil(level * size - ROUNDING) - 1)
     base_P1 = np.sort(rewards_PG, axis=1)[:, place : place + 1]
-    spread_P1 = centre(rewards_PG).std(axis=1, ddof=1, keepdims=True)
+    spread_P1 = centred(rewards_PG).std(axis=1, ddof=1, keepdims=True)
     return quotient(rewards_PG - base_P1, spread_P1 + epsilon)
 
 
@@ -195,7 +196,8 @@ def pods(
         for large in range(kept + 1)
     ])  # fmt: skip
     variance_KP = np.stack([
-        centre(np.take_along_axis(rewards_PG, part_PM, axis=1)).var(axis=1) for part_PM in parts_KPM
+        centred(np.take_along_axis(rewards_PG, part_PM, axis=1)).var(axis=1)
+        for part_PM in parts_KPM
     ])  # fmt: skip
     most_KP = variance_KP >= variance_KP.max(axis=0) * (1 - ROUNDING) - ROUNDING
     place_1P1 = most_KP.argmax(axis=0)[None, :, None]
@@ -230,7 +232,7 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
             f"baseline maxrl divides by the mean reward and needs rewards of at least 0, got "
             f"{rewards_PG.min()}: shift the rewards"
         )
-    return quotient(centre(rewards_PG), rewards_PG.mean(axis=1, keepdims=True) + epsilon)
+    return quotient(centred(rewards_PG), rewards_PG.mean(axis=1, keepdims=True) + epsilon)
 
 
 @rule(

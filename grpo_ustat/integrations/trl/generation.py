@@ -34,7 +34,7 @@ class Completion:
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens of the completion, those of the prompt first."""
+        """Token ids of the prompt, and of the completion."""
         return tuple(self.prompt_ids), tuple(self.completion_ids)
 
     @property
