@@ -48,22 +48,23 @@ MOST_CHARACTERS, MOST_LINES = 200, 40
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
     """Return colour, marker and label of a rule, the same in every figure.
 
-    A user's rule, which need not be installed where it is drawn, has those that its name selects: a
-    colour of one of our rules with the marker of another.
+    Our rules have a pair of colour and marker each. A user's rule, which need not be installed where
+    it is drawn, has a pair that its name selects and that none of ours has.
     """
     if name in STYLE:
         return STYLE[name]
     others = [other for other in BASELINES if other not in STYLE]
     count = len(OTHER_COLOURS)
+    # Markers are shifted against the colours each time that the colours begin again.
+    shifts = -(-len(others) // count)
     if name in others:
-        place = others.index(name) % count
-        colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[place]
+        shift, place = divmod(others.index(name), count)
     else:
         digest = int.from_bytes(
             hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big"
         )
-        place, shift = digest % count, 1 + digest // count % (count - 1)
-        colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[(place + shift) % count]
+        place, shift = digest % count, shifts + digest // count % (count - shifts)
+    colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[(place + shift) % count]
     return colour, marker, legend_label(name if unbiased else f"{name} (biased)")
 
 

@@ -45,7 +45,7 @@ def study_tables(result: dict[str, Any]) -> list[Table]:
 
 def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Table:
     policy, first, questions = result["policy"], rows[0], result["questions"]
-    setting = f"averaged over {count_text(questions, 'question')}"
+    setting = f"averaged over {count_text(questions, 'question')} ({first['method']})"
     if first["setting"] == "with_replacement":
         setting = f"of {first['num_prompts'] * first['group_size']} rollouts of new questions"
     source = f"{result['pool_completions']} completions a question"
@@ -56,7 +56,7 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
     sizes = sorted({row["group_size"] for row in rows})
     return Table(
         title=(
-            f"MSE of the gradient, {setting} ({first['method']})\n"
+            f"MSE of the gradient, {setting}\n"
             f"against the {first['target']}\n"
             f"policy {policy['name']}, {policy['quantity']} {policy['mean_reward']:.3f} "
             f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}] "

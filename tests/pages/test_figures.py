@@ -22,6 +22,7 @@ OWN = ("median", "trimmed_mean", "Mittelwert", "x")  # no package offers them he
 
 def test_a_baseline_of_ones_own_looks_like_none_of_ours_and_has_its_name():
     of_ours = {name: baseline_style(name, True)[:2] for name in BASELINES if name not in OWN}
+    assert len(set(of_ours.values())) == len(of_ours)
     for name in OWN:
         colour, marker, label = baseline_style(name, unbiased=True)
         assert (colour, marker) not in of_ours.values()
