@@ -48,8 +48,8 @@ MOST_CHARACTERS, MOST_LINES = 200, 40
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
     """Return colour, marker and label of a rule, the same in every figure.
 
-    Our rules have a pair of colour and marker each. A user's rule, which need not be installed where
-    it is drawn, has a pair that its name selects and that none of ours has.
+    Our rules have a pair of colour and marker each. A user's rule, which need not be installed
+    where it is drawn, has a pair that its name selects and that none of ours has.
     """
     if name in STYLE:
         return STYLE[name]
