@@ -52,8 +52,9 @@ def test_a_study_by_the_page_measures_the_rule(site, tmp_path):
     mine = {row["group_size"]: row for row in rows if row["baseline"] == "median"}
     loo = {row["group_size"]: row for row in rows if row["baseline"] == "leave_one_out"}
     assert mine and set(mine) == set(loo)
-    assert mine["2"]["mse"] == loo["2"]["mse"]  # the median of one other is its mean
-    assert all(row["bias2"] == "0.0" for row in mine.values())
+    # The median of one other is its mean; the rule's groups are drawn, the other has a closed form.
+    assert float(mine["2"]["mse"]) == pytest.approx(float(loo["2"]["mse"]), rel=0.05)
+    assert all(abs(float(row["bias2"])) < 1e-12 for row in mine.values())
     assert json.loads(readme.only(tmp_path, "result.json").read_text())["curves"]
     for place in (site, None):  # its package need not be installed where the report is made
         code, told = readme.run(
