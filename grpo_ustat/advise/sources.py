@@ -51,8 +51,7 @@ from grpo_ustat.pages.findings import (
 )
 from grpo_ustat.pages.losses import losses_sentences
 from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_overrides
-from grpo_ustat.pages.tables import row_interval
-from grpo_ustat.runs.contents import parsed_json, text_of
+from grpo_ustat.runs.contents import parsed_json, row_interval, text_of
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around, study_rollouts
 

@@ -26,8 +26,9 @@ from grpo_ustat.estimators.scaling import (
 )
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.pages.caveats import summary_and_warnings
-from grpo_ustat.pages.tables import percent, row_interval, three_digits
+from grpo_ustat.pages.tables import percent, three_digits
 from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, Array
+from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.terminal.streams import best_size, percentage
 
 WHY_FIXED_ROLLOUTS = (

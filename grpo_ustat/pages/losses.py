@@ -22,7 +22,8 @@ from grpo_ustat.pages.figures import (
 )
 from grpo_ustat.pages.findings import USUAL_SIZE
 from grpo_ustat.pages.gradient_error import MOST_BASELINES
-from grpo_ustat.pages.tables import Table, enumeration, row_interval
+from grpo_ustat.pages.tables import Table, enumeration
+from grpo_ustat.runs.contents import row_interval
 
 ADVANTAGE_WORDS = {
     "none": "no baseline",

@@ -7,7 +7,8 @@ from typing import Any
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.losses import loss_details, losses_sentences, losses_tables
-from grpo_ustat.pages.tables import Table, row_interval
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.runs.contents import row_interval
 
 DRIFT_NOTE = (
     "Effective share: (sum of weights)^2 over the sum of their squares, as a share of their number."

@@ -15,7 +15,8 @@ from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
 from grpo_ustat.pages.findings import is_decided
 from grpo_ustat.pages.losses import AT_BEST, loss_words, not_measured, worth_text
-from grpo_ustat.pages.tables import Table, row_interval
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.terminal.streams import percentage
 
 # Largest of the group sizes among which the best is looked for.

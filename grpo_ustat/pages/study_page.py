@@ -21,11 +21,11 @@ from grpo_ustat.pages.tables import (
     interval_scope,
     open_interval,
     percent,
-    row_interval,
     rows_table,
     with_interval,
 )
 from grpo_ustat.pages.verdicts import verdicts_table
+from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.record import RunRecord, study_rollouts
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 

@@ -15,8 +15,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
-from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
+from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.terminal.console import excerpt, visible
@@ -378,19 +378,6 @@ def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None
     if low is None or high is None:
         return f"{three_digits(value)} (no interval)"
     return f"{three_digits(value)} [{three_digits(low)}, {three_digits(high)}]"
-
-
-def row_interval(row: Mapping[str, Any], name: str) -> Interval:
-    """Read an estimate and its ends from a row of a result.
-
-    A missing estimate is NaN; a missing upper end is infinite, where there is a lower one.
-    """
-    estimate, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
-    return Interval(
-        math.nan if estimate is None else estimate,
-        math.nan if low is None else low,
-        (math.nan if low is None else math.inf) if high is None else high,
-    )
 
 
 def open_interval(row: dict[str, Any], name: str) -> str:

@@ -15,7 +15,8 @@ from grpo_ustat.pages.losses import (
     worth_text,
 )
 from grpo_ustat.pages.off_policy import DRIFT_NOTE, share_text
-from grpo_ustat.pages.tables import Table, row_interval
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.record import RunRecord
 
 SHARES = {"effective_tokens": "ratios of tokens", "effective_completions": "of whole completions"}

@@ -32,8 +32,9 @@ from grpo_ustat.pages.losses import (
     worth_panel,
     worth_text,
 )
-from grpo_ustat.pages.tables import Table, enumeration, row_interval, shorten
+from grpo_ustat.pages.tables import Table, enumeration, shorten
 from grpo_ustat.report.collect import distinguishing_keys
+from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.record import RunRecord, key_label
 
 LOSS_KEYS = ("objective", "objectives", "baseline")  # of a study, that change no pool

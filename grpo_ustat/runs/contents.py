@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 
 from grpo_ustat.config.run import LARGEST_COUNT
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.terminal.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
@@ -54,8 +55,8 @@ Count = Annotated[int, 0]
 Size = Annotated[int, 1]
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
 Sometimes = Annotated[T | None, "no key where it is None"]
-Estimate = Annotated[tuple[float, float, float], Ends(float | None, float | None)]
-Bounded = Annotated[tuple[float, float, float], Ends(float, float)]
+Estimate = Annotated[Interval, Ends(float | None, float | None)]
+Bounded = Annotated[Interval, Ends(float, float)]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
 # A record, a type of a field, or a dictionary of them for some keys of a mapping.
 Shape = Any
@@ -242,6 +243,60 @@ def content_of(record: Any) -> Any:
         else:
             content[name] = _finite(value) if kind == NumberOrNull else content_of(value)
     return content
+
+
+def record_of(kind: Shape, content: Any) -> Any:
+    """Return what a file holds as a record, the inverse of `content_of`.
+
+    A number that is null is NaN. Keys that the record does not know are left out.
+
+    Args:
+        kind: a record's class, or a type of a field.
+        content: what fits it, see `misfit`.
+
+    >>> @dataclass
+    ... class Law:
+    ...     gstar: Estimate
+    ...     reason: Sometimes[str] = None
+    >>> record_of(Law, {"gstar": 4.0, "gstar_low": 3.0, "gstar_high": None, "other": 1})
+    Law(gstar=Interval(estimate=4.0, low=3.0, high=inf), reason=None)
+    """
+    kind, _ = _sometimes(kind)
+    if kind == NumberOrNull:
+        return math.nan if content is None else content
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        values: dict[str, Any] = {}
+        for name, its_kind, _ in _typed_fields(kind):
+            if name in content:
+                is_estimate = _ends(_sometimes(its_kind)[0]) is not None
+                values[name] = (
+                    row_interval(content, name)
+                    if is_estimate
+                    else record_of(its_kind, content[name])
+                )
+        return kind(**values)
+    if origin is list:
+        return [record_of(arguments[0], entry) for entry in content]
+    if origin is tuple:
+        return tuple(record_of(x, entry) for x, entry in zip(arguments, content, strict=True))
+    if origin in (Union, UnionType) and content is not None:
+        records = [x for x in arguments if is_dataclass(x)]
+        return record_of(records[0], content) if records else content
+    return content
+
+
+def row_interval(row: Mapping[str, Any], name: str) -> Interval:
+    """Read an estimate and its ends from three keys of a mapping.
+
+    A missing estimate is NaN; a missing upper end is infinite, where there is a lower one.
+    """
+    estimate, low, high = (row.get(key) for key in _three(name))
+    return Interval(
+        math.nan if estimate is None else estimate,
+        math.nan if low is None else low,
+        (math.nan if low is None else math.inf) if high is None else high,
+    )
 
 
 @cache

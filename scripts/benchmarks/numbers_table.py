@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated
 
-from grpo_ustat.pages.tables import row_interval, three_digits
+from grpo_ustat.pages.tables import three_digits
 from grpo_ustat.records import ACCURACY
 from grpo_ustat.runs.contents import (
     Bounded,
@@ -31,6 +31,7 @@ from grpo_ustat.runs.contents import (
     content_of,
     keys_of,
     parsed_json,
+    row_interval,
 )
 from grpo_ustat.runs.library import load_run
 from grpo_ustat.runs.record import RunRecord

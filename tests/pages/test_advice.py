@@ -12,7 +12,7 @@ import pytest
 
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.advice import CHOOSE, KEEP, LOWER, RAISE, UNKNOWN, group_size_advice
-from grpo_ustat.pages.tables import row_interval
+from grpo_ustat.runs.contents import row_interval
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 SCALING = {
