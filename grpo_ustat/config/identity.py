@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_ustat.config.data import FILE_SUFFIXES
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
-from grpo_ustat.config.own_functions import REWARDS, TASKS, module_file, reward_file
+from grpo_ustat.config.own_functions import MEASUREMENTS, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
 from grpo_ustat.config.rollout import NEUTRAL_FIELDS
 from grpo_ustat.config.schema import ConfigError
@@ -71,6 +71,7 @@ def identity(config: Any) -> dict[str, Any]:
         "data": data_fingerprint(config.dataset),
         "own_rules": rules_fingerprint(config),
         "own_reward_funcs": reward_funcs_fingerprint(config.reward_funcs),
+        "own_measurements": measurements_fingerprint(config),
     }
     return keys | {key: digest for key, digest in hashes.items() if digest is not None}
 
@@ -82,8 +83,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     set suggests for unset fields, since the fields count; options of a chat template if there are
     none; the places of local data, of which the content counts; the part of a pool that is filled;
     a number of minibatches beside their size, which counts then; settings of AdamW's metric, of a
-    sampler's corrections and of verdicts if these are not used; and weights of reward functions
-    that are all 1. The entry `tf32` of a study is True if its products are TF32.
+    sampler's corrections, of verdicts and of others' measurements if these are not used; and
+    weights of reward functions that are all 1. The entry `tf32` of a study is True if its products
+    are TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -122,6 +124,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
             study = {k: v for k, v in study.items() if k != "correction_cap"}
         if not study.get("verdicts"):  # which change nothing else
             study.pop("verdicts", None)
+        if not study.get("measurements"):
+            study.pop("measurements", None)
         keys["study"] = study
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
@@ -203,6 +207,13 @@ def rules_fingerprint(config: Any) -> str | None:
     """Hash the modules of baselines that installed packages offer; None if none is used."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
     files = [_module(PLUGIN_GROUP, name) for name in sorted(own_rules(used))]
+    return _hash_of(files).hexdigest()[:12] if files else None
+
+
+def measurements_fingerprint(config: Any) -> str | None:
+    """Hash the modules of measurements that installed packages offer; None if none is used."""
+    names: list[str] = config.study.measurements if hasattr(config, "baselines") else []
+    files = [_module(MEASUREMENTS, name) for name in sorted(names)]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 

@@ -27,6 +27,7 @@ from grpo_ustat.config.model import (
     tf32_in_use,
 )
 from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig
+from grpo_ustat.config.own_functions import MEASUREMENTS, check_entry_point
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
@@ -215,10 +216,13 @@ class MseConfig(Common):
         lists = {"baselines": self.baselines, "group_sizes": self.group_sizes}
         lists["objectives"] = self.objectives
         lists["study.methods"] = self.study.methods
+        lists["study.measurements"] = self.study.measurements
         for path, values in lists.items():
             check_distinct(path, values)
         if not (self.baselines and self.group_sizes and self.study.methods):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
+        for name in self.study.measurements:
+            check_entry_point(MEASUREMENTS, name, "study.measurements")
         self._check_metric()
         self._check_rollout()
         self._check_baselines()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 
-TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
+# Groups of entry points.
+TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"
+MEASUREMENTS = "grpo_ustat.measurements"
 
 
 def reward_file(reward: str) -> tuple[Path, str] | None:
@@ -153,6 +155,11 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
         raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")
+
+
+def installed_measurements() -> set[str]:
+    """Return the names of the measurements that installed packages offer."""
+    return set(importlib.metadata.entry_points(group=MEASUREMENTS).names)
 
 
 def module_file(group: str, name: str) -> Path | None:

@@ -155,12 +155,13 @@ def fields_of(
         path, hint = f"{prefix}{declared.name}", hints[declared.name]
         nested = schemas.get(path) or (cast(type, hint) if is_dataclass(hint) else None)
         metadata = declared.metadata
+        limits: Limits = metadata.get("limits", Limits())
         yield FieldInfo(
             path,
             kind="" if nested else kind_of(hint),
             meaning=metadata.get("meaning", ""),
             unit=metadata.get("unit", ""),
-            choices=metadata.get("limits", Limits()).choices,
+            choices=(*limits.choices, *sorted(limits.plugins())),
             entries=metadata.get("entries", {}),
             schema=nested,
         )

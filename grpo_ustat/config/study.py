@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from grpo_ustat.config.common import LaunchConfig
+from grpo_ustat.config.own_functions import installed_measurements
 from grpo_ustat.config.schema import ConfigError, check_positive, field
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
@@ -86,6 +87,10 @@ class StudyConfig:
     adam_group_size: int = field("of that step, its G", "completions", at_least=2)
     verdicts: bool = field(
         "judge published claims on this policy: their numbers with intervals and verdicts"
+    )
+    measurements: list[str] = field(
+        "that installed packages offer as entry points of grpo_ustat.measurements, beside ours",
+        plugins=installed_measurements,
     )
     parameters: str | None = field(
         "regular expression of the names of those whose entries count; null: all trainable ones"

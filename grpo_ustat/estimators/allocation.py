@@ -35,9 +35,8 @@ of another objective, so it has no error here.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -65,7 +64,8 @@ MEASURED_NOISE = "measured noise"
 MOST_TIMES_MEAN = 16
 
 
-class AllocationSaving(NamedTuple):
+@dataclass(frozen=True)
+class AllocationSaving:
     """Effect of a plan on the error at the same number of rollouts."""
 
     plan: str
@@ -74,8 +74,8 @@ class AllocationSaving(NamedTuple):
     # Error over that of equal groups, less 1, planned by one half of the pool and judged by the
     # other. Intervals are for other prompts, and of all plans at a mean G together.
     change: Interval
-    # The same, planned and judged by the whole pool; NaN except for measured noise.
-    in_sample: float
+    # The same, planned and judged by the whole pool; None except for measured noise.
+    in_sample: float | None
 
 
 def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
@@ -142,7 +142,7 @@ def allocation_savings(
             for sizes in (own_P, group_size)
         )
         for name, errors_P in errors_by_plan.items():
-            in_sample = own / equal - 1 if name == MEASURED_NOISE and equal > 0 else math.nan
+            in_sample = own / equal - 1 if name == MEASURED_NOISE and equal > 0 else None
             rows.append(
                 AllocationSaving(
                     name, group_size, _change(errors_P, equal_P, len(errors_by_plan)), in_sample

@@ -27,6 +27,15 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def is_known(self) -> bool:
+        """True if there is an estimate."""
+        return math.isfinite(self.estimate)
+
+    def within(self, least: float, most: float) -> Interval:
+        """Return the part that the quantity can reach; numbers that are not finite stay."""
+        return Interval(*(min(max(x, least), most) if math.isfinite(x) else x for x in self))
+
 
 UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 

@@ -15,8 +15,9 @@ from grpo_ustat.costs.duration import finished_runs, time_text
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
+from grpo_ustat.gap.page import VIEW
+from grpo_ustat.pages.claims import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.run_page import leave_page
-from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder, versions
@@ -68,7 +69,7 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
         evidence = record.study(config.experiment)
     except Stopped:
         if is_main():
-            leave_page(folder)
+            leave_page(folder, VIEW)
         raise
     seconds = time.perf_counter() - start
     counts = verdict_counts([claim.verdict for claim in evidence.claims])
@@ -93,7 +94,7 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
         from grpo_ustat.gap.figures import evidence_figure
 
         evidence_figure(folder.path, evidence, record.title)
-        leave_page(folder, content)
+        leave_page(folder, VIEW, content)
     folder.finish(result)
     return content
 

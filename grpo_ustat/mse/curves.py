@@ -6,12 +6,12 @@ from typing import Any
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.minibatch import scale_free
-from grpo_ustat.mse.closed_form import (
+from grpo_ustat.estimators.closed_form import (
     ClosedForm,
     CurvePoint,
 )
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.mse.rules import RuleError
 from grpo_ustat.runs import study_parts as parts
 

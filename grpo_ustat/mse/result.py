@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
-from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.distributed.workers import WorkCost
-from grpo_ustat.estimators.allocation import allocation_savings
-from grpo_ustat.estimators.dynamic_sampling import kept_groups
+from grpo_ustat.estimators.closed_form import (
+    CURVE_SIZES,
+    ClosedForm,
+    CurvePoint,
+    Request,
+)
 from grpo_ustat.estimators.intervals import Interval, pool_mean_reward, quantity
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.row_weights import RowFilter
 from grpo_ustat.estimators.scaling import divisible_rollouts, divisors
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.mse.closed_form import (
-    CURVE_SIZES,
-    ClosedForm,
-    CurvePoint,
-    Request,
-)
 from grpo_ustat.mse.curves import oracle_ratios
 from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.off_policy import OffPolicy
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
-from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.pages.caveats import (
@@ -94,7 +92,6 @@ def study_result(
     pool: ScorePool,
     statistics: ClosedForm,
     population: ClosedForm,
-    request: Request,
     curves: list[parts.CurveRow],
     losses: list[LossRow],
     recipes: list[LossRow],
@@ -107,13 +104,13 @@ def study_result(
     refusals: list[parts.NotMeasured],
     left_out: dict[str, int],
     remarks: str,
+    measured: Mapping[str, Any],
 ) -> StudyResult:
     """Return the content of `result.json`.
 
     Args:
         statistics: closed forms of the pool, for the curves.
         population: closed forms over questions, which generalise to training.
-        request: the request of `population`.
         curves: rows of all methods.
         losses: worths of a rollout of each loss.
         recipes: the same of published losses, each at its own G.
@@ -124,9 +121,9 @@ def study_result(
         refusals: rules without a row of `new_questions`, with reasons.
         left_out: numbers of questions by the reason why they were left out.
         remarks: sentences on the pool, after the verdict.
+        measured: the record of each measurement by its name.
     """
     total_cost = pool_cost + replicate_cost
-    functions, correlations = reward_functions(config, pool, population, request)
     gap = pool.sampler_gap
     return StudyResult(
         curves=curves,
@@ -137,8 +134,6 @@ def study_result(
         recipes=_losses(recipes),
         off_policy=off_policy and _off_policy(config, off_policy),
         verdicts=verdicts or None,
-        dynamic_sampling=_dynamic_sampling(population, pool),
-        allocation=_allocation(pool) if config.study.verdicts else None,
         assumption2=_assumption(statistics, population, pool),
         grad_sq=_gradient(statistics, curves),
         metric=_metric(config, pool, facts, population, moved),
@@ -171,11 +166,10 @@ def study_result(
         cost=study_cost(total_cost),
         versions=versions(),
         pool_versions=pool.packages,
-        reward_functions=functions,
-        reward_correlations=correlations,
         sampler=None if gap is None else parts.Sampler(name=config.rollout.name, gap=gap),
         left_out=left_out,
         not_measured=refusals,
+        measured=measured,
     )
 
 
@@ -233,11 +227,6 @@ def tf32_text(config: MseConfig) -> str:
         f" Products were TF32: a squared score norm is off by about {percentage(norm, 1)}, their "
         f"sum by at most {percentage(total, 2)}, as measured on three policies."
     )
-
-
-def _clip(interval: Interval, low: float, high: float) -> Interval:
-    """Return the part of an interval that the quantity can reach."""
-    return Interval(*(min(max(x, low), high) if math.isfinite(x) else x for x in interval))
 
 
 def _gradient(statistics: ClosedForm, curves: list[parts.CurveRow]) -> parts.GradientNorm:
@@ -334,50 +323,6 @@ def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
     )
 
 
-def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:
-    """Compute the cost of dynamic sampling at every G that the pool has, see `kept_groups`."""
-    rows = []
-    for size in CURVE_SIZES:
-        if size > pool.rewards_PN.shape[1]:
-            break
-        silent_P = silent_share(pool.rewards_PN, size)
-        most = pool.rewards_PN.shape[1] // size
-        groups = kept_groups(silent_P, size, population[f"noise/{size}"], most)
-        rows.append(parts.DynamicSampling(group_size=size, **groups._asdict()))
-    return rows
-
-
-def _allocation(pool: ScorePool) -> list[parts.Allocation]:
-    """Compute the change of the error by unequal group sizes, see `allocation_savings`."""
-    return [
-        parts.Allocation(
-            plan=row.plan, group_size=row.group_size, change=row.change, in_sample=row.in_sample
-        )
-        for row in allocation_savings(pool)
-    ]
-
-
-def reward_functions(
-    config: MseConfig, pool: ScorePool, population: ClosedForm, request: Request
-) -> tuple[list[parts.RewardFunction] | None, list[parts.RewardCorrelation] | None]:
-    """Measure every reward function by itself, their weighted sum, and every pair's correlation.
-
-    None where there is one function.
-    """
-    if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
-        return None, None
-    names = reward_names(config.reward_funcs)
-    functions = [
-        parts.RewardFunction(name=name, weight=weight, **intervals)
-        for name, weight, intervals in function_statistics(pool, names, population, request)
-    ]
-    correlations = [
-        parts.RewardCorrelation(first=first, second=second, correlation=_clip(value, -1, 1))
-        for first, second, value in function_correlations(pool, names)
-    ]
-    return functions, correlations
-
-
 def _scaled_size(best: Interval) -> float | None:
     """Return G* where its interval has both ends; elsewhere the least noise scale is unknown."""
     return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
@@ -404,7 +349,7 @@ def _assumption(
     """
     refuted = refutes_assumption2(statistics["share"], statistics["corr"])
     statistics = statistics if len(pool.rewards_PN) < LEAST_QUESTIONS else population
-    corr, crossover = _clip(statistics["corr"], -1, 1), statistics["crossover"]
+    corr, crossover = statistics["corr"].within(-1, 1), statistics["crossover"]
     size, silent_share_there, reason = pool.rewards_PN.shape[1], None, None
     if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
         silent_P = silent_share(pool.rewards_PN, math.ceil(crossover.estimate))

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.costs.cost import score_memory
 from grpo_ustat.distributed.ranks import is_main, main_only, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.logs.pairing import other_policy_sentence
+from grpo_ustat.measurements.base import PoolStudy, Study
+from grpo_ustat.measurements.registry import measure_all, tables
+from grpo_ustat.measurements.study_page import VIEW, further_findings
 from grpo_ustat.mse.adam_pool import adam_pool
-from grpo_ustat.mse.closed_form import closed_form
 from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, new_questions_rows
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
@@ -41,13 +45,12 @@ from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
-from grpo_ustat.pages.findings import further_findings, study_answer
+from grpo_ustat.pages.findings import study_answer
 from grpo_ustat.pages.gradient_error import study_tables
 from grpo_ustat.pages.losses import losses_figure, losses_sentences, losses_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
 from grpo_ustat.pages.recipes import recipes_figure
-from grpo_ustat.pages.reward_functions import reward_tables
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.pages.verdicts import verdicts_table
@@ -64,6 +67,7 @@ from grpo_ustat.policy.loading import (
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import EqualRewardsResult, StudyResult
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
@@ -101,14 +105,15 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     worths = off_policy_tables(result)[:1] or losses_tables(result)
     verdicts = [table for table in (verdicts_table(result),) if table]
-    for table in (*verdicts, *worths, *study_tables(result), *reward_tables(result)):
+    view = Study(RunRecord(folder.path, result=result))
+    for table in (*verdicts, *worths, *study_tables(result), *tables([view], True)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
             wrapped(f"Not measured in every way: {', '.join(absent)}; why is on the page.")
         )
     _, warnings = summary_and_warnings(result["summary"])
-    for sentence in (*warnings, *further_findings(result)):
+    for sentence in (*warnings, *further_findings(view)):
         console.print(wrapped(sentence), soft_wrap=True)
     console.print(f"next: {next_step(result, asdict(config), folder.path)}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
@@ -129,7 +134,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         result = study(config, folder.path)
     except Stopped:
         if is_main():
-            leave_page(folder)
+            leave_page(folder, VIEW)
         raise
     content = content_of(result)
     if result.curves:
@@ -142,7 +147,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
             losses_figure(folder.path, content)
             if "off_policy" in content:
                 losses_figure(folder.path, content, content["off_policy"])
-        leave_page(folder, content)
+        leave_page(folder, VIEW, content)
     folder.finish(result)
     return content
 
@@ -201,6 +206,15 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     statistics = closed_form(pool, request, config.study.interval)
     request = of_population(config, request)
     population = closed_form(pool, request, "questions")
+    asked = frozenset(["verdicts"] * config.study.verdicts)
+    measured = main_only(
+        measure_all,
+        PoolStudy(
+            pool, config.group_sizes, config.study.rollouts, config.budget.loss_draws, config.seed,
+            reward_names(config.reward_funcs), asked, statistics, population, request,
+        ),
+        config.study.measurements,
+    )  # fmt: skip
     losses = main_only(
         loss_worths, pool, config.measured.first_update, config.group_sizes, config.study.rollouts,
         config.budget.loss_draws, config.seed,
@@ -247,10 +261,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, request, curves, losses, recipes, off_policy,
-        verdicts, facts,
+        config, pool, statistics, population, curves, losses, recipes, off_policy, verdicts, facts,
         pool_cost, replicate_cost, moved=moved, refusals=refusals, left_out=left_out,
-        remarks=remarks,
+        remarks=remarks, measured=measured,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from grpo_ustat.estimators.advantage_bias import mixed_groups_after
+from grpo_ustat.estimators.closed_form import ClosedForm
 from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
@@ -24,7 +25,6 @@ from grpo_ustat.estimators.proxies import corrected_correlation, within_correlat
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import LossError, relative, worth
-from grpo_ustat.mse.closed_form import ClosedForm
 from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.off_policy import OffPolicy
 from grpo_ustat.records import ScorePool

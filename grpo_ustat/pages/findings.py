@@ -36,10 +36,6 @@ WHY_FIXED_ROLLOUTS = (
     "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
     "fewer prompts, so one G is best."
 )
-# Share of the error; a smaller saving does not pay for drawing groups anew.
-WORTHWHILE_SAVING = 0.05
-# Share of the error; plans of unequal groups that save less do not help.
-HELPFUL_SAVING = 0.05
 # TRL's default G.
 USUAL_SIZE = 8
 # The number at which nine in ten studies decide is printed up to so many times that of half.
@@ -202,22 +198,6 @@ def noise_sentence(result: Mapping[str, Any], rollouts: int, group_size: int | N
     return noise_text(row_interval(row, "rollouts"), rollouts)
 
 
-def further_findings(result: Mapping[str, Any]) -> list[str]:
-    """Return at most three more findings: Assumption 2, dynamic sampling, unequal groups.
-
-    Args:
-        result: content of the study's `result.json`.
-    """
-    if result["assumption2"].get("corr") is None:
-        return []
-    lines = (
-        assumption2_sentence(result),
-        dynamic_sampling_sentence(result),
-        allocation_sentence(result),
-    )
-    return [*filter(None, lines)]
-
-
 def assumption2_sentence(result: Mapping[str, Any]) -> str:
     """Return a sentence on Assumption 2 and on the better of vanilla and GRPO.
 
@@ -245,46 +225,6 @@ def assumption2_sentence(result: Mapping[str, Any]) -> str:
     loud = worse if corr.estimate < 0 else better
     so = ", so " if follows else "; "
     return f"Assumption 2 fails: {loud} answers have the longer gradients{so}{ordering}."
-
-
-def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None = None) -> str:
-    """Return a sentence on the benefit of dynamic sampling; "" where it is not known.
-
-    Args:
-        result: content of the study's `result.json`.
-        group_size: G; None: the measured size nearest to 8.
-    """
-    rows = result.get("dynamic_sampling")
-    if not rows:
-        return ""
-    row = min(rows, key=lambda row: abs(math.log(row["group_size"] / (group_size or USUAL_SIZE))))
-    saved = row_interval(row, "break_even")
-    if saved.high < WORTHWHILE_SAVING:
-        return (
-            "Dynamic sampling does not pay here: at the same rollouts it saves less than "
-            f"{100 * saved.high:.1g} % of the error."
-        )
-    return ""
-
-
-def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE) -> str:
-    """Return a sentence on the error saved by groups of unequal size; "" for too small a pool.
-
-    Args:
-        result: content of the study's `result.json`.
-        group_size: mean G, of the measured ones.
-    """
-    rows = [row for row in result.get("allocation") or [] if row["group_size"] == group_size]
-    known = [row for row in rows if row["change"] is not None]
-    if not known:
-        return ""
-    best = min(known, key=lambda row: row["change"])
-    change, low, high = row_interval(best, "change")
-    ends = f"({percent(change)} error [{percent(low)}, {percent(high)}])"
-    if high < 0:
-        return f"Unequal group sizes help, by {best['plan']} {ends}."
-    verb = "do not" if low > -HELPFUL_SAVING else "are not shown to"
-    return f"Unequal group sizes {verb} help {ends}."
 
 
 def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:

@@ -15,6 +15,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
 from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
@@ -370,6 +371,15 @@ def three_digits(value: float) -> str:
     return f"{value:#.3g}".removesuffix(".")
 
 
+def number_text(value: float | str) -> str:
+    """Format a number with four significant digits; a text stays as it is.
+
+    >>> number_text(0.123456), number_text("<= 1"), number_text(-0.0)
+    ('0.1235', '<= 1', '0')
+    """
+    return value if isinstance(value, str) else f"{value + 0.0:.4g}"
+
+
 def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
     """Format a number with its interval after it, in `<prefix>low` and `<prefix>high`."""
     value, low, high = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
@@ -380,20 +390,24 @@ def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None
     return f"{three_digits(value)} [{three_digits(low)}, {three_digits(high)}]"
 
 
-def open_interval(row: dict[str, Any], name: str) -> str:
+def interval_text(value: Interval) -> str:
     """Format an estimate to three digits with its interval; `-` where it is not known.
 
     The interval may have no upper end.
 
-    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
+    >>> interval_text(Interval(2.0, 1.0, math.inf)), interval_text(UNDETERMINED)
     ('2.00 [1.00, infinity)', '-')
     """
-    estimate, low, high = row_interval(row, name)
-    if math.isnan(low):
+    if math.isnan(value.low):
         return "-"
-    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
-    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
-    return f"{first} [{three_digits(low)}, {end}"
+    first = "unknown" if math.isnan(value.estimate) else three_digits(value.estimate)
+    end = f"{three_digits(value.high)}]" if math.isfinite(value.high) else "infinity)"
+    return f"{first} [{three_digits(value.low)}, {end}"
+
+
+def open_interval(row: Mapping[str, Any], name: str) -> str:
+    """Format an estimate of a row of a file, see `interval_text`."""
+    return interval_text(row_interval(row, name))
 
 
 def percent(share: float) -> str:

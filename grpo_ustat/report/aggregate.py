@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.registry import OURS, report_tables
 from grpo_ustat.pages import error_figures, gradient_error
 from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
@@ -58,9 +60,10 @@ from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import best_size, single_line
 
+MEASURED = "|".join(one.name for one in OURS)
 TABLE_FILE = re.compile(
-    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses|mse|runs|settings|theorems)"
-    r"\.(csv|tex|pdf|svg|png)"
+    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses"
+    rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
 MOST_LINES = 12  # on the terminal, of what is missing
@@ -225,6 +228,7 @@ def _add_studies(report: Report) -> None:
         joint_losses_figure(report.folder, table.name, panels, lines)
         report.tables.append(table)
         report.answers.append(losses_answer(panels))
+    report.tables += report_tables([Study(run) for run in studies], keys)
     if lagged := [run for run in report.studies if "off_policy" in run.final_result]:
         report.tables.append(lag_table(lagged, distinguishing_keys([run.keys for run in lagged])))
         report.answers.append(lag_answer(lagged))

@@ -27,7 +27,7 @@ from scipy import stats
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.pages.study_page import CLAIM_COLUMNS, claim_cells
+from grpo_ustat.pages.claims import CLAIM_COLUMNS, claim_cells
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell, accuracy_cells

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_ustat.pages.claims import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.page import Figure, read_figure
 from grpo_ustat.pages.run_page import PREDICTED_CAPTION
-from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (

@@ -55,8 +55,10 @@ Count = Annotated[int, 0]
 Size = Annotated[int, 1]
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
 Sometimes = Annotated[T | None, "no key where it is None"]
-Estimate = Annotated[Interval, Ends(float | None, float | None)]
+# An `Interval` is an estimate whose ends may be null; those of a `Bounded` one are finite.
 Bounded = Annotated[Interval, Ends(float, float)]
+# Records by further keys of the record that holds them.
+Beside = Annotated[Mapping[str, Any], "further keys"]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
 # A record, a type of a field, or a dictionary of them for some keys of a mapping.
 Shape = Any
@@ -199,7 +201,7 @@ def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
 
     >>> @dataclass
     ... class Law:
-    ...     gstar: Estimate
+    ...     gstar: Interval
     ...     reason: Sometimes[str] = None
     >>> [(name, required) for name, (_, required) in keys_of(Law).items()]
     [('gstar', True), ('gstar_low', True), ('gstar_high', True), ('reason', False)]
@@ -221,7 +223,7 @@ def content_of(record: Any) -> Any:
 
     >>> @dataclass
     ... class Law:
-    ...     gstar: Estimate
+    ...     gstar: Interval
     ...     reason: Sometimes[str] = None
     >>> content_of(Law((4.0, 3.0, math.inf)))
     {'gstar': 4.0, 'gstar_low': 3.0, 'gstar_high': None}
@@ -242,6 +244,9 @@ def content_of(record: Any) -> Any:
             content |= zip(_three(name), map(_finite, value), strict=True)
         else:
             content[name] = _finite(value) if kind == NumberOrNull else content_of(value)
+    kinds = get_type_hints(type(record), include_extras=True)
+    for name in (field.name for field in fields(record) if kinds[field.name] == Beside):
+        content |= content_of(getattr(record, name))
     return content
 
 
@@ -256,7 +261,7 @@ def record_of(kind: Shape, content: Any) -> Any:
 
     >>> @dataclass
     ... class Law:
-    ...     gstar: Estimate
+    ...     gstar: Interval
     ...     reason: Sometimes[str] = None
     >>> record_of(Law, {"gstar": 4.0, "gstar_low": 3.0, "gstar_high": None, "other": 1})
     Law(gstar=Interval(estimate=4.0, low=3.0, high=inf), reason=None)
@@ -302,7 +307,11 @@ def row_interval(row: Mapping[str, Any], name: str) -> Interval:
 @cache
 def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
     kinds = get_type_hints(record, include_extras=True)
-    return [(field.name, kinds[field.name], field) for field in fields(record)]
+    return [
+        (field.name, kinds[field.name], field)
+        for field in fields(record)
+        if kinds[field.name] != Beside
+    ]
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
@@ -314,6 +323,8 @@ def _sometimes(kind: Any) -> tuple[Any, bool]:
 
 
 def _ends(kind: Any) -> Ends | None:
+    if kind is Interval:
+        return Ends(float | None, float | None)
     mark = get_args(kind)[1] if get_origin(kind) is Annotated else None
     return mark if isinstance(mark, Ends) else None
 
@@ -366,6 +377,8 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
             return misfit(content, kinds[0], key, whole)
         fits = any(misfit(content, x) is None for x in kinds)
         return None if fits else _misfit(name, content, " or ".join(SCALARS[x] for x in kinds))
+    if kind is int:
+        return misfit(content, Count, key)
     if kind in (float, str, bool):
         fits = is_number(content) if kind is float else isinstance(content, kind)
         return None if fits else _misfit(name, content, SCALARS[kind])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from grpo_ustat.runs import study_parts as parts
-from grpo_ustat.runs.contents import Bounded, Count, Size, Sometimes
+from grpo_ustat.runs.contents import Beside, Bounded, Count, Size, Sometimes
 
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "not decided"
 Verdict = Annotated[str, (AGREES, DISAGREES, OPEN)]
@@ -107,8 +107,6 @@ class StudyResult(RunResult):
     recipes: Sometimes[list[parts.LossWorth]] = None
     # Published claims judged on this policy, if `study.verdicts` asks for them.
     verdicts: Sometimes[list[parts.ClaimVerdict]] = None
-    dynamic_sampling: list[parts.DynamicSampling]
-    allocation: Sometimes[list[parts.Allocation]] = None
     assumption2: parts.Assumption2
     grad_sq: parts.GradientNorm
     metric: parts.Metric
@@ -123,13 +121,13 @@ class StudyResult(RunResult):
     versions: dict[str, str]
     # Numbers of completions by the versions that scored them.
     pool_versions: dict[str, Count]
-    reward_functions: Sometimes[list[parts.RewardFunction]] = None
-    reward_correlations: Sometimes[list[parts.RewardCorrelation]] = None
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of questions by the reason why they were left out.
     left_out: dict[str, Count]
     # Rules without a row of `new_questions` at some G, and the reasons.
     not_measured: list[parts.NotMeasured]
+    # The record of each of `measurements.registry`, by its name.
+    measured: Beside = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.records import ACCURACY, MEAN_REWARD
-from grpo_ustat.runs.contents import Bounded, Count, Estimate, NumberOrNull, Size, Sometimes
+from grpo_ustat.runs.contents import Bounded, Count, NumberOrNull, Size, Sometimes
 
 Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
 Setting = Annotated[str, ("all_questions_once", "with_replacement")]
@@ -65,7 +66,7 @@ class OracleRatio:
     setting: Setting
     group_size: Size
     num_prompts: Size
-    ratio: Estimate
+    ratio: Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +86,15 @@ class Scaling:
     See `estimators.scaling`.
     """
 
-    c1: Estimate
-    c2: Estimate
-    c3: Estimate
+    c1: Interval
+    c2: Interval
+    c3: Interval
     # 1 + sqrt(C3/C1).
-    gstar: Estimate
+    gstar: Interval
     # sqrt(C3/C1).
-    gstar_paper: Estimate
+    gstar_paper: Interval
     # The best G at a fixed number of tokens.
-    gstar_tokens: Estimate
+    gstar_tokens: Interval
     # Covariance and degrees of freedom of the errors of C1, C2, C3.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
@@ -125,16 +126,16 @@ class LossWorth:
     # G.
     group_size: Size
     # Share of the groups drawn that are in the update, if the others are replaced.
-    kept: Sometimes[Estimate] = None
+    kept: Sometimes[Interval] = None
     unbiased_direction: bool
     # Rollouts of the unbiased estimate, at the same G, that do as much as one of the loss.
-    worth: Sometimes[Estimate] = None
+    worth: Sometimes[Interval] = None
     # Rollouts of the unbiased estimate at its best G that do as much.
-    worth_best: Sometimes[Estimate] = None
+    worth_best: Sometimes[Interval] = None
     # cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
-    direction: Sometimes[Estimate] = None
+    direction: Sometimes[Interval] = None
     # Share of an update's squared norm that is noise.
-    noise: Sometimes[Estimate] = None
+    noise: Sometimes[Interval] = None
     # True if this G is the loss's best of the measured ones.
     best: bool
     # True if this G is not worse than the best.
@@ -160,11 +161,11 @@ class OffPolicy:
     # True if any loss has a penalty.
     penalised: bool
     # KL divergence of `written_by` from `policy`, nats a token.
-    kl: Estimate
+    kl: Interval
     # Effective share `(sum w)^2 / (count sum w^2)` of the ratios w of tokens.
-    effective_tokens: Estimate
+    effective_tokens: Interval
     # Effective share of the products of these ratios over a completion.
-    effective_completions: Estimate
+    effective_completions: Interval
     # Efficiency of a rollout of each loss.
     losses: list[LossWorth]
 
@@ -180,7 +181,7 @@ class ClaimVerdict:
     # The number that represents the claim, in words.
     measured: str
     # With its interval, for new questions.
-    number: Sometimes[Estimate] = None
+    number: Sometimes[Interval] = None
     # The number is between `least` and `most` if the claim holds; null: no bound.
     least: NumberOrNull
     most: NumberOrNull
@@ -201,10 +202,10 @@ class NoiseRow:
     """
 
     group_size: float | None
-    rollouts: Estimate
-    tokens: Estimate
+    rollouts: Interval
+    tokens: Interval
     # Share of the noise that comes from prompts.
-    prompt_share: Estimate
+    prompt_share: Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,36 +222,9 @@ class Noise:
     curve: list[NoiseRow]
     best: LeastNoise
     # ||grad J||^2, on which the noise scale rests.
-    grad_sq: Estimate
+    grad_sq: Interval
     # Why the noise scale has no upper end.
     reason: Sometimes[str] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicSampling:
-    """Costs of dynamic sampling at one G, see `estimators.dynamic_sampling`."""
-
-    group_size: Size
-    # Share of groups that it keeps.
-    kept: Estimate
-    # Groups generated for each that is kept.
-    generated: Estimate
-    # Largest share of groups thrown away that still pays.
-    break_even: Estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """Relative change of the error by a plan of unequal group sizes.
-
-    See `estimators.allocation`.
-    """
-
-    plan: str
-    group_size: Size
-    # Held out.
-    change: Estimate
-    in_sample: NumberOrNull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,13 +237,13 @@ class Assumption2:
     a_v: NumberOrNull
     # A of the best baseline.
     a_bstar: NumberOrNull
-    corr: Estimate
+    corr: Interval
     # Share of A_V that the best baseline saves.
-    share: Estimate
-    av_minus_abstar: Estimate
-    av_minus_a0: Estimate
+    share: Interval
+    av_minus_abstar: Interval
+    av_minus_a0: Interval
     # G from which on GRPO is better than no baseline.
-    crossover_group_size: Estimate
+    crossover_group_size: Interval
     # Share of zero-variance groups there.
     silent_share_at_crossover: float | None
     # At the questions at hand.
@@ -282,7 +256,7 @@ class Assumption2:
 class GradientNorm:
     """||grad J||^2."""
 
-    grad_sq: Estimate
+    grad_sq: Interval
     # Why relative errors are null, if it is not surely above 0.
     reason: Sometimes[str] = None
 
@@ -343,30 +317,6 @@ class StudyCost:
     judge_failures: Count
     seconds_generate: float
     seconds_score: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardFunction:
-    """One reward function by itself, or the weighted sum of all, whose weight is null."""
-
-    name: str
-    weight: float | None
-    c1: Estimate
-    c2: Estimate
-    c3: Estimate
-    gstar: Estimate
-    a_v: Estimate
-    grad_sq: Estimate
-    mean: Estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardCorrelation:
-    """The correlation of two reward functions within prompts."""
-
-    first: str
-    second: str
-    correlation: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

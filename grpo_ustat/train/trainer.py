@@ -51,6 +51,7 @@ from grpo_ustat.train.metrics import (
     num_tokens,
     update_metrics,
 )
+from grpo_ustat.train.page import VIEW
 from grpo_ustat.train.setup import check_same_start, join_ranks, set_up
 from grpo_ustat.train.update import fixed_logprobs, penalised_rewards, update
 
@@ -130,7 +131,7 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
             log.sync()
             write_csv(folder, "eval.csv", progress.evals)
             draw_learning(folder.path)
-            leave_page(folder, content)
+            leave_page(folder, VIEW, content)
             folder.finish(result)
         except OSError as error:
             raise NotSaved(
@@ -171,7 +172,7 @@ def loop(
             drop_old(run, saved_step)
         if stopping:
             if log:
-                leave_page(run.folder)
+                leave_page(run.folder, VIEW)
             checkpoint = "nothing to save"
             if progress.step:
                 checkpoint = "a checkpoint could not be written"

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from grpo_ustat.estimators.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
-from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.mse.second_moments import GroupGradients, is_uncertain, shift
 from grpo_ustat.policy.scores.metric import adam_metric
 from grpo_ustat.records import ScorePool

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from grpo_ustat.estimators.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
 from grpo_ustat.estimators.groups import group_terms, noise_estimate, policy_drift
 from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
 from grpo_ustat.estimators.moments import centred, pool_gradient_weights, refutes_assumption2
 from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
-from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.records import ScorePool
 
 GROUP_SIZE = 2

@@ -35,8 +35,8 @@ from safetensors.numpy import save_file
 from scipy import stats
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.mse import pool, sampler
-from grpo_ustat.mse.closed_form import closed_form
 from grpo_ustat.mse.result import closed_form_request
 from grpo_ustat.policy.loading import configured_policy, configured_task
 

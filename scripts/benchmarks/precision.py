@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.mse import pool as pools
-from grpo_ustat.mse.closed_form import closed_form
 from grpo_ustat.mse.result import closed_form_request, of_population
 from grpo_ustat.mse.study import _prompts
 from grpo_ustat.policy.loading import load_policy

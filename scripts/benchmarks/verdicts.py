@@ -27,8 +27,8 @@ import numpy as np
 from populations import LIGHT, UNSEEN, clopper_pearson
 from worth import ROLLOUTS, cell, lengths_of, study
 
+from grpo_ustat.estimators.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.estimators.moments import centred, is_correlated
-from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.study_parts import FAILS, HOLDS, ClaimVerdict

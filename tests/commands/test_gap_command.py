@@ -18,7 +18,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.gap.testbeds import build_testbed
 from grpo_ustat.launch.command import load_command
-from grpo_ustat.pages.study_page import TITLES
+from grpo_ustat.pages.claims import TITLES
 
 SMALL = ("study.replicates=20", "study.steps=5", "study.constant_rates=[0.1]", "launch.workers=1")
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from prompt_pools import pool_of, prompts
+from prompt_pools import pool_with_lengths, prompts
 from tabular import TabularPolicy
 from ustatistics import pairwise
 
@@ -96,7 +96,7 @@ def test_held_out_errors_are_the_true_ones_of_the_plans():
     first, second = moments.a_v - moments.g_sq, moments.d + moments.g_sq
     judged, true, own = [], [], []
     for _ in range(60):
-        halves, _ = halves_of(pool_of(bed, 12, rng))
+        halves, _ = halves_of(pool_with_lengths(bed, 12, rng))
         half, other = ({name: x[k, 0] for name, x in halves.items()} for k in (0, 1))
         sizes = allocate(plans_of(half, 6, True)[MEASURED_NOISE], 12, 96)
         judged.append(group_error(other["first"], other["second"], sizes).sum())
@@ -116,7 +116,10 @@ def test_known_differences_are_saved():
     bed = prompts(40, rng, beta=(20.0, 20.0), spread=0.0, slope=0.0)
     features = bed.features_PYD * np.where(np.arange(40) % 2, 6.0, 1.0)[:, None, None]
     bed = TabularPolicy(features, 0.0 * bed.theta_D, bed.rewards_PY)
-    rows = {(row.plan, row.group_size): row for row in allocation_savings(pool_of(bed, 64, rng))}
+    rows = {
+        (row.plan, row.group_size): row
+        for row in allocation_savings(pool_with_lengths(bed, 64, rng))
+    }
     best = rows["shrunken p(1-p) x score norm", 8].change
     assert -0.36 < best.estimate < -0.25 and best.low < -0.24 and best.high < -0.2
     assert rows[MEASURED_NOISE, 8].in_sample < rows[MEASURED_NOISE, 8].change.estimate < -0.2
@@ -126,14 +129,14 @@ def test_known_differences_are_saved():
 
 def test_other_rewards_and_small_pools():
     rng = np.random.default_rng(3)
-    pool = pool_of(prompts(12, rng), 8, rng)
+    pool = pool_with_lengths(prompts(12, rng), 8, rng)
     partial = ScorePool(
         pool.rewards_PN / 2 + 0.1, pool.gram_PNN, pool.lengths_PN, pool.features_PNR,
         pool.centred_sums_PR,
     )  # fmt: skip
     plans = {row.plan for row in allocation_savings(partial)}
     assert plans == {MEASURED_NOISE, "variance of rewards", "G = 2 for zero-variance prompts"}
-    assert allocation_savings(pool_of(prompts(9, rng), 8, rng)) == []
+    assert allocation_savings(pool_with_lengths(prompts(9, rng), 8, rng)) == []
     silent = ScorePool(
         0 * pool.rewards_PN, pool.gram_PNN, pool.lengths_PN, pool.features_PNR,
         pool.centred_sums_PR,

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from prompt_pools import pool_of, prompts
+from prompt_pools import pool_with_lengths, prompts
 from scipy import stats
 
 from grpo_ustat.estimators.halves import group_error, halves_of
@@ -82,7 +82,7 @@ def test_errors_that_both_sides_share_are_taken_out():
     truth = np.corrcoef(moments.var_z, moments.mse("leave_one_out", 8))[0, 1]
     corrected, of_whole_pools = [], []
     for _ in range(20):
-        halves, whole = halves_of(pool_of(prompts(60, rng, slope=3.0), 16, rng))
+        halves, whole = halves_of(pool_with_lengths(prompts(60, rng, slope=3.0), 16, rng))
         noise = [group_error(part["first"], part["second"], 8) for part in (halves, whole)]
         corrected.append(corrected_correlation(halves["variance"], noise[0]))
         of_whole_pools.append(np.corrcoef(whole["variance"], noise[1])[0, 1])

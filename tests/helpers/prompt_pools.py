@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from tabular import TabularPolicy
 
 from grpo_ustat.estimators.moments import centred
+from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.records import ScorePool
 
 
@@ -30,9 +33,55 @@ def whole_pool(scores, rewards, lengths, **more):
     )
 
 
-def pool_of(policy, size, rng):
+def pool_with_lengths(policy, size, rng):
+    """A score pool without features, of completions of 1 + y tokens."""
     outcomes, rows = policy.sample(size, rng), np.arange(len(policy.rewards_PY))[:, None]
     scores, rewards = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
     gram = np.einsum("pid,pjd->pij", scores, scores)
     nothing = np.zeros((1, 1))
     return ScorePool(rewards, gram, 1 + outcomes, nothing[None], nothing, nothing)
+
+
+def pool_of(policy, count, rng):
+    """A score pool of tabular completions; features and sums are the scores' own, in full."""
+    outcomes = policy.sample(count, rng)
+    rows = np.arange(len(outcomes))[:, None]
+    scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
+    greedy_P = policy.rewards_PY[np.arange(len(z)), policy.probabilities_PY.argmax(axis=1)]
+    return whole_pool(scores, z, np.ones_like(z, dtype=int), greedy_P=greedy_P)
+
+
+def truth(policy, group_sizes):
+    """Exact values of what `closed_form` estimates."""
+    moments, count = policy.moments(), len(policy.rewards_PY)
+    grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
+    result = {
+        "grad_sq": grad_sq,
+        "c1": moments.g_sq.mean() - grad_sq,
+        "c3": (moments.d + moments.g_sq).mean(),
+        "av_minus_a0": (moments.a_v - moments.a_0).mean(),
+        "av_minus_abstar": (moments.cov_qz**2 / moments.m0).mean(),
+        "share": (moments.cov_qz**2 / moments.m0).mean() / moments.a_v.mean(),
+        "corr": moments.cov_qz.mean() / np.sqrt(moments.var_q.mean() * moments.var_z.mean()),
+    }
+    c2 = (moments.a_v - moments.g_sq).mean()
+    result["gstar"] = 1 + np.sqrt(result["c3"] / result["c1"])
+    result["gstar_tokens"] = ScalingLaw.exact(result["c1"], c2, result["c3"]).best_size(5.0, 2.0)
+    result["n_mse/8"] = 8 * result["c1"] + c2 + result["c3"] / 7
+    result["noise/8"] = result["n_mse/8"] / grad_sq
+    result["prompt_share/8"] = 8 * result["c1"] / result["n_mse/8"]
+    result["noise_tokens/8"] = (5.0 + 8 * 2.0) / 8 * result["noise/8"]
+    least = result["c1"] + c2 + 2 * math.sqrt(result["c1"] * result["c3"])
+    result["noise/best"] = least / grad_sq
+    greedy = policy.rewards_PY[np.arange(count), policy.probabilities_PY.argmax(axis=1)]
+    levels = {"optimal": moments.m1 / moments.m0, "constant": 0.4, "remax": greedy}
+    for size in group_sizes:
+        for name in ("none", "leave_one_out", "oracle"):
+            result[f"mse/{name}/{size}"] = moments.mse(name, size).mean() / count
+        for name, b in levels.items():
+            a_b = moments.a_0 - 2 * b * moments.m1 + b**2 * moments.m0
+            result[f"mse/{name}/{size}"] = ((a_b - moments.g_sq) / size).mean() / count
+        shrink = (size - 1) / size
+        loo = result[f"mse/leave_one_out/{size}"]
+        result[f"mse/group_mean/{size}"] = shrink**2 * loo + grad_sq / size**2
+    return result

@@ -15,12 +15,12 @@ from pyarrow import parquet
 from test_exact_rollouts import rows_of, sampled, write
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.closed_form import Request, closed_form
 from grpo_ustat.estimators.intervals import Interval, decide
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.estimators.token_weights import EXACT
 from grpo_ustat.estimators.worth import mean_over_prompts, positive
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.off_policy import Drift, OffPolicy
 from grpo_ustat.mse.verdicts import BY_MEAN, FILTERED, _over, claim_verdicts
 from grpo_ustat.pages.verdicts import verdicts_table

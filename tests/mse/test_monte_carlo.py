@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import TextLengthTask, random_policy
+from prompt_pools import truth
 from reference import one_flat_score, plain_advantages, zoo_advantages
-from test_closed_form import tabular, truth
+from tabular import known_policy
 
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.moments import pool_gradient_weights
@@ -48,7 +49,7 @@ def study(policy, name, group_size, replicates, blocks, block_size, rng):
 )
 def test_the_reference_noise_is_subtracted(name):
     """Four small blocks: the uncorrected distance would be far off, the corrected one is not."""
-    policy, rng = tabular(), np.random.default_rng(7)
+    policy, rng = known_policy(), np.random.default_rng(7)
     curves = [study(policy, name, 4, 60, 4, 8, rng) for _ in range(60)]
     mse = np.array([c.mse.estimate for c in curves])
     exact = truth(policy, [4])[f"mse/{name}/4"]
@@ -60,7 +61,7 @@ def test_the_reference_noise_is_subtracted(name):
 
 @pytest.mark.slow
 def test_the_interval_covers():
-    policy, rng = tabular(), np.random.default_rng(8)
+    policy, rng = known_policy(), np.random.default_rng(8)
     exact = truth(policy, [4])["mse/leave_one_out/4"]
     found = [study(policy, "leave_one_out", 4, 60, 8, 8, rng).mse for _ in range(400)]
     coverage = np.mean([i.low <= exact <= i.high for i in found])

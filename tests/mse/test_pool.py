@@ -39,8 +39,9 @@ from grpo_ustat.runs.folder import RunFolder
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
 from fakes import letter_prompts  # noqa: E402
+from prompt_pools import pool_of  # noqa: E402
 from reference import one_flat_score  # noqa: E402
-from test_closed_form import pool_of, tabular  # noqa: E402
+from tabular import known_policy  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 
@@ -265,7 +266,7 @@ def test_a_score_beyond_its_numbers_names_the_prompt(monkeypatch):
 
 
 def test_scores_of_exactly_zero_are_counted():
-    pool = pool_of(tabular(), 4, np.random.default_rng(0))
+    pool = pool_of(known_policy(), 4, np.random.default_rng(0))
     assert zero_scores_sentence(pool) == ""
     pool.gram_PNN[0, :2, :] = pool.gram_PNN[0, :, :2] = 0
     assert zero_scores_sentence(pool).startswith(f" 2 of {pool.rewards_PN.size} scores are exactly")

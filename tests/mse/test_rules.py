@@ -12,7 +12,7 @@ from reference import BASELINE_OPTIONS
 from grpo_ustat.config.mse import CLOSED_FORMS
 from grpo_ustat.estimators import losses
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, advantages
-from grpo_ustat.mse.closed_form import CurvePoint, Request, closed_form
+from grpo_ustat.estimators.closed_form import CurvePoint, Request, closed_form
 from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.records import BaselineContext
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_ustat.mse.closed_form import CurvePoint, Request, closed_form
+from grpo_ustat.estimators.closed_form import CurvePoint, Request, closed_form
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.policy.loading import configured_task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
-from test_closed_form import pool_of, tabular  # noqa: E402
+from prompt_pools import pool_of  # noqa: E402
+from tabular import known_policy  # noqa: E402
 
 
 def predicted(pool, points):
@@ -36,7 +37,7 @@ def leave_one_out(z, scores):
 @pytest.mark.slow
 def test_minibatches_of_a_tabular_policy_follow_the_prediction():
     """n = 24 rollouts split six ways, 20 000 fresh minibatches each, |z| < 3.5 for all."""
-    policy, rng, replicates = tabular(), np.random.default_rng(3), 20_000
+    policy, rng, replicates = known_policy(), np.random.default_rng(3), 20_000
     points = [(g, 24 // g) for g in (2, 3, 4, 6, 8, 12)]
     law, _ = predicted(pool_of(policy, 600, np.random.default_rng(0)), points)
     truth = policy.gradient_PD.mean(axis=0)

@@ -19,14 +19,16 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import ScalingLaw, divisors
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.study_page import further_findings
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.pages.findings import (
-    further_findings,
     study_answer,
     summary_sentences,
 )
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.record import RunRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
@@ -401,7 +403,7 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
         words.index(sentence)
         for sentence in (
             f"WARNING: {result['summary'].split(' WARNING: ')[1]}",
-            *further_findings(result),
+            *further_findings(Study(RunRecord(path, result=result))),
             "next: ",
         )
     ]

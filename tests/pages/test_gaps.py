@@ -8,15 +8,15 @@ from copy import deepcopy
 
 import pytest
 from folders import studied, trained
+from page_views import page_of
 
+from grpo_ustat.measurements.study_page import facts, tables
 from grpo_ustat.pages import error_figures, figures, learning, recipes
 from grpo_ustat.pages.figures import plt
 from grpo_ustat.pages.findings import interval_note
 from grpo_ustat.pages.gradient_error import mse_table, scaling_table, study_tables
 from grpo_ustat.pages.learning import GSTAR, Learning, learning_rows, notes
 from grpo_ustat.pages.page import render
-from grpo_ustat.pages.run_page import run_page
-from grpo_ustat.pages.study_page import mse_facts, mse_tables
 from grpo_ustat.report.aggregate import without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.contents import misfit
@@ -79,7 +79,7 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
     error_figures.mse_figure(folder, result)
     error_figures.scaling_figure(folder, result, 256)
     recipes.recipes_figure(folder, result)
-    assert render(run_page(folder, result))
+    assert render(page_of(folder, result))
     runs = without_unreadable(read_runs(entries_in([str(tmp_path)])))
     assert not runs.damaged
     for table in (mse_table(runs.runs, ()), scaling_table(runs.runs, ())):
@@ -105,7 +105,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
         error_figures.scaling_figure(folder, result, 256)
         recipes.recipes_figure(folder, result)
         assert titles
-        words = [*titles, study_tables(result)[0].title, mse_facts(RunRecord(folder))[0][0]]
+        words = [*titles, study_tables(result)[0].title, facts(RunRecord(folder))[0][0]]
         (other,) = {"accuracy", "mean reward"} - {quantity}
         for text in words:
             assert quantity in text.lower() and other not in text.lower()
@@ -128,8 +128,8 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     run, other = RunRecord(folder, "a"), RunRecord(study(tmp_path / "b")[0], "b")
     title = study_tables(result)[0].title
     assert f"averaged over {batch} (" in title and f"({scope})" in title
-    assert mse_facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
-    law = next(table for table in mse_tables(run) if "Scaling law" in table.title)
+    assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
+    law = next(table for table in tables(run) if "Scaling law" in table.title)
     assert law.notes[0] == f"95 % intervals {scope}."
     assert f"those of accuracy {scope}." in mse_table([run], ()).notes[0]
     if questions < 4:

@@ -14,11 +14,12 @@ import pytest
 import yaml
 from commands import compose
 from folders import completed
+from page_views import page_of
 from test_page import SVG, Skeleton
 
 from grpo_ustat.pages import run_page as pages
 from grpo_ustat.pages.page import render, visible
-from grpo_ustat.pages.run_page import leave_page, run_page
+from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows
 from grpo_ustat.runs.log import write_rows
@@ -101,20 +102,20 @@ def folder_of(path, config, result=None, steps=4, rows=None):
 
 def test_a_page_says_when_where_and_by_which_command_its_run_started(tmp_path):
     folder = folder_of(tmp_path, TRAIN, RESULT)
-    assert run_page(folder).provenance == ""  # of an earlier version, which kept no times
+    assert page_of(folder).provenance == ""  # of an earlier version, which kept no times
     start = {"event": "start", "time": "2026-03-01T04:20:59+00:00", "host": "node7"}
     row = start | {"command": "grpo-ustat train -m group_size=4,8"}
     (folder / "launches.jsonl").write_text(json.dumps(row) + "\n")
     now = datetime(2026, 3, 1, 5, 20, 59, tzinfo=UTC)
-    page = run_page(folder, now=now)
+    page = page_of(folder, now=now)
     line = "started 2026-03-01 04:20 UTC on node7 by `grpo-ustat train -m group_size=4,8`"
     assert page.provenance == line and line in html.unescape(render(page))
     assert dict(page.facts)["Wall time"] == "1:00:00"
-    assert dict(run_page(folder).facts)["Wall time"] is None  # killed
+    assert dict(page_of(folder).facts)["Wall time"] is None  # killed
 
 
 def test_a_finished_training_run_says_what_it_found(tmp_path):
-    page = run_page(folder_of(tmp_path, TRAIN, RESULT))
+    page = page_of(folder_of(tmp_path, TRAIN, RESULT))
     assert page.answer == (
         "Held-out accuracy went from 0.250 [0.200, 0.300] to 0.500 [0.450, 0.550] in 4 steps of "
         "64 rollouts, G = 8 (paired difference +0.250 [+0.125, +0.375]; the same 100 questions, "
@@ -144,14 +145,14 @@ def test_a_finished_training_run_says_what_it_found(tmp_path):
 
 def test_what_the_monitor_measured_is_on_the_page(tmp_path):
     folder = folder_of(tmp_path, TRAIN, RESULT, steps=1)
-    assert "Best group size" not in render(run_page(folder))
+    assert "Best group size" not in render(page_of(folder))
     monitored = {f"monitor/{name}": 2.0 for name in ("c1", "c1_low", "c1_high", "mse")}
     sizes = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
     unknown = dict.fromkeys([*monitored, *sizes])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "tokens": 1} | monitored | sizes) + "\n")
         file.write(json.dumps({"step": 4, "tokens": 1} | unknown) + "\n")
-    page = run_page(folder)
+    page = page_of(folder)
     (table,) = (one for one in page.tables if one.title.startswith("Best group size"))
     first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert first["G*"] == "at least 7.1" and first["MSE of leave one out's gradient"] == 2.0
@@ -165,9 +166,9 @@ def test_what_the_monitor_measured_is_on_the_page(tmp_path):
 def test_a_page_before_its_result_is_that_after_it(tmp_path):
     """As a run leaves it, the result being written last."""
     folder = folder_of(tmp_path, TRAIN)
-    early = render(run_page(folder, RESULT))
+    early = render(page_of(folder, RESULT))
     (folder / "result.json").write_text(json.dumps(RESULT))
-    assert render(run_page(folder)) == early
+    assert render(page_of(folder)) == early
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_an_unfinished_training_run_says_so(tmp_path, evals, answer):
     (folder / "eval.csv").write_text("".join(EVAL.splitlines(keepends=True)[: evals + 1]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')  # as a killed run leaves it
-    page = run_page(folder)
+    page = page_of(folder)
     assert (page.answer, page.notes) == (answer, [])
     assert dict(page.facts)["Tokens sampled"] == 20
     assert page.title in render(page)
@@ -197,7 +198,7 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     (folder / "scaling.svg").write_text(SVG)
     (folder / "own.svg").write_text(SVG)
     (folder / "curves.csv").write_text("mse\n")
-    page = run_page(folder)
+    page = page_of(folder)
     assert page.answer.startswith(
         "Best G is about 4.2 [4.0, 4.5]: at 256 rollouts a step use G = 4, within 5 % of the"
     )
@@ -219,7 +220,7 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
 
 def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
     result = STUDIED | {"assumption2": STUDIED["assumption2"] | {"corr": None}}
-    page = run_page(folder_of(tmp_path, MSE, result))
+    page = page_of(folder_of(tmp_path, MSE, result))
     assert page.answer == "corr(q, Z) = -0.5." and page.answer not in page.notes
 
 
@@ -231,7 +232,7 @@ def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
     }  # fmt: skip
     result |= {key: STUDIED[key] for key in ("policy", "cost", "questions", "pool_completions")}
     result = completed(EqualRewardsResult, result)
-    page = run_page(folder_of(tmp_path, asdict(compose("mse")), result))
+    page = page_of(folder_of(tmp_path, asdict(compose("mse")), result))
     assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
     assert page.next_step.startswith("harder questions: grpo-ustat mse ")
     assert [table.title for table in page.tables] == ["Starts and ends"] and page.figures == []
@@ -244,7 +245,7 @@ def test_an_unfinished_study_counts_its_questions(tmp_path):
     (folder / "pool").mkdir()
     for name in ("aa-0-4", "aa-4-4", "bb-0-4"):
         (folder / "pool" / f"{name}.safetensors").touch()
-    page = run_page(folder)
+    page = page_of(folder)
     assert page.answer.startswith("Unfinished: completions of 2 of 10 questions are scored")
     render(page)
 
@@ -256,7 +257,7 @@ def test_damaged_files_are_named_and_cost_nothing_else(tmp_path):
         "own.svg": "<svg><script/></svg>", "result.json": "[]", "metrics.jsonl": "{}\n{\n",
     }.items():  # fmt: skip
         (folder / name).write_text(text, errors="surrogateescape")
-    page = run_page(folder)
+    page = page_of(folder)
     named = [note.split()[0] for note in page.notes]
     assert sorted(named) == [
         "code.json", "completions.parquet", "metrics.jsonl", "own.svg", "result.json",
@@ -271,7 +272,7 @@ def test_hostile_folders_show_their_texts(tmp_path):
     config = TRAIN | {"model": {"name": name, "model_name_or_path": hostile.MARKUP[5]}}
     folder = folder_of(tmp_path, config, RESULT | {"alarms": {hostile.MARKUP[1]: 1}}, rows=rows)
     (folder / "own.svg").write_text(SVG.replace("a title", "&lt;script&gt;HIT&lt;/script&gt;"))
-    found = Skeleton(render(run_page(folder)))
+    found = Skeleton(render(page_of(folder)))
     assert sum(tag[0] == "script" for tag in found.tags) == 2
     assert sum(tag[0] == "img" for tag in found.tags) == 1  # the picture
     assert not {"iframe", "object", "base", "link"} & {tag[0] for tag in found.tags}
@@ -295,7 +296,7 @@ def test_a_long_run_has_a_page_of_some_thousand_completions(tmp_path):
     """Whole steps of it, evenly spaced, the first and the last among them, and the page says so."""
     rows = [completion(s, i % 2, f"{s} {i} " * 60) for s in range(1, 1001) for i in range(8)]
     folder = folder_of(tmp_path, TRAIN | {"max_steps": 1000}, RESULT, steps=1000, rows=rows)
-    page = run_page(folder)
+    page = page_of(folder)
     text = render(page)
     shown = [row["step"] for row in page.completions.rows]
     assert shown == [step for step in dict.fromkeys(shown) for _ in range(8)]
@@ -312,7 +313,7 @@ def test_a_long_run_has_a_page_of_some_thousand_completions(tmp_path):
 @pytest.mark.slow
 def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
     rows = [completion(None, text="x" * 10_000) for _ in range(2000)]
-    page = run_page(folder_of(tmp_path, TRAIN, RESULT, rows=rows))
+    page = page_of(folder_of(tmp_path, TRAIN, RESULT, rows=rows))
     assert 700 <= len(page.completions.rows) <= 800
     assert "holds 2000 completions; here are 7" in page.completions.note
 
@@ -337,7 +338,7 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_allocation(tmp_path)
         ],
     }  # fmt: skip
     folder = folder_of(tmp_path, MSE, result)
-    tables = {table.title: table for table in run_page(folder).tables}
+    tables = {table.title: table for table in page_of(folder).tables}
     row = ["768 [512, infinity)", "-", "0.250 [0.200, 0.300]"]
     assert tables["Noise scale"].rows == [["4", *row], ["G* = 4.2", *row]]
     assert tables["Noise scale"].notes[1] == "no upper end"

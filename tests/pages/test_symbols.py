@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from grpo_ustat.measurements.study_page import QUANTITIES
 from grpo_ustat.pages.page import Figure, Page, Table, render
-from grpo_ustat.pages.study_page import QUANTITIES
 from grpo_ustat.pages.symbols import PATTERN, SYMBOLS, legend, parts
 
 SVG = (

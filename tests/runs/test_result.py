@@ -9,7 +9,9 @@ import pytest
 from folders import completed, record_in
 from readme import PAGES, ROOT
 
-from grpo_ustat.runs.contents import keys_of, misfit
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.registry import OURS
+from grpo_ustat.runs.contents import content_of, keys_of, misfit
 from grpo_ustat.runs.library import load_run
 from grpo_ustat.runs.result import (
     RESULT_TYPES,
@@ -33,6 +35,9 @@ def declared(record):
 
 
 KEYS = {key for record in RECORDS for key in declared(record)}
+for measurement in OURS:
+    inner = record_in(measurement.record)
+    KEYS |= {measurement.name, *(f"{measurement.name}.{key}" for key in declared(inner))}
 
 
 def written(content, key=""):
@@ -52,6 +57,19 @@ def test_an_example_is_loaded_and_all_of_its_keys_are_declared(file):
     free = {"alarms", "best_divisor", "left_out", "versions", "pool_versions", "files", "evals"}
     for key in written(run.result):
         assert key in KEYS or free & set(key.split(".")), key
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.parent.name)
+def test_an_example_is_the_same_when_its_records_are_written_again(file):
+    run = load_run(file.parent)
+    if run.command != "mse":
+        return
+    study, content = Study(run), run.final_result
+    whole = content_of(study.result)
+    for measurement in OURS:
+        if (record := study.of(measurement)) is not None:
+            whole[measurement.name] = content_of(record)
+    assert whole == content
 
 
 def test_pages_name_keys_of_results():

@@ -17,9 +17,9 @@ from simulated import on_ranks
 from training_runs import config_of, first_batch, fit
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.closed_form import Request, closed_form
 from grpo_ustat.estimators.groups import law_of_prompts
 from grpo_ustat.estimators.scaling import C3
-from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import gradient_monitor

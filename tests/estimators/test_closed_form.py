@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from prompt_pools import whole_pool
-from tabular import TabularPolicy
+from prompt_pools import pool_of, truth, whole_pool
+from tabular import TabularPolicy, known_policy
 
+from grpo_ustat.estimators.closed_form import CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.estimators.groups import HeavyTails, scaling_from_arrays
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
 from grpo_ustat.estimators.moments import (
@@ -20,35 +21,11 @@ from grpo_ustat.estimators.moments import (
     pool_moments,
     refutes_assumption2,
 )
-from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.mse.closed_form import CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.pages.caveats import heavy_warning
 from grpo_ustat.records import ScorePool
 
 BASELINES = ["none", "leave_one_out", "group_mean", "oracle"]
 PROMPT_ONLY = ["optimal", "constant", "remax"]
-
-
-def tabular(prompts=30, heavy=False):
-    """With heavy tails the last outcome is rare and its score is tens of times as long."""
-    rng = np.random.default_rng(5)
-    features = rng.normal(size=(prompts, 4, 6))
-    if heavy:
-        features[:, 3] *= 4.0
-        features[:, 3, 0] = -8.0
-    rewards = (rng.random((prompts, 4)) < 0.5).astype(float)
-    theta = 0.5 * rng.normal(size=6)
-    theta[0] = 0.4
-    return TabularPolicy(features, theta, rewards)
-
-
-def pool_of(policy, count, rng):
-    """A score pool of tabular completions; features and sums are the scores' own, in full."""
-    outcomes = policy.sample(count, rng)
-    rows = np.arange(len(outcomes))[:, None]
-    scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
-    greedy_P = policy.rewards_PY[np.arange(len(z)), policy.probabilities_PY.argmax(axis=1)]
-    return whole_pool(scores, z, np.ones_like(z, dtype=int), greedy_P=greedy_P)
 
 
 def statistics(pool, baselines, group_sizes, interval, setting="all_questions_once", count=None):
@@ -66,47 +43,11 @@ def statistics(pool, baselines, group_sizes, interval, setting="all_questions_on
     return dataclasses.replace(found, statistics=short)
 
 
-def truth(policy, group_sizes):
-    """Exact values of what `closed_form` estimates."""
-    moments, count = policy.moments(), len(policy.rewards_PY)
-    grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
-    result = {
-        "grad_sq": grad_sq,
-        "c1": moments.g_sq.mean() - grad_sq,
-        "c3": (moments.d + moments.g_sq).mean(),
-        "av_minus_a0": (moments.a_v - moments.a_0).mean(),
-        "av_minus_abstar": (moments.cov_qz**2 / moments.m0).mean(),
-        "share": (moments.cov_qz**2 / moments.m0).mean() / moments.a_v.mean(),
-        "corr": moments.cov_qz.mean() / np.sqrt(moments.var_q.mean() * moments.var_z.mean()),
-    }
-    c2 = (moments.a_v - moments.g_sq).mean()
-    result["gstar"] = 1 + np.sqrt(result["c3"] / result["c1"])
-    result["gstar_tokens"] = ScalingLaw.exact(result["c1"], c2, result["c3"]).best_size(5.0, 2.0)
-    result["n_mse/8"] = 8 * result["c1"] + c2 + result["c3"] / 7
-    result["noise/8"] = result["n_mse/8"] / grad_sq
-    result["prompt_share/8"] = 8 * result["c1"] / result["n_mse/8"]
-    result["noise_tokens/8"] = (5.0 + 8 * 2.0) / 8 * result["noise/8"]
-    least = result["c1"] + c2 + 2 * math.sqrt(result["c1"] * result["c3"])
-    result["noise/best"] = least / grad_sq
-    greedy = policy.rewards_PY[np.arange(count), policy.probabilities_PY.argmax(axis=1)]
-    levels = {"optimal": moments.m1 / moments.m0, "constant": 0.4, "remax": greedy}
-    for size in group_sizes:
-        for name in ("none", "leave_one_out", "oracle"):
-            result[f"mse/{name}/{size}"] = moments.mse(name, size).mean() / count
-        for name, b in levels.items():
-            a_b = moments.a_0 - 2 * b * moments.m1 + b**2 * moments.m0
-            result[f"mse/{name}/{size}"] = ((a_b - moments.g_sq) / size).mean() / count
-        shrink = (size - 1) / size
-        loo = result[f"mse/leave_one_out/{size}"]
-        result[f"mse/group_mean/{size}"] = shrink**2 * loo + grad_sq / size**2
-    return result
-
-
 def test_rewards_of_minus_one_and_one_are_the_same_law_in_another_unit(rng):
     """2 z - 1 in place of z: what subtracts a group's own reward has 4 times the error, at the same
     best size; vanilla, which subtracts nothing, has not.
     """
-    pool = pool_of(tabular(), 24, rng)
+    pool = pool_of(known_policy(), 24, rng)
     signed = dataclasses.replace(
         pool,
         rewards_PN=2 * pool.rewards_PN - 1,
@@ -127,7 +68,7 @@ def test_rewards_of_minus_one_and_one_are_the_same_law_in_another_unit(rng):
 @pytest.mark.parametrize("interval", ["completions", "questions"])
 @pytest.mark.parametrize("offset", [1e6, 1e8])
 def test_a_large_constant_in_all_rewards_changes_what_vanilla_sees_alone(rng, offset, interval):
-    pool = pool_of(tabular(), 24, rng)
+    pool = pool_of(known_policy(), 24, rng)
     higher = dataclasses.replace(pool, rewards_PN=pool.rewards_PN + offset)
     before, after = (
         statistics(x, ["none", "leave_one_out", "group_mean"], [2, 8], interval)
@@ -153,7 +94,7 @@ def test_what_training_is_asked_of_does_not_grow_with_the_questions():
     """Given the questions the noise scale would: ||grad J||^2 + C1/m is their signal. Means over
     400 pools of 10 and of 60 questions, 12 completions, of ||grad J||^2 and of the signal.
     """
-    rng, everyone = np.random.default_rng(8), tabular(4000)
+    rng, everyone = np.random.default_rng(8), known_policy(4000)
     exact = truth(everyone, [4])
     for count in (10, 60):
         signals = []
@@ -173,14 +114,14 @@ def test_what_training_is_asked_of_does_not_grow_with_the_questions():
 
 def test_of_fewer_than_4_questions_nothing_is_known_of_new_ones(rng):
     for count in (1, 3):
-        found = statistics(pool_of(tabular(count), 12, rng), ["oracle"], [4], "questions")
+        found = statistics(pool_of(known_policy(count), 12, rng), ["oracle"], [4], "questions")
         assert np.isnan(found["gstar"]).all() and np.isnan(found.law.constants_4).all()
         assert np.isnan(found["noise/8"].estimate) and found["noise/8"][1:] == (0, math.inf)
 
 
 @pytest.mark.slow
 def test_large_pools_meet_the_truth():
-    policy = tabular()
+    policy = known_policy()
     found = statistics(pool_of(policy, 500, np.random.default_rng(0)), EVERY, [2, 8], "completions")
     for name, value in given_questions(truth(policy, [2, 8])).items():
         interval = found[name]
@@ -204,7 +145,7 @@ def test_intervals_cover(heavy, low):
     interval, and A_V - A_b*, a ratio, is understated by a fifth at 16 completions where a rare loud
     outcome decides: less is promised there.
     """
-    policy, rng = tabular(heavy=heavy), np.random.default_rng(1)
+    policy, rng = known_policy(heavy=heavy), np.random.default_rng(1)
     exact = given_questions(truth(policy, [2, 16]))
     hits = dict.fromkeys(exact, 0)
     studies = 1000
@@ -224,7 +165,7 @@ def test_intervals_cover(heavy, low):
 def test_intervals_over_questions_cover():
     """Questions drawn from a population of 40 000: C1, the curves' mean and ||grad J||^2."""
     rng = np.random.default_rng(4)
-    everyone = tabular(40_000)
+    everyone = known_policy(40_000)
     exact = truth(everyone, [4])
     names = ("c1", "c3", "grad_sq", "noise/8", "noise/best", "prompt_share/8")
     hits, given = dict.fromkeys((*names, "mse"), 0), dict.fromkeys((*names, "mse"), 0)
@@ -252,7 +193,7 @@ def test_intervals_over_questions_cover():
 
 def test_identical_questions_vary_not_at_all():
     """Twenty copies of one question: an interval over questions has no width."""
-    pool = pool_of(tabular(1), 32, np.random.default_rng(3))
+    pool = pool_of(known_policy(1), 32, np.random.default_rng(3))
     copies = {
         name: np.repeat(values, 20, axis=0)
         for name, values in vars(pool).items()
@@ -267,7 +208,7 @@ def test_identical_questions_vary_not_at_all():
 def test_without_spread_between_questions_the_best_group_size_has_no_upper_end():
     """With the same gradient at every question C1 is 0 and G* infinite: nothing is decided."""
     rng, bounded = np.random.default_rng(6), 0
-    one = tabular(1)
+    one = known_policy(1)
     same = TabularPolicy(
         np.repeat(one.features_PYD, 30, axis=0), one.theta_D, np.repeat(one.rewards_PY, 30, axis=0)
     )
@@ -279,7 +220,7 @@ def test_without_spread_between_questions_the_best_group_size_has_no_upper_end()
 
 
 def test_over_questions_is_wider_than_given_the_questions():
-    pool = pool_of(tabular(), 64, np.random.default_rng(2))
+    pool = pool_of(known_policy(), 64, np.random.default_rng(2))
     given = statistics(pool, BASELINES, [4], "completions")["mse/oracle/4"]
     over = statistics(pool, BASELINES, [4], "questions")["mse/oracle/4"]
     assert over.estimate == pytest.approx(given.estimate, rel=1e-12)
@@ -287,7 +228,7 @@ def test_over_questions_is_wider_than_given_the_questions():
 
 
 def test_leaving_one_out_fast_equals_leaving_it_out(rng):
-    pool = pool_of(tabular(3), 6, rng)
+    pool = pool_of(known_policy(3), 6, rng)
     fast = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
     for i in range(6):
         kept = np.delete(np.arange(6), i)
@@ -299,7 +240,7 @@ def test_leaving_one_out_fast_equals_leaving_it_out(rng):
 
 
 def test_leaving_one_out_moves_products_between_questions(rng):
-    pool = pool_of(tabular(4), 6, rng)
+    pool = pool_of(known_policy(4), 6, rng)
     fast = _change_between(pool)
     whole = pool.gradients_of(slice(None))
     for x in range(4):
@@ -364,9 +305,9 @@ def independent_pool(rng, questions, count):
 
 def test_a_hidden_change_of_sign_in_deleting_would_be_noticed(monkeypatch):
     """Mutation: intervals that leave nothing out have no width."""
-    from grpo_ustat.mse import closed_form as module
+    from grpo_ustat.estimators import closed_form as module
 
-    pool = pool_of(tabular(), 16, np.random.default_rng(2))
+    pool = pool_of(known_policy(), 16, np.random.default_rng(2))
     whole = pool_moments(pool.rewards_PN, pool.gram_PNN)
     same = type(whole)(**{k: np.repeat(v[:, None], 16, axis=1) for k, v in vars(whole).items()})
     monkeypatch.setattr(module, "delete_one_moments", lambda *_: same)
@@ -398,7 +339,7 @@ def test_a_small_pool_of_heavy_tails_is_told_from_a_large_and_from_a_light_one(i
         for _ in range(10)
     ]
     light = [
-        statistics(pool_of(tabular(120), 32, rng), ["oracle"], [4], interval).tails.heavy
+        statistics(pool_of(known_policy(120), 32, rng), ["oracle"], [4], interval).tails.heavy
         for _ in range(10)
     ]
     assert sum(heavy) >= 9 and sum(light) <= 1
@@ -409,7 +350,7 @@ def test_plain_arrays_warn_of_heavy_tails_by_the_same_rule(rng):
     gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
     with pytest.warns(HeavyTails, match="with so few prompts: their mean squared"):
         scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
-    pool = pool_of(tabular(120), 64, rng)
+    pool = pool_of(known_policy(120), 64, rng)
     gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -417,7 +358,7 @@ def test_plain_arrays_warn_of_heavy_tails_by_the_same_rule(rng):
 
 
 def test_plain_arrays_give_the_same_constants(rng):
-    pool = pool_of(tabular(120), 16, rng)
+    pool = pool_of(known_policy(120), 16, rng)
     gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
     plain = scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
     found = statistics(pool, ["oracle"], [4], "questions")
@@ -432,7 +373,7 @@ def test_plain_arrays_give_the_same_constants(rng):
 @pytest.mark.slow
 def test_the_running_mean_is_that_of_all_questions_and_unbiased():
     """Over 1500 pools of four completions of three questions, within four standard errors."""
-    policy, rng = tabular(3), np.random.default_rng(0)
+    policy, rng = known_policy(3), np.random.default_rng(0)
     moments, b = policy.moments(), policy.value_P.mean()
     a_b = moments.a_0 - 2 * b * moments.m1 + b**2 * moments.m0
     exact = ((a_b - moments.g_sq) / 2).mean() / 3
@@ -454,7 +395,7 @@ def ratio_of(found, baseline, size, setting="all_questions_once"):
 
 def test_a_ratio_to_the_oracle_is_that_of_the_errors_and_paired_over_questions(rng):
     """Slow reference: the ratio of the errors of the pools that lack one question."""
-    pool, names = pool_of(tabular(12), 8, rng), ["none", "leave_one_out"]
+    pool, names = pool_of(known_policy(12), 8, rng), ["none", "leave_one_out"]
     found = statistics(pool, [*names, "oracle"], [4], "questions")
     for name in names:
         delete_one = []
@@ -479,7 +420,7 @@ def test_a_ratio_to_the_oracle_is_that_of_the_errors_and_paired_over_questions(r
 @pytest.mark.slow
 def test_ratios_to_the_oracle_cover_the_truth(rng):
     """120 pools: of leave_one_out and of none, given the questions; 2.5 % the standard error."""
-    policy = tabular(12)
+    policy = known_policy(12)
     exact, inside, widths = truth(policy, [4]), {"none": 0, "leave_one_out": 0}, []
     for _ in range(120):
         found = statistics(pool_of(policy, 24, rng), [*inside, "oracle"], [4], "completions")

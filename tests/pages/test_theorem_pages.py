@@ -6,11 +6,11 @@ import json
 
 import hostile
 import pytest
+from page_views import page_of
 from test_page import SVG, Skeleton
 from test_run_page import folder_of
 
 from grpo_ustat.pages.page import render, visible
-from grpo_ustat.pages.run_page import run_page
 
 CONFIG = {
     "seed": 2, "study": {"kind": "theorem8", "steps": [10, 100]},
@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def test_a_finished_study_says_what_it_found(folder):
-    page = run_page(folder)
+    page = page_of(folder)
     assert page.title == "Theorem 8, the law of the gap, on valley, seed 2"
     assert page.answer == (
         "Theory and measurement disagree in at least one claim. The limit is there, the bound is "
@@ -60,7 +60,7 @@ def test_a_finished_study_says_what_it_found(folder):
 
 
 def test_predictions_stand_beside_measurements(folder):
-    table = run_page(folder).tables[0]
+    table = page_of(folder).tables[0]
     assert table.title == "Predicted and measured"
     assert table.rows == [
         ["T times the gap", "0.1235", "0.12", "[0.1, 0.14]", "0.04 (0.2)", "agrees",
@@ -71,12 +71,12 @@ def test_predictions_stand_beside_measurements(folder):
 
 def test_a_study_that_enumerates_says_so(tmp_path):
     result = RESULT | {"bed": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
-    page = run_page(folder_of(tmp_path, CONFIG, result))
+    page = page_of(folder_of(tmp_path, CONFIG, result))
     assert dict(page.facts)["Completions drawn"] == "0: enumerated"
 
 
 def test_an_unfinished_study_says_so(tmp_path):
-    page = run_page(folder_of(tmp_path, CONFIG))
+    page = page_of(folder_of(tmp_path, CONFIG))
     assert page.answer == "Unfinished: nothing is measured yet." and page.notes == []
     assert [table.title for table in page.tables] == ["Starts and ends"]
     assert page.title in render(page)
@@ -85,9 +85,9 @@ def test_an_unfinished_study_says_so(tmp_path):
 def test_a_page_before_its_result_is_that_after_it(tmp_path):
     """As a study leaves it, the result being written last."""
     folder = folder_of(tmp_path, CONFIG)
-    early = render(run_page(folder, RESULT))
+    early = render(page_of(folder, RESULT))
     (folder / "result.json").write_text(json.dumps(RESULT))
-    assert render(run_page(folder)) == early
+    assert render(page_of(folder)) == early
 
 
 def test_hostile_claims_show_their_texts(tmp_path):
@@ -97,7 +97,7 @@ def test_hostile_claims_show_their_texts(tmp_path):
     told = {"statement": texts[0], "answer": texts[1], "notes": texts, "bed": {texts[2]: texts[3]}}
     config = CONFIG | {"bed": {"name": texts[4], "kind": "softmax"}, "study": {"kind": texts[5]}}
     found = Skeleton(
-        render(run_page(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))
+        render(page_of(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))
     )
     assert sum(tag[0] == "script" for tag in found.tags) == 1  # the page's own
     assert not {"img", "iframe", "object", "base", "link", "form"} & {tag[0] for tag in found.tags}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,11 +12,12 @@ from prompt_pools import prompts
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
+from grpo_ustat.estimators.closed_form import Request, closed_form
 from grpo_ustat.estimators.moments import centred
+from grpo_ustat.measurements.base import PoolStudy
+from grpo_ustat.measurements.rewards import SUM_NAME, measure_functions
 from grpo_ustat.mse import study
-from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.reward_functions import SUM_NAME, function_statistics
 from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.runs.folder import RunFolder
@@ -78,10 +78,8 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
     request = Request([], {}, 6, True, {})
     total = closed_form(pool, request, "questions")
     names = ["task", "brevity", "format"]
-    found = {
-        name: (weight, values)
-        for name, weight, values in function_statistics(pool, names, total, request)
-    }
+    study = PoolStudy(pool, [4], 8, 2, 0, names, frozenset(), total, total, request)
+    found = {row.name: row for row in measure_functions(study) or []}
     assert list(found) == [*names, SUM_NAME]
     second = dataclasses.replace(
         pool,
@@ -91,13 +89,12 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
         ),
     )
     alone = closed_form(second, request, "questions")
-    weight, values = found["brevity"]
-    assert weight == 0.5
+    assert found["brevity"].weight == 0.5
     for key in ("c1", "c2", "c3", "gstar", "grad_sq"):
-        np.testing.assert_allclose(values[key], alone[key], rtol=1e-9)
-    assert found[SUM_NAME][1]["c3"] == total["c3"]
-    assert math.isnan(found["format"][1]["gstar"].estimate)
-    assert found["format"][1]["mean"].estimate == 1
+        np.testing.assert_allclose(getattr(found["brevity"], key), alone[key], rtol=1e-9)
+    assert found[SUM_NAME].c3 == total["c3"]
+    assert not found["format"].gstar.is_known
+    assert found["format"].mean.estimate == 1
 
 
 SMALL = (

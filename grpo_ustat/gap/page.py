@@ -1,0 +1,69 @@
+"""The page of a study of a theorem: claims and verdicts."""
+
+from __future__ import annotations
+
+from grpo_ustat.pages.claims import (
+    CLAIM_COLUMNS,
+    FAMILY_RULE,
+    TITLES,
+    VERDICT_WORDS,
+    claim_cells,
+)
+from grpo_ustat.pages.run_page import PREDICTED_CAPTION, RunView
+from grpo_ustat.pages.tables import Cell, Table, number_text, rows_table
+from grpo_ustat.runs.record import RunRecord
+
+# Rows of a table on a page.
+MOST_ROWS = 200
+
+
+def title(run: RunRecord) -> str:
+    """Return the study's result, test problem and seed."""
+    kind, bed = str(run.value("study.kind")), run.value("bed.name")
+    return f"{TITLES.get(kind, kind)}, on {bed}, seed {run.value('seed')}"
+
+
+def answer(run: RunRecord) -> str:
+    """Return the verdict and the study's answer."""
+    if run.result is None:
+        return "Unfinished: nothing is measured yet."
+    return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
+
+
+def facts(run: RunRecord) -> list[tuple[str, Cell]]:
+    """Return test problem and cost."""
+    if run.result is None:
+        return []
+    bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
+    rollouts = run.result["cost"]["rollouts"]
+    return [
+        ("Test problem", bed),
+        ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
+    ]
+
+
+def tables(run: RunRecord) -> list[Table]:
+    """Return tables of predictions beside measurements."""
+    if run.result is None:
+        return []
+    columns = [*CLAIM_COLUMNS, "how it is decided"]
+    rows = [[*claim_cells(claim), claim["how"]] for claim in run.result["claims"]]
+    tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
+    numbers = run.csv_rows("curves.csv")
+    if numbers:
+        note = f"The first {MOST_ROWS} of {len(numbers)}, all in curves.csv."
+        note = note if len(numbers) > MOST_ROWS else ""
+        tables.append(rows_table("Numbers", numbers[:MOST_ROWS], note))
+    return tables
+
+
+def notes(run: RunRecord) -> list[str]:
+    """Return the theorem's statement and the study's notes."""
+    result = run.result or {}
+    return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
+
+
+VIEW = RunView(
+    title=title, answer=answer, facts=facts, tables=tables, notes=notes,
+    figures={"figure": (PREDICTED_CAPTION, "Numbers:", "curves.csv")},
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""A measurement: what a study finds out about a pool, and how that is said, tabled and drawn.
+
+It is an object of `Measurement` in a module of its own. Those of other packages are offered as an
+entry point of `grpo_ustat.measurements` and asked for by name in `study.measurements`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from grpo_ustat.estimators.closed_form import ClosedForm, Request
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.records import ScorePool
+from grpo_ustat.runs.contents import misfit, record_of
+from grpo_ustat.runs.record import RunRecord, study_rollouts
+from grpo_ustat.runs.result import StudyResult
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class PoolStudy:
+    """A pool of scored completions, what a study asks of it, and its closed forms.
+
+    It holds arrays alone: nothing is sampled and no model is read.
+    """
+
+    pool: ScorePool
+    # Every G of the curves.
+    group_sizes: Sequence[int]
+    # n of a training step.
+    rollouts: int
+    # Pairs of batches behind losses that weigh rows by the whole batch, and the seed of all draws.
+    draws: int
+    seed: int
+    # Names of the reward functions, in the order of the pool's axis F.
+    reward_names: Sequence[str]
+    # Measurements that are made only if they are asked for.
+    asked: frozenset[str]
+    # With intervals for these questions, or for new ones in AdamW's metric.
+    at_hand: ClosedForm
+    # With intervals for new questions, the population of a training step, and its request.
+    population: ClosedForm
+    request: Request
+
+
+class Study:
+    """A finished study as its folder holds it."""
+
+    def __init__(self, run: RunRecord):
+        self.run = run
+
+    @cached_property
+    def result(self) -> StudyResult:
+        """The part of the result that every study has."""
+        return record_of(StudyResult, self.run.final_result)
+
+    @property
+    def rollouts(self) -> int:
+        """n of the training step that the answer speaks of."""
+        return study_rollouts(self.run.config)
+
+    def of(self, measurement: Measurement[R]) -> R | None:
+        """Return what was measured; None where the study did not, or where it is damaged."""
+        content = self.run.final_result.get(measurement.name)
+        if content is None:
+            return None
+        if wrong := misfit(content, measurement.record, measurement.name):
+            self.run.add_note(f"result.json is damaged: {wrong}")
+            return None
+        return record_of(measurement.record, content)
+
+
+def nothing_to_say(record: Any, study: Study) -> list[str]:
+    """Return no sentence."""
+    return []
+
+
+def no_table(records: Mapping[Study, Any]) -> list[Table]:
+    """Return no table."""
+    return []
+
+
+@dataclass(frozen=True)
+class Figure(Generic[R]):
+    """A figure of a study's folder and of a report's."""
+
+    # Of its files, without their endings.
+    name: str
+    title: str
+    # Writes the files to a folder, with lines below the panels.
+    draw: Callable[[Path, Mapping[Study, R], Sequence[str]], None]
+
+
+@dataclass(frozen=True)
+class Measurement(Generic[R]):
+    """A finding of a study, from pool to page; fields with a default may be left out."""
+
+    # Its key in `result.json`, and its name in `study.measurements`.
+    name: str
+    # The type of what it measures: a frozen dataclass, or a list of one. An `Interval` is three
+    # keys of the file, see `runs.contents`.
+    record: Any
+    # None where the pool does not tell it, or where it was not asked for.
+    measure: Callable[[PoolStudy], R | None]
+    # Said beside the answer.
+    sentences: Callable[[R, Study], list[str]] = nothing_to_say
+    # On the page of a study, and in a report of several: of every study that has measured it.
+    tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
+    # True if its tables are printed on the terminal, too.
+    prints: bool = False
+    figure: Figure[R] | None = None
+
+    def of(self, studies: Iterable[Study]) -> dict[Study, R]:
+        """Return what each of the studies that have measured it found."""
+        found = {study: study.of(self) for study in studies}
+        return {study: record for study, record in found.items() if record is not None}
+
+
+def table_of_studies(
+    title: str,
+    columns: Sequence[str],
+    rows_by_study: Mapping[Study, Sequence[Sequence[Any]]],
+    notes: Sequence[str],
+) -> Table:
+    """Return a table of one study, or of several with their policies in a column before the others.
+
+    Args:
+        rows_by_study: cells of each study, in `columns`.
+    """
+    if len(rows_by_study) == 1:
+        (rows,) = rows_by_study.values()
+        return Table(title, columns, list(rows), notes)
+    joint = [
+        [f"{study.run.policy}\n{study.run.dataset}", *row]
+        for study, rows in rows_by_study.items()
+        for row in rows
+    ]
+    return Table(title, ["policy", *columns], joint, notes, headings=True)

@@ -1,0 +1,69 @@
+"""The error saved by unequal group sizes at the same number of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from grpo_ustat.estimators.allocation import AllocationSaving, allocation_savings
+from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
+from grpo_ustat.pages.tables import Table, percent
+
+# Share of the error; plans that save less do not help.
+HELPFUL_SAVING = 0.05
+# The mean G of which the sentence speaks.
+USUAL_SIZE = 8
+NOTE = (
+    "Error at the same number of rollouts over that of equal groups, less 1: planned from one "
+    "half of the pool, judged on the other, both ways; at least 2 completions a prompt. In "
+    "brackets 95 % intervals for other prompts, of all plans of a column together. In sample "
+    "the plan follows the errors of its own estimates, so it saves less than that."
+)
+
+
+def measure(study: PoolStudy) -> list[AllocationSaving] | None:
+    """Compute the change of the error by every plan, where published claims are judged."""
+    return allocation_savings(study.pool) if "verdicts" in study.asked else None
+
+
+def sentences(rows: list[AllocationSaving], study: Study) -> list[str]:
+    """Return a sentence on the best plan at a mean G of 8; none for too small a pool."""
+    of_size = [row for row in rows if row.group_size == USUAL_SIZE and row.change.is_known]
+    if not of_size:
+        return []
+    best = min(of_size, key=lambda row: row.change.estimate)
+    change, low, high = map(percent, best.change)
+    if best.change.high < 0:
+        return [f"Unequal group sizes help, by {best.plan} ({change} error [{low}, {high}])."]
+    verb = "do not" if best.change.low > -HELPFUL_SAVING else "are not shown to"
+    return [f"Unequal group sizes {verb} help ({change} error [{low}, {high}])."]
+
+
+def tables(rows_by_study: Mapping[Study, list[AllocationSaving]]) -> list[Table]:
+    """Return a table with a row per plan, and a column per mean G."""
+    sizes = sorted({row.group_size for rows in rows_by_study.values() for row in rows})
+    columns = ["plan", *(f"mean G = {size}" for size in sizes)]
+    cells = {study: _rows(rows, sizes) for study, rows in rows_by_study.items() if rows}
+    return [table_of_studies("Unequal group sizes", columns, cells, [NOTE])] if cells else []
+
+
+def _rows(rows: Sequence[AllocationSaving], sizes: Sequence[int]) -> list[list[str]]:
+    cells = []
+    for plan in dict.fromkeys(row.plan for row in rows):
+        of_plan = {row.group_size: row for row in rows if row.plan == plan}
+        cells.append([plan, *(_change_text(of_plan.get(size)) for size in sizes)])
+    in_sample = {row.group_size: row.in_sample for row in rows if row.in_sample is not None}
+    if in_sample:
+        changes = [percent(in_sample[size]) if size in in_sample else "-" for size in sizes]
+        cells.append(["the best sizes, in sample", *changes])
+    return cells
+
+
+def _change_text(row: AllocationSaving | None) -> str:
+    """Format a change in percent with its interval; `-` where it is not known."""
+    if row is None or not row.change.is_known:
+        return "-"
+    change, low, high = map(percent, row.change)
+    return f"{change} [{low}, {high}]"
+
+
+UNEQUAL_GROUPS = Measurement("allocation", list[AllocationSaving], measure, sentences, tables)

@@ -1,0 +1,187 @@
+"""The page of a training run: held-out results, steps, the monitored gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_ustat.pages.caveats import summary_and_warnings
+from grpo_ustat.pages.findings import training_noise_sentence
+from grpo_ustat.pages.run_page import RunView, spaced
+from grpo_ustat.pages.symbols import ALARM_WORDS
+from grpo_ustat.pages.tables import Cell, Table, as_cell, open_interval, rows_table, with_interval
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
+from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.terminal.streams import best_size
+
+# Keys of metrics.jsonl, and their columns.
+METRICS = {
+    "step": "step",
+    "reward": "reward",
+    "frac_reward_zero_std": "zero-variance groups (frac_reward_zero_std)",
+    "completions/mean_length": "mean length",
+    "completions/clipped_ratio": "cut",
+    "entropy": "entropy",
+    "kl": "KL",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "num_tokens": "tokens so far",
+    "step_time": "seconds",
+}
+ENDS = ("", "_low", "_high")
+MONITORED = {
+    "c1": "C1", "c2": "C2", "c3": "C3", "corr": "corr(q, Z)",
+}  # fmt: skip
+NOISE_COLUMNS = {
+    "noise_scale": "noise scale, rollouts", "noise_share": "noise in a step",
+    "prompt_share": "of it from prompts",
+}  # fmt: skip
+# Rows of the table of steps.
+MOST_STEPS = 200
+
+
+def title(run: RunRecord) -> str:
+    """Return model, data set, baseline and sizes."""
+    names = [run.value(key) for key in ("model.name", "dataset.name", "baseline.name")]
+    model, dataset, rule = names
+    size, rollouts, seed = (run.value(key) for key in ("group_size", "budget.rollouts", "seed"))
+    return f"Training of {model} on {dataset}: {rule}, G = {size}, n = {rollouts}, seed {seed}"
+
+
+def answer(run: RunRecord) -> str:
+    """Return the change of held-out accuracy or mean reward, in one sentence."""
+
+    def mean(row: dict[str, Any]) -> str:
+        return "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
+
+    progress = f"Unfinished, {steps_done(run)} of {run.value('max_steps')} steps are done"
+    if not run.evals:
+        return f"{progress}; nothing was evaluated yet."
+    first, last = run.evals[0], run.evals[-1]
+    name = last["quantity"]
+    setting = (
+        f"{last['step']} steps of {run.value('budget.rollouts')} rollouts, "
+        f"G = {run.value('group_size')}"
+    )
+    if run.result is None:
+        change = "was" if len(run.evals) == 1 else f"went from {mean(first)} to"
+        return f"{progress}: held-out {name} {change} {mean(last)} after {setting}."
+    gain, low, high = (run.result[f"gain{end}"] for end in ("", "_low", "_high"))
+    return (
+        f"Held-out {name} went from {mean(first)} to {mean(last)} in {setting} (paired "
+        f"difference {gain:+.3f} [{low:+.3f}, {high:+.3f}]; the same {last['n']} questions, "
+        f"{last['decoding']})."
+    )
+
+
+def facts(run: RunRecord) -> list[tuple[str, Cell]]:
+    """Return settings and cost."""
+    result, value = run.result or {}, run.value
+    size, rollouts = value("group_size"), value("budget.rollouts")
+    rollouts_per_step = as_cell(rollouts)
+    if isinstance(size, int) and isinstance(rollouts, int) and size > 0:
+        rollouts_per_step = f"{rollouts} = {rollouts // size} prompts x G = {size}"
+    last = run.metrics[-1] if run.metrics else {}
+    noise = ""
+    if isinstance(size, int) and isinstance(rollouts, int) and size > 1:
+        noise = training_noise_sentence(run.metrics, size, rollouts)
+    tokens = result.get("tokens", last.get("tokens"))
+    if run.result is None:
+        tokens = sum(row.get("tokens", 0) for row in run.metrics)
+    alarms = result.get("alarms") or {}
+    monitored = [row for row in run.metrics if "monitor/gstar" in row]
+    latest_gstar = ""
+    if monitored:
+        size_text = best_size(*(monitored[-1].get(f"monitor/gstar{end}") for end in ENDS))
+        latest_gstar = f"{size_text or 'not enough data'}, step {monitored[-1]['step']}"
+    return [
+        ("Objective", as_cell(value("objective.name"))),
+        ("Baseline", as_cell(value("baseline.name"))),
+        ("Rollouts a step", rollouts_per_step),
+        ("Steps", f"{steps_done(run)} of {value('max_steps')}"),
+        ("Optimizer", f"{value('optimizer.name')}, learning rate {value('learning_rate')}"),
+        ("Sampling", f"temperature {value('temperature')}, at most "
+                     f"{value('max_completion_length')} tokens"),
+        ("Rollouts in all", as_cell(result.get("rollouts", last.get("rollouts")))),
+        ("Tokens sampled", as_cell(tokens)),
+        *([("G* of the gradient, latest", latest_gstar)] if latest_gstar else []),
+        *([("Noise of a step", noise.removeprefix("Noise: "))] if noise else []),
+        (
+            "Alarms",
+            ", ".join(f"{ALARM_WORDS.get(x, x)} in {n} steps" for x, n in alarms.items()) or "none",
+        ),
+        ("Checkpoints refused by the disk", as_cell(result.get("failed_saves", 0))),
+    ]  # fmt: skip
+
+
+def tables(run: RunRecord) -> list[Table]:
+    """Return tables of evaluations and steps."""
+    tables = []
+    if run.eval_rows:
+        name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in run.eval_rows)
+        pass_at = [key for key in run.eval_rows[0] if key.startswith("pass@") and name == ACCURACY]
+        rows = [
+            {
+                "step": row.get("step"),
+                "decoding": row.get("decoding"),
+                name: with_interval(row, "mean_reward"),
+                **{key: row.get(key) for key in pass_at},
+                "questions": row.get("n"),
+                "cut": row.get("clipped_ratio"),
+                "no answer": row.get("extraction_failure_ratio"),
+            }
+            for row in run.eval_rows
+        ]
+        note = "95 % intervals generalising to new questions; cut: at max_completion_length."
+        tables.append(rows_table(f"Held-out {name}", rows, note))
+    monitored = [row for row in run.metrics if "monitor/gstar" in row]
+    if monitored:
+        places = spaced(len(monitored), MOST_STEPS)
+        rows = [
+            {
+                "step": row["step"],
+                "G*": best_size(*(row.get(f"monitor/gstar{end}") for end in ENDS))
+                or "not enough data",
+                "MSE of leave_one_out's gradient": row.get("monitor/mse"),
+                **{
+                    name: with_interval(row, f"monitor/{key}", f"monitor/{key}_")
+                    for key, name in MONITORED.items()
+                },
+                **{
+                    name: open_interval(row, f"monitor/{key}")
+                    for key, name in NOISE_COLUMNS.items()
+                },
+            }
+            for row in (monitored[place] for place in places)
+        ]
+        note = "Of the step's own groups, before its update; 95 % intervals over prompts."
+        tables.append(rows_table("Best group size and error of the gradient", rows, note))
+    if run.metrics:
+        places = spaced(len(run.metrics), MOST_STEPS)
+        steps = [run.metrics[place] for place in places]
+        rows = [{METRICS[k]: row.get(k) for k in METRICS if k in row} for row in steps]
+        note = f"{len(steps)} of {len(run.metrics)} steps; metrics.jsonl holds all of them."
+        tables.append(rows_table("Steps", rows, note))
+    return tables
+
+
+def steps_done(run: RunRecord) -> int:
+    """Count the steps that have left a row."""
+    last = run.metrics[-1]["step"] if run.metrics else 0
+    return (run.result or {}).get("steps") or last
+
+
+def notes(run: RunRecord) -> list[str]:
+    """Return each warning, and the questions that were left out."""
+    result = run.result or {}
+    _, warnings = summary_and_warnings(result.get("summary", ""))
+    dropped = result.get("left_out") or {}
+    return [
+        *warnings,
+        *(f"WARNING: {count} questions left out: {why}" for why, count in dropped.items()),
+    ]
+
+
+VIEW = RunView(
+    title=title, answer=answer, facts=facts, tables=tables, notes=notes,
+    figures={"learning": ("How training went", "Numbers:", "metrics.jsonl")},
+)  # fmt: skip
