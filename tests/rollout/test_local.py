@@ -215,12 +215,12 @@ def test_no_memory_for_one_completion_and_other_errors_are_raised(error, monkeyp
 
 
 def test_logits_that_are_not_finite_are_refused(monkeypatch):
-    policy, original = random_policy(), local.DecodingBatch.next_logits
+    policy, original = random_policy(), local.DecodingBatch.read
 
-    def diverged(self, cache, mask):
-        return torch.full_like(original(self, cache, mask), torch.nan)
+    def diverged(self):
+        return torch.full_like(original(self), torch.nan)
 
-    monkeypatch.setattr(local.DecodingBatch, "next_logits", diverged)
+    monkeypatch.setattr(local.DecodingBatch, "read", diverged)
     with pytest.raises(FloatingPointError, match="logits are not finite: lower learning_rate"):
         sample(policy, PROMPTS, 2, SAMPLING)
 
