@@ -1,8 +1,9 @@
-"""A model's own chat format."""
+"""A model's own chat format, and that of the configured model."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -12,8 +13,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.model import ModelConfig, PromptConfig
+from grpo_ustat.config.schema import ConfigError, did_you_mean
+from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.tasks.prompts import Turn
+from grpo_ustat.terminal.console import tell, warn
 from grpo_ustat.terminal.streams import single_line
 
 _QUESTION, _ANSWER = "Question 7", "Answer 7"  # words that no template writes by itself
@@ -160,3 +165,48 @@ class ChatFormat:
         if turn["role"] == "system":
             fix = "use prompt.system=null and say it in prompt.template"
         return ConfigError(f"the chat format of {self._name} {what}: {fix}")
+
+
+def chat_format(
+    model: ModelConfig,
+    prompt: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    moment: datetime | None = None,
+) -> ChatFormat | None:
+    """Return the function that writes turns in the configured model's chat format.
+
+    It writes up to the beginning of the answer. None if `prompt.chat` is false, or null and the
+    model has no such format. The tokenizer is loaded unless it is an argument. `moment`: see
+    `ChatFormat`.
+    """
+    if prompt.chat is False:
+        return None
+    tokenizer, name = tokenizer or configured_tokenizer(model), model.model_name_or_path
+    if not writes_turns(prompt.chat, tokenizer):
+        if prompt.template_options:
+            raise ConfigError(
+                f"prompt.template_options={prompt.template_options} are of a chat template, and "
+                f"{name} has none: leave them out, or use the instruct model"
+            )
+        return None
+    return ChatFormat(tokenizer, name, prompt.template_options, moment)
+
+
+def tell_date(moment: datetime | None) -> None:
+    """Say on rank 0 if prompts keep the date of an earlier day."""
+    if moment is not None and moment.date() != datetime.now().date() and is_main():
+        tell(
+            f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
+            "when this run or its pool was begun",
+            file=sys.stderr,
+        )
+
+
+def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn on rank 0 of options that the model's chat template never reads."""
+    for name in unread_options(tokenizer, prompt.template_options or {}) if is_main() else ():
+        names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+        warn(
+            f"prompt.template_options has {name}, which the model's chat template never reads: "
+            f"{did_you_mean(name, names)}it changes nothing"
+        )

@@ -14,7 +14,8 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.draws import uniforms
-from grpo_ustat.policy.loading import Policy, out_of_memory
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Completions, DecodingBatch, Work
 from grpo_ustat.rollout.linears import cast_linears

@@ -15,7 +15,8 @@ import pytest
 import torch
 from commands import compose
 
-from grpo_ustat.policy.loading import configured_task, load_policy
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.memory import free_bytes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch

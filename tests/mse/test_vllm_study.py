@@ -23,7 +23,7 @@ from grpo_ustat.mse.pool import build_pool, read_pool
 from grpo_ustat.mse.pool_parts import Part
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_text, start_sampler
-from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.policy.configured import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=3", "max_completion_length=64")

@@ -17,14 +17,9 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool_store import draws_of, prompt_date
 from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.policy import chat
-from grpo_ustat.policy.chat import ChatFormat, in_chat_format
-from grpo_ustat.policy.loading import (
-    chat_format,
-    configured_policy,
-    configured_task,
-    configured_tokenizer,
-    encode,
-)
+from grpo_ustat.policy.chat import ChatFormat, chat_format, in_chat_format
+from grpo_ustat.policy.configured import configured_policy, configured_task
+from grpo_ustat.policy.tokenizer import configured_tokenizer, encode
 from grpo_ustat.runs import files
 from grpo_ustat.runs import folder as run_folder
 from grpo_ustat.runs.folder import RunFolder

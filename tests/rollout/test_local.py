@@ -12,8 +12,10 @@ from fakes import LetterTokenizer, letter_prompts, random_policy
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.draws import generator, uniforms
-from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
+from grpo_ustat.policy.configured import configured_policy
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack, token_logprobs
+from grpo_ustat.policy.tokenizer import stop_tokens
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout import local
 from grpo_ustat.rollout.local import Sampling, sample
