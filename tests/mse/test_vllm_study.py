@@ -72,7 +72,7 @@ def test_one_process_samples_and_the_plan_says_so():
 
 @pytest.mark.slow
 def test_a_missing_vllm_is_one_line_but_a_dry_run_needs_none(monkeypatch, capsys):
-    monkeypatch.setattr(composing, "_is_installed", lambda _: False)
+    monkeypatch.setattr(composing, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"rollout=vllm needs the package vllm: pip install -e "):
         composing.parse("mse", ["rollout=vllm"])
     assert (
