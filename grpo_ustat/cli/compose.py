@@ -33,7 +33,7 @@ from grpo_ustat.cli.hydra_api import (
     sweep_node,
 )
 from grpo_ustat.config.baseline import baseline_choice
-from grpo_ustat.config.command_line import command_line, install_line
+from grpo_ustat.config.command_line import command_line, install_line, is_installed
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.model import EMBEDDED
@@ -307,9 +307,9 @@ def _check_packages(config: Any) -> None:
     lora, rollout = getattr(config, "lora", None), getattr(config, "rollout", None)
     if config.only_shows:
         return
-    if lora and lora.r and not _is_installed("peft"):
+    if lora and lora.r and not is_installed("peft"):
         raise ConfigError(f"lora.r={lora.r} needs the package peft: {install_line('lora')}")
-    if rollout and rollout.name != "local" and not _is_installed("vllm"):
+    if rollout and rollout.name != "local" and not is_installed("vllm"):
         raise ConfigError(
             f"rollout={rollout.name} needs the package vllm: {install_line('vllm')}, or use "
             "rollout=local"
@@ -338,11 +338,6 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
         raise ConfigError(
             f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
         )
-
-
-def _is_installed(name: str) -> bool:
-    """Return True if a package can be imported, without importing it."""
-    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def _check_slurm(warning: int, grace: int) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from grpo_ustat.config.common import Common
-from grpo_ustat.policy.chat import writes_turns
-from grpo_ustat.policy.loading import (
-    configured_task,
-    configured_tokenizer,
-    context_length,
-    encode,
-    stop_tokens,
-    warn_of_options,
-)
+from grpo_ustat.policy.chat import warn_of_options, writes_turns
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.source import context_length
+from grpo_ustat.policy.tokenizer import configured_tokenizer, encode, stop_tokens
 from grpo_ustat.tasks.base import warn_of_prompt
 from grpo_ustat.tasks.prompts import render
 from grpo_ustat.terminal.console import tell, warn

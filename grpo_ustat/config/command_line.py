@@ -1,10 +1,11 @@
-"""Text for a reader to type: a command again, or the installation of an extra."""
+"""Text for a reader to type: a command again, or the installation of an extra that lacks."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_ustat.config.secrets import redact_text
@@ -53,3 +54,20 @@ def install_line(extra: str) -> str:
     """
     names = extra if extra in ("cli", "torch") else f"cli,{extra}"
     return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"
+
+
+def is_installed(module: str) -> bool:
+    """Return True if a module can be imported, without importing it.
+
+    A folder of its name is no module: trackers make such folders.
+
+    >>> is_installed("json"), is_installed("no_such.module")
+    (True, False)
+    """
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # its package
+        return False
+    except ValueError:  # it is imported, and has no spec
+        return True
+    return spec is not None and spec.origin is not None

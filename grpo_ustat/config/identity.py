@@ -13,7 +13,6 @@ from grpo_ustat.config.data import FILE_SUFFIXES
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
 from grpo_ustat.config.own_functions import MEASUREMENTS, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
-from grpo_ustat.config.rollout import NEUTRAL_FIELDS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
@@ -129,8 +128,6 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys["study"] = study
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
-    if "rollout" in keys:
-        keys["rollout"] = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL_FIELDS}
     if "study" in keys:
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))  # of a file, which may lack them

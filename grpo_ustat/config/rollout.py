@@ -8,7 +8,6 @@ from grpo_ustat.config.schema import ConfigError, field
 
 ROLLOUTS = ("local", "vllm")
 VLLM_FIELDS = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
-NEUTRAL_FIELDS = ("cuda_graphs",)  # change no result
 
 
 @dataclass
@@ -25,19 +24,9 @@ class RolloutConfig:
         "tokens",
     )
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
-    cuda_graphs: bool | None = field(
-        "rollout=local on a GPU records a token's kernels as one CUDA graph where the model allows "
-        "it; changes no draw; null with another rollout",
-        factory=lambda: None,
-    )
 
     def check(self) -> None:
-        """Refuse vLLM's options without vLLM, and ours with it."""
-        if self.name != "local" and self.cuda_graphs is not None:
-            raise ConfigError(
-                f"rollout.cuda_graphs={str(self.cuda_graphs).lower()} is for rollout=local: leave "
-                f"it out with rollout={self.name} (rollout.enforce_eager=true turns vLLM's off)"
-            )
+        """Refuse vLLM's options without vLLM."""
         for name in VLLM_FIELDS:
             if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")

@@ -12,10 +12,10 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from grpo_ustat.config.command_line import is_installed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
@@ -47,7 +47,7 @@ def read_rows(file: Path, key: str = "") -> Rows:
 @lru_cache(maxsize=8)
 def _rows(file: Path, modified_ns: int) -> Rows:
     """Read the rows of a file as it was at `modified_ns`."""
-    if file.suffix == ".zst" and not find_spec("zstandard"):
+    if file.suffix == ".zst" and not is_installed("zstandard"):
         raise ValueError("pip install zstandard, or use .gz")
     fsspec: Any = import_module("fsspec")
     with fsspec.open(str(file), "rb", compression="infer") as opened:

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any, cast
 
-from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
@@ -57,8 +56,7 @@ class LoggerConfig:
             return
         if not self.project and self.name != "tensorboard":
             raise ConfigError(f"logger={self.name} needs logger.project=NAME")
-        package = find_spec(self.name)
-        if package is None or package.origin is None:  # a folder that a tracker made is no package
+        if not is_installed(self.name):
             raise ConfigError(
                 f"logger={self.name} needs the package {self.name}: {install_line(self.name)}, or "
                 "another logger"

@@ -33,7 +33,6 @@ SIZE_KEYS = {  # of config.json, by what they are here
 HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
 PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
 POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
-GRAPH_SPARE_COLUMNS = 96  # columns of rollout/graphs.py beyond prompt and completion, on average
 LOGIT_MEMORY_FACTOR = 4.5  # memory of log-probabilities and derivatives, over their logits
 MOST_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer by layer
 
@@ -290,8 +289,7 @@ def _largest(value: object) -> int | None:
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     """Return the bytes of keys and values of the completions sampled side by side.
 
-    Prompts and room to grow are left out; CUDA graphs have buffers for the longest completion and
-    `GRAPH_SPARE_COLUMNS` more.
+    Prompts and room to grow are left out.
 
     A token leaves kv_width keys and as many values in each layer. Keys have passed through rotary
     embeddings and have the weights' type; values have the type of the computation, of `computed`
@@ -303,9 +301,7 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     if size.layers is None or size.kv_width is None:
         return None
     row = size.layers * size.kv_width * (NUMBER_BYTES[work.model.dtype] + computed)
-    graphs = work.device.startswith("cuda") and bool(sampler.rollout.cuda_graphs)
-    columns = sampler.max_completion_length + GRAPH_SPARE_COLUMNS * graphs
-    return min(sampler.rows, work.sampled_together) * row * columns
+    return min(sampler.rows, work.sampled_together) * row * sampler.max_completion_length
 
 
 def _logits(work: Work, size: ModelSize) -> int | None:

@@ -5,7 +5,6 @@ A check imports what it needs itself, so that a missing package breaks no other 
 
 from __future__ import annotations
 
-import importlib.util
 import netrc
 import os
 import platform
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from grpo_ustat import __version__
-from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.run import TRACKERS
 
 if TYPE_CHECKING:
@@ -460,10 +459,7 @@ def check_slurm(_: Path) -> Finding:
     if not is_up:
         level = failed if job else warning
         return level(f"{place}, scontrol ping: {answer}", "ask the cluster's administrator")
-    has_plugin = False
-    with suppress(ModuleNotFoundError):
-        has_plugin = importlib.util.find_spec(SUBMITIT_PLUGIN) is not None
-    if not has_plugin:
+    if not is_installed(SUBMITIT_PLUGIN):
         return warning(
             f"{place}, the controller is up; hydra/launcher=slurm needs hydra-submitit-launcher",
             install_line("slurm"),

@@ -30,7 +30,8 @@ from grpo_ustat.mse.pool import read_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.scoring import score_part, score_sketches, stored_rollouts
 from grpo_ustat.mse.second_moments import GroupGradients, shift
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.configured import configured_policy
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.policy.scores.metric import Metric, adam_metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts

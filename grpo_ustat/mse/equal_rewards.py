@@ -14,7 +14,8 @@ from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
 from grpo_ustat.mse.result import policy_facts, study_cost
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.pages.caveats import unjudged_warning
-from grpo_ustat.policy.loading import configured_task, configured_tokenizer
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.result import EqualRewardsResult
 from grpo_ustat.runs.study_parts import CompletionCounts, Sampler

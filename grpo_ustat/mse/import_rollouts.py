@@ -31,16 +31,12 @@ from grpo_ustat.mse.scoring import (
     score_part,
     score_sketches,
 )
-from grpo_ustat.policy.chat import around_answers, in_chat_format
-from grpo_ustat.policy.loading import (
-    Policy,
-    configured_policy,
-    context_length,
-    crossed_switch,
-    encode,
-    warn_of_options,
-)
+from grpo_ustat.policy.chat import around_answers, in_chat_format, warn_of_options
+from grpo_ustat.policy.configured import configured_policy
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.prompt_sharing import check_rows
+from grpo_ustat.policy.source import context_length, crossed_switch
+from grpo_ustat.policy.tokenizer import encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line

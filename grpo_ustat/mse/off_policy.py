@@ -45,10 +45,12 @@ from grpo_ustat.mse.scoring import (
     score_sketches,
     stored_rollouts,
 )
-from grpo_ustat.policy.loading import Policy, configured_policy, configured_tokenizer
+from grpo_ustat.policy.configured import configured_policy
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
 # Share of the completions that must count where their ratios are exact.

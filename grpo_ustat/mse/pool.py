@@ -39,7 +39,7 @@ from grpo_ustat.mse.scoring import (
     score_sketches,
 )
 from grpo_ustat.pages.caveats import cut_text, often_cut
-from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.configured import configured_policy
 from grpo_ustat.policy.memory import check_weights, free_bytes
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool

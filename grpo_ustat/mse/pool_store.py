@@ -45,7 +45,8 @@ from grpo_ustat.config.reward_funcs import as_typed
 from grpo_ustat.config.schema import ConfigError, flatten
 from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.mse.pool_parts import Completions, Part, WeightedPart
-from grpo_ustat.policy.loading import configured_task, configured_tokenizer
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.contents import parsed_json
 from grpo_ustat.runs.files import PROMPT_DATE, atomic_write, create_whole, kept_moment

@@ -10,7 +10,8 @@ import torch
 from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.policy.adapters import check_vllm_reads
-from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
+from grpo_ustat.policy.configured import configured_policy, configured_task
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine

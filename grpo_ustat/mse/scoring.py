@@ -19,8 +19,9 @@ from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
-from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
+from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
+from grpo_ustat.policy.scores.check import check_scores
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch

@@ -54,16 +54,14 @@ from grpo_ustat.pages.recipes import recipes_figure
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.pages.verdicts import verdicts_table
-from grpo_ustat.policy.chat import reads_clock
-from grpo_ustat.policy.loading import (
+from grpo_ustat.policy.chat import reads_clock, tell_date, warn_of_options
+from grpo_ustat.policy.configured import (
     check_device,
     check_lengths,
     check_parameters,
     configured_task,
-    configured_tokenizer,
-    tell_date,
-    warn_of_options,
 )
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder

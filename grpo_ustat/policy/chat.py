@@ -1,28 +1,26 @@
-"""A model's own chat format."""
+"""A model's own chat format, and that of the configured model."""
 
 from __future__ import annotations
 
 import re
-import resource
-import signal
-import threading
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.model import ModelConfig, PromptConfig
+from grpo_ustat.config.schema import ConfigError, did_you_mean
+from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.tasks.prompts import Turn
+from grpo_ustat.terminal.console import tell, warn
 from grpo_ustat.terminal.streams import single_line
 
-MOST_SECONDS = 5.0  # that writing one conversation may take
-MOST_BYTES = 2**30  # that it may take beside what is there
-MOST_LETTERS = 10_000_000  # letters of its text
 _QUESTION, _ANSWER = "Question 7", "Answer 7"  # words that no template writes by itself
 
 
@@ -39,30 +37,24 @@ def in_chat_format(
     With `answers` false, the text goes up to the end of the last turn.
 
     A chat template is a program that came with a model. transformers runs it without access to
-    Python's objects; in the main thread it has a limit of time and memory, too.
+    Python's objects.
 
     Args:
         options: keyword arguments of the template.
         moment: time that its `strftime_now` returns; None: it must not ask.
 
     Raises:
-        ValueError: the template refuses the turns, fails, asks for the date although it must not,
-            or does not end within `MOST_SECONDS` and `MOST_BYTES`; the message says which.
+        ValueError: the template refuses the turns, fails, or asks for the date although it must
+            not; the message says which.
     """
     try:
-        with _limits(), _clock(moment):
+        with _clock(moment):
             text = tokenizer.apply_chat_template(
                 cast(Any, turns), tokenize=False, add_generation_prompt=answers, **options
             )
-    except _TooLong as error:
-        raise ValueError(f"it does not end within {MOST_SECONDS:g} s") from error
-    except MemoryError as error:
-        raise ValueError(f"it takes more than {MOST_BYTES / 2**30:g} GiB") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
-    if not isinstance(text, str) or len(text) > MOST_LETTERS:
-        raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
-    return text
+    return cast(str, text)
 
 
 def around_answers(
@@ -111,36 +103,6 @@ def _clock(moment: datetime | None) -> Iterator[None]:
         yield
     finally:
         module.datetime = before
-
-
-class _TooLong(BaseException):
-    """End of the time limit; not an `Exception`, which a template's own code might catch."""
-
-
-@contextmanager
-def _limits() -> Iterator[None]:
-    """Limit this process to `MOST_SECONDS` of work and `MOST_BYTES` of further memory."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise _TooLong
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        used = int(statm.read_text().split()[0]) * resource.getpagesize()
-        most = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([used + MOST_BYTES, *most]), hard))
-    handler = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -203,3 +165,48 @@ class ChatFormat:
         if turn["role"] == "system":
             fix = "use prompt.system=null and say it in prompt.template"
         return ConfigError(f"the chat format of {self._name} {what}: {fix}")
+
+
+def chat_format(
+    model: ModelConfig,
+    prompt: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    moment: datetime | None = None,
+) -> ChatFormat | None:
+    """Return the function that writes turns in the configured model's chat format.
+
+    It writes up to the beginning of the answer. None if `prompt.chat` is false, or null and the
+    model has no such format. The tokenizer is loaded unless it is an argument. `moment`: see
+    `ChatFormat`.
+    """
+    if prompt.chat is False:
+        return None
+    tokenizer, name = tokenizer or configured_tokenizer(model), model.model_name_or_path
+    if not writes_turns(prompt.chat, tokenizer):
+        if prompt.template_options:
+            raise ConfigError(
+                f"prompt.template_options={prompt.template_options} are of a chat template, and "
+                f"{name} has none: leave them out, or use the instruct model"
+            )
+        return None
+    return ChatFormat(tokenizer, name, prompt.template_options, moment)
+
+
+def tell_date(moment: datetime | None) -> None:
+    """Say on rank 0 if prompts keep the date of an earlier day."""
+    if moment is not None and moment.date() != datetime.now().date() and is_main():
+        tell(
+            f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
+            "when this run or its pool was begun",
+            file=sys.stderr,
+        )
+
+
+def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn on rank 0 of options that the model's chat template never reads."""
+    for name in unread_options(tokenizer, prompt.template_options or {}) if is_main() else ():
+        names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+        warn(
+            f"prompt.template_options has {name}, which the model's chat template never reads: "
+            f"{did_you_mean(name, names)}it changes nothing"
+        )

@@ -1,9 +1,10 @@
-"""The memory that scoring needs, and the memory that is free."""
+"""The memory that scoring needs, the memory that is free, and errors where it runs out."""
 
 from __future__ import annotations
 
 import psutil
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from transformers import PreTrainedModel
 
 from grpo_ustat.config.schema import ConfigError
@@ -49,3 +50,8 @@ def check_weights(weights: int, one: int, free: int, device: str) -> None:
         f"layer {words[1]} = {words[2]}, of which {device} has {words[3]} free: use "
         "model.dtype=bfloat16, a shorter max_completion_length, or a GPU with more memory"
     )
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Return True if an accelerator's or the CPU's memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)

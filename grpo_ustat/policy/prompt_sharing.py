@@ -21,10 +21,12 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import Policy, out_of_memory, rope_switch
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions, widen
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.policy.output_layer import Head, Window, body, cache_name, causal
 from grpo_ustat.policy.quantized import unpacked
+from grpo_ustat.policy.source import rope_switch
 from grpo_ustat.records import Rollouts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -74,18 +74,6 @@ class ReadPrompts:
     index: dict[int, int]
 
 
-class Shortcut(Protocol):
-    """A way to write tokens without launching each operation by itself."""
-
-    def write(self, batch: DecodingBatch, count: int) -> int:
-        """Do the work of `DecodingBatch.write`; return how many times it was done."""
-        ...
-
-    def fewer_rows(self, rows: int, count: int) -> int:
-        """Return the number of `rows` to continue with if `count` are unfinished."""
-        ...
-
-
 class DecodingBatch:
     """R rows that the model continues token by token.
 
@@ -128,19 +116,17 @@ class DecodingBatch:
         # As of the last `look`.
         self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
         self.read_ahead: ReadPrompts | None = None
-        # Writes tokens by CUDA graphs; None: one operation after the other.
-        self.shortcut: Shortcut | None = None
-        # True if tensors were replaced since the shortcut last wrote tokens.
-        self.moved = True
         self.draw(logits_PV[index_R])
         self.drawn = 1
 
     def write(self, count: int) -> None:
         """Read the tokens drawn last and draw the next ones, `count` times."""
-        written = 0 if self.shortcut is None else self.shortcut.write(self, count)
-        for _ in range(count - written):
+        for _ in range(count):
             self.draw(self.read())
-            self.count(1)
+            self.drawn, self.length = self.drawn + 1, self.length + 1
+            missing = self.length + 1 - self.mask_RT.shape[1]
+            if missing > 0:
+                self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
 
     def draw(self, logits_RV: torch.Tensor) -> None:
         """Draw each row's next token and write it down."""
@@ -162,31 +148,14 @@ class DecodingBatch:
 
     def read(self) -> torch.Tensor:
         """Read the tokens drawn last; return the logits [R, V] of the next ones."""
-        mask_RT = self.mask_RT[:, : self.length + 1] if self.starts.any() else None
-        return self.next_logits(self.cache, mask_RT)
-
-    def next_logits(self, cache: DynamicCache, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits [R, V] after the tokens drawn last, which `cache` takes in.
-
-        Args:
-            cache: keys and values of what was read before.
-            mask: mask of the columns that a row may attend to, in the model's format.
-        """
         return self.model(
             input_ids=self.token_R[:, None],
-            attention_mask=mask,
+            attention_mask=self.mask_RT[:, : self.length + 1] if self.starts.any() else None,
             position_ids=(self.prompt_lengths_R + self.lengths_R - 1)[:, None],
             use_cache=True,
             logits_to_keep=1,
-            **{self.cache_name: cache},
+            **{self.cache_name: self.cache},
         ).logits[:, -1]
-
-    def count(self, tokens: int) -> None:
-        """Count tokens that were read, and as many drawn."""
-        self.drawn, self.length = self.drawn + tokens, self.length + tokens
-        missing = self.length + 1 - self.mask_RT.shape[1]
-        if missing > 0:
-            self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
 
     def until_look(self, every: int) -> int:
         """Return the tokens until the next look: after so many, or with all rows at the limit."""
@@ -226,8 +195,6 @@ class DecodingBatch:
 
         It is `count` once they are few.
         """
-        if self.shortcut is not None:
-            return self.shortcut.fewer_rows(len(self.rows), count)
         return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
 
     def keep_rows(self, count: int) -> None:
@@ -239,7 +206,6 @@ class DecodingBatch:
             setattr(self, name, getattr(self, name)[index_B])
         for name in ("rows", "starts", "began", "unfinished"):
             setattr(self, name, getattr(self, name)[slots])
-        self.moved = True
 
     def refill(self, waiting: list[int]) -> None:
         """Give the places of taken rows to waiting completions, as far as there are any.
@@ -266,12 +232,11 @@ class DecodingBatch:
             self._replace(slots[:count], waiting[:count], self.read_ahead)
             slots = slots[count:]
             del waiting[:count]
-        if self.shortcut is None:
-            if len(slots):
-                self.keep_rows(len(self.rows) - len(slots))
-            self.drop_columns()
+        if len(slots):
+            self.keep_rows(len(self.rows) - len(slots))
+        self._drop_columns()
 
-    def drop_columns(self) -> None:
+    def _drop_columns(self) -> None:
         """Forget the first columns, which no unfinished row has."""
         first = int(self.starts[self.unfinished].min())
         if first > 0:
@@ -279,7 +244,6 @@ class DecodingBatch:
                 cast(Any, layer).drop(first)
             self.length, self.starts = self.length - first, self.starts - first
             self.mask_RT = self.mask_RT[:, first:]
-            self.moved = True
 
     def _replace(self, slots: np.ndarray, rows: list[int], read: ReadPrompts) -> None:
         """Begin these completions in these places."""

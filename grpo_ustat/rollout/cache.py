@@ -66,11 +66,6 @@ class GrowingLayer(DynamicLayer):
         self.values = self._values.append(self.values, value_states)
         return self.keys, self.values
 
-    def stand_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Continue from these tensors, and keep no others."""
-        self.keys, self.values = keys, values
-        self._keys, self._values = GrowingTensor(self._keys.most), GrowingTensor(self._values.most)
-
     def holds(self, length: int) -> bool:
         """Return True if these are the columns of a text of so many tokens."""
         return self.get_seq_length() == length

@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 from grpo_ustat.config.model import ModelConfig
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import Policy, context_length, out_of_memory
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.policy.output_layer import cache_name, causal
 from grpo_ustat.policy.prompt_sharing import (
     check_reading,
@@ -23,6 +24,7 @@ from grpo_ustat.policy.prompt_sharing import (
     gap_beyond_rounding,
     trial,
 )
+from grpo_ustat.policy.source import context_length
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Work
 from grpo_ustat.rollout.local import Sampling, sample, write

@@ -14,12 +14,11 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.draws import uniforms
-from grpo_ustat.policy.loading import Policy, out_of_memory
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Completions, DecodingBatch, Work
-from grpo_ustat.rollout.graphs import token_graphs
-from grpo_ustat.rollout.linears import cast_linears, packed_linears
-from grpo_ustat.rollout.masks import masks_without_waits
+from grpo_ustat.rollout.linears import cast_linears
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
@@ -81,13 +80,8 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
     count = len(work.encoded) * work.group_size
     order = sorted(range(count), key=lambda r: len(work.prompt(r)))
     written = Completions(count, sampling.max_completion_length, policy.model.dtype)
-    at_once, model = min(sampling.rows, count), policy.model
-    with (
-        policy.computing(),
-        packed_linears(model, at_once),
-        cast_linears(model),
-        masks_without_waits(model.device),
-    ):
+    at_once = min(sampling.rows, count)
+    with policy.computing(), cast_linears(policy.model):
         while order:
             no_memory = False
             try:
@@ -132,12 +126,11 @@ def decode(
         progress: counts finished completions and tokens.
     """
     every = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
-    waiting, refill, graphs = order, False, None
+    waiting, refill = order, False
     if len(order) > at_once:
         waiting = sorted(order, key=lambda r: -len(work.prompt(r)))
     while waiting:
         batch = DecodingBatch(policy, work, waiting[:at_once], sampling)
-        batch.shortcut = graphs or token_graphs(batch)
         waiting, first_leave = waiting[at_once:], 0
         undecided = bool(waiting) and batch.replaceable and not refill
         while True:
@@ -156,7 +149,6 @@ def decode(
                         break
                     batch.keep_rows(batch.fewer_rows(count))
             batch.write(batch.until_look(every))
-        graphs = batch.shortcut
 
 
 def assemble(

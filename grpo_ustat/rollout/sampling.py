@@ -22,8 +22,6 @@ class Sampling:
     rows: int = 512
     # Take the most likely token each time instead of a drawn one.
     greedy: bool = False
-    # Tokens as CUDA graphs if possible; changes speed and memory, not draws.
-    cuda_graphs: bool = False
 
     @classmethod
     def of(cls, sampler: SamplerOptions, stream: str, greedy: bool = False) -> Sampling:
@@ -35,5 +33,4 @@ class Sampling:
             temperature=sampler.temperature,
             rows=sampler.rows,
             greedy=greedy,
-            cuda_graphs=bool(sampler.rollout.cuda_graphs),
         )

@@ -119,27 +119,22 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """Send numbers and texts of a step."""
         # committed, else a killed run loses what waits for the next index
         self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
 
     def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """Send numbers and texts of the result."""
         self._run.summary.update(values)
 
     def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
-        """Send rows, such as completions."""
         columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
         cells: list[Any] = [[row.get(key) for key in columns] for row in rows]
         table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
         self.log(index, {name: table}, step)
 
     def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
-        """Send a picture."""
         self.log(index, {name: self._wandb.Image(str(file))}, step)
 
     def finish(self, outcome: str) -> str:
-        """End the run there, and return how to look at it."""
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])
@@ -161,7 +156,6 @@ class Tensorboard:
         self._text("config", about.config, 0)
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """Send numbers and texts of a step."""
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._number(name, value, step or 0)
@@ -172,7 +166,6 @@ class Tensorboard:
     summary = log
 
     def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
-        """Send rows, such as completions."""
         self._text(name, rows, step or 0)
         for row in rows:
             if row.keys() >= CURVE_COLUMNS and isinstance(row["mse"], int | float):
@@ -181,7 +174,6 @@ class Tensorboard:
                 self._number(f"mse/{curve}", row["mse"], row["group_size"])
 
     def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
-        """Send a picture."""
         import numpy as np
         from PIL import Image
 
@@ -190,7 +182,6 @@ class Tensorboard:
         self._writer.add_image(name, pixels, step or 0, dataformats="HWC")
 
     def finish(self, outcome: str) -> str:
-        """End the run there, and return how to look at it."""
         self._writer.close()
         return f"tensorboard --logdir {self._folder}"
 
@@ -217,24 +208,20 @@ class Trackio:
         )  # fmt: skip
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        """Send numbers and texts of a step."""
         # `step` is trackio's name for its own
         self._run.log({key: x for key, x in values.items() if key != "step"}, step=step)
 
     summary = log
 
     def table(self, index: int, name: str, rows: Rows, step: int | None) -> None:
-        """Send rows, such as completions."""
         import pandas
 
         self._run.log({name: self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
 
     def figure(self, index: int, name: str, file: Path, step: int | None) -> None:
-        """Send a picture."""
         self._run.log({name: self._trackio.Image(str(file))}, step=step)
 
     def finish(self, outcome: str) -> str:
-        """End the run there, and return how to look at it."""
         self._run.finish()
         return f"trackio show --project {self._project}"
 

@@ -36,7 +36,7 @@ def make_task(
     """Make the configured task.
 
     Args:
-        chat: writes turns in the model's chat format, see `policy.loading.chat_format`; used if
+        chat: writes turns in the model's chat format, see `policy.chat.chat_format`; used if
             `prompt.chat` asks for it.
         lengths: returns the tokens of each text; used if `prompt.max_length` asks for it.
     """

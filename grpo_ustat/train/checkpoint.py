@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import main_only
-from grpo_ustat.policy.loading import Policy, save_tokenizer
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.tokenizer import save_tokenizer
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.context import TrainContext, TrainProgress

@@ -32,8 +32,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
-from grpo_ustat.policy.loading import Policy, out_of_memory
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import ContiguousRows, pack, pack_contiguous, positions
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.records import Rollouts
 from grpo_ustat.train.context import TrainContext

@@ -11,7 +11,7 @@ import numpy as np
 from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import out_of_memory
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.records import Rollouts
 from grpo_ustat.terminal.console import warn
 

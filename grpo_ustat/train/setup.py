@@ -14,19 +14,17 @@ from transformers import get_scheduler
 from grpo_ustat.config.train import ENDING_SCHEDULES, TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main, main_only
 from grpo_ustat.policy.adapters import checkpoint_layers, with_adapters
-from grpo_ustat.policy.chat import reads_clock
-from grpo_ustat.policy.loading import (
-    Policy,
+from grpo_ustat.policy.chat import reads_clock, tell_date, warn_of_options
+from grpo_ustat.policy.configured import (
     check_device,
     check_lengths,
     configured_policy,
     configured_task,
-    configured_tokenizer,
-    tell_date,
-    warn_of_options,
 )
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous, can_share
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt

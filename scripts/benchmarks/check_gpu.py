@@ -6,8 +6,8 @@
 
     rates      products of two square matrices in float32, TF32 and bfloat16, TFLOP/s
     correct    tests/gpu: draws, scores and an update against the CPU in float64
-    sampling   tokens a second at `--rows` in float32, TF32 and bfloat16, with CUDA graphs and
-               without, and how many kernels a token of all rows is, in how many launches
+    sampling   tokens a second at `--rows` in float32, TF32 and bfloat16, and how many kernels a
+               token of all rows is, in how many launches
     scores     seconds and peak memory for a question's completions of unequal lengths, whole and
                layer by layer, in float32, with TF32 products, and in bfloat16; how far the Gram
                matrix is from that in float32
@@ -128,18 +128,16 @@ def sampling(options: argparse.Namespace) -> Iterator[Row]:
         for rows in options.rows[: 1 if options.device == "cpu" else None]:
             prompts = [Prompt(str(i), f"What is {i} + {i}?", "", "", "") for i in range(rows // 8)]
 
-            def work(graphs, policy=policy, prompts=prompts, rows=rows, length=width):
-                options = Sampling(0, "check", length, rows=rows, cuda_graphs=graphs)
-                return sample(policy, prompts, 8, options)
+            def work(policy=policy, prompts=prompts, rows=rows, length=width):
+                return sample(policy, prompts, 8, Sampling(0, "check", length, rows=rows))
 
-            for graphs in (True, False):
-                run, tokens = partial(work, graphs), []
-                seconds = clock(options, lambda run=run, t=tokens: t.append(run().lengths_PG.sum()))
-                yield {
-                    "what": f"{rows} rows x {width}, {kind}, {'' if graphs else 'no '}graphs",
-                    **spread("tokens/s", [int(tokens[-1]) / each for each in seconds]),
-                    **launches(options, run),
-                }
+            tokens = []
+            seconds = clock(options, lambda w=work, t=tokens: t.append(w().lengths_PG.sum()))
+            yield {
+                "what": f"{rows} rows x {width}, {kind}",
+                **spread("tokens/s", [int(tokens[-1]) / each for each in seconds]),
+                **launches(options, work),
+            }
 
 
 def launches(options: argparse.Namespace, work: Callable[..., Any]) -> Row:
@@ -216,7 +214,6 @@ def update(options: argparse.Namespace) -> Iterator[Row]:
             policy.tokenizer.save_pretrained(model)
             del policy
             words += ["prompt=bare", "budget.rollouts=128", "max_completion_length=256"]
-            words += ["rollout.cuda_graphs=true"]
         for bf16 in ("true", "false")[options.device == "cpu" :]:
             folder = Path(place) / bf16
             folder.mkdir()

@@ -54,7 +54,9 @@ from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.policy.loading import configured_task, load_policy, resolve
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.policy.source import resolve
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder

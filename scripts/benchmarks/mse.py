@@ -38,7 +38,7 @@ from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.mse import pool, sampler
 from grpo_ustat.mse.result import closed_form_request
-from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.policy.configured import configured_policy, configured_task
 
 MAX_POOL_COMPLETIONS = 8192
 BASELINES = ("none", "leave_one_out", "oracle")

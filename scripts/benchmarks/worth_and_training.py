@@ -61,7 +61,8 @@ from grpo_ustat.estimators.losses import UNBIASED, loss_errors
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import worth
 from grpo_ustat.mse.pool import build_pool
-from grpo_ustat.policy.loading import configured_task, configured_tokenizer
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.runs.claims import holm_adjust
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import setup, trainer

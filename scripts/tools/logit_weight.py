@@ -23,7 +23,7 @@ from grpo_ustat.estimators.proxies import within_correlation
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.study import _prompts
-from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.configured import configured_policy
 from grpo_ustat.policy.logprobs import left_padded, positions, widen
 
 

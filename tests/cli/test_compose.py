@@ -21,12 +21,12 @@ from grpo_ustat.config.schema import ConfigError
      "rollout=local"),
 ])  # fmt: skip
 def test_a_package_that_a_run_needs_is_missed_before_anything_is_imported(monkeypatch, words, line):
-    monkeypatch.setattr(compose, "_is_installed", lambda _: False)
+    monkeypatch.setattr(compose, "is_installed", lambda _: False)
     with pytest.raises(ConfigError) as caught:
         parse("train", words)
     assert str(caught.value) == line
     parse("train", [*words, "dry_run=true"])
-    monkeypatch.setattr(compose, "_is_installed", lambda _: True)
+    monkeypatch.setattr(compose, "is_installed", lambda _: True)
     parse("train", words)
 
 

@@ -9,7 +9,8 @@ from commands import compose, run
 from slow_cases import nightly_but
 
 from grpo_ustat.estimators.intervals import clustered_mean
-from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
+from grpo_ustat.policy.configured import configured_policy, configured_task
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import summed_rewards
 

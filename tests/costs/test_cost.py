@@ -65,11 +65,6 @@ def test_the_first_process_of_a_large_study_holds_its_pool(study):
     assert cost_of(small).memory == 580_000_000 + int(2.5 * cost_of(small).disk)
 
 
-def test_cuda_graphs_have_buffers_of_96_more_columns(study):
-    on = replace(study, rollout=replace(study.rollout, cuda_graphs=True))
-    assert cost_of(on).cache * 96 == cost_of(study).cache * (96 + 96)
-
-
 def test_adams_metric_keeps_a_second_pool_and_six_numbers_a_parameter(study):
     plain, adam = cost_of(study), cost_of(replace(study, study=replace(study.study, metric="adam")))
     assert adam.disk == 2 * plain.disk + 24 * SIZE.parameters

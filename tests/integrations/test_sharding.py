@@ -44,7 +44,8 @@ from grpo_ustat.integrations.trl.sharding import (
     sharding_of,
 )
 from grpo_ustat.policy.loading import load_policy
-from grpo_ustat.policy.scores.backward import check_scores, completion_scores
+from grpo_ustat.policy.scores.backward import completion_scores
+from grpo_ustat.policy.scores.check import check_scores
 
 NO_MEMORY = f"{sharding.NO_MEMORY}, and for those of one layer at a time: {sharding.INSTEAD}"
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 9, 8, 7, 3]])

@@ -19,7 +19,7 @@ from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.scoring import stored_rollouts
-from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.policy.configured import configured_policy, configured_task
 from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.runs.folder import RunFolder
 

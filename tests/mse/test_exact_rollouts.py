@@ -19,7 +19,7 @@ from grpo_ustat.mse.import_rollouts import (
     logged_rollouts,
     sampler_gap,
 )
-from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.policy.configured import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import summed_rewards
 

@@ -20,12 +20,9 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.rows import read_rollouts
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.import_rollouts import EndTokens, import_pool
-from grpo_ustat.policy.loading import (
-    Policy,
-    configured_policy,
-    configured_task,
-    load_tokenizer,
-)
+from grpo_ustat.policy.configured import configured_policy, configured_task
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.tokenizer import load_tokenizer
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import summed_rewards

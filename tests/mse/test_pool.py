@@ -32,7 +32,8 @@ from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.scoring import stored_rollouts
 from grpo_ustat.pages.caveats import zero_scores_sentence
 from grpo_ustat.policy.adapters import with_adapters
-from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
+from grpo_ustat.policy.configured import configured_policy, configured_task
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.runs.folder import RunFolder
 

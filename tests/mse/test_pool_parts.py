@@ -20,7 +20,7 @@ from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import _chunks_to_sample, build_part, build_pool
 from grpo_ustat.mse.pool_store import draws_of, reuse_pool
-from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
 

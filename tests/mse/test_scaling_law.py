@@ -11,7 +11,7 @@ from scipy import stats
 
 from grpo_ustat.estimators.closed_form import CurvePoint, Request, closed_form
 from grpo_ustat.mse.pool import build_pool
-from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.policy.configured import configured_task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402

@@ -23,7 +23,7 @@ from grpo_ustat.mse.pool import build_pool, read_pool
 from grpo_ustat.mse.pool_parts import Part
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_text, start_sampler
-from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.policy.configured import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=3", "max_completion_length=64")
@@ -72,7 +72,7 @@ def test_one_process_samples_and_the_plan_says_so():
 
 @pytest.mark.slow
 def test_a_missing_vllm_is_one_line_but_a_dry_run_needs_none(monkeypatch, capsys):
-    monkeypatch.setattr(composing, "_is_installed", lambda _: False)
+    monkeypatch.setattr(composing, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"rollout=vllm needs the package vllm: pip install -e "):
         composing.parse("mse", ["rollout=vllm"])
     assert (

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.adapters import with_stored_adapters
-from grpo_ustat.policy.loading import load_policy, load_tokenizer
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.policy.scores.one_by_one import logprob
+from grpo_ustat.policy.tokenizer import load_tokenizer
 
 peft = pytest.importorskip("peft")
 

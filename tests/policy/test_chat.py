@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from dataclasses import asdict
 from datetime import datetime
 
 import pytest
 import toys
 from commands import compose
-from slow_cases import slow_after
 
 from grpo_ustat.config.identity import folder_name, identity
 from grpo_ustat.config.model import cache_folder
@@ -20,14 +17,9 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool_store import draws_of, prompt_date
 from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.policy import chat
-from grpo_ustat.policy.chat import ChatFormat, in_chat_format
-from grpo_ustat.policy.loading import (
-    chat_format,
-    configured_policy,
-    configured_task,
-    configured_tokenizer,
-    encode,
-)
+from grpo_ustat.policy.chat import ChatFormat, chat_format, in_chat_format
+from grpo_ustat.policy.configured import configured_policy, configured_task
+from grpo_ustat.policy.tokenizer import configured_tokenizer, encode
 from grpo_ustat.runs import files
 from grpo_ustat.runs import folder as run_folder
 from grpo_ustat.runs.folder import RunFolder
@@ -143,36 +135,19 @@ def test_smollm2_reads_its_own_format():
     assert ids.count(1) == 3  # <|im_start|> is one token, of each turn
 
 
-BEYOND = {  # templates that a model could bring, and what is said of them
-    "loops": (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% set k = i %}{% endfor %}"
-        "{% endfor %}",
-        "does not end within 0.5 s",
-    ),
-    "in one word": ("{{ 'a' * 10 ** 11 }}", "takes more than 1 GiB"),
-    "doubles": (
-        "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}"
-        "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "(takes more than 1 GiB|does not end within 0.5 s)",
-    ),
+FAULTY = {  # templates that a model could bring, and what is said of them
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "divides": ("{{ 1 / 0 }}", "division by zero"),
-    "writes and writes": ("{{ 'a' * 20_000_000 }}", "more than 10,000,000 letters"),
     "reaches": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
 }
 
 
-@pytest.mark.parametrize("name", slow_after(1, BEYOND))
-def test_a_template_beyond_its_limits_is_one_line(name, monkeypatch):
-    template, why = BEYOND[name]
-    if "0.5 s" in why:  # the others end of themselves, on a busy machine later
-        monkeypatch.setattr(chat, "MOST_SECONDS", 0.5)
-    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_template_is_one_line(name):
+    template, why = FAULTY[name]
     with pytest.raises(ConfigError, match=f"the chat format of toy .*{why}") as refusal:
         prompting(template).prompt(toys.QUESTIONS[0])
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
-    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM))
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 THINKS = (

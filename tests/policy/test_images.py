@@ -15,8 +15,9 @@ from slow_cases import slow_after
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores.backward import check_scores, completion_scores, parameter_sizes
+from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
+from grpo_ustat.policy.scores.check import check_scores
 from grpo_ustat.policy.scores.groups import group_scores
 from grpo_ustat.policy.scores.images import outside_language
 from grpo_ustat.policy.scores.sketch import Sketch

@@ -34,7 +34,9 @@ from grpo_ustat.config.identity import folder_name, weights_fingerprint
 from grpo_ustat.config.model import cache_folder, check_weights, model_folder, weight_files
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import draws_of
-from grpo_ustat.policy.loading import _model, check_parameters, load_policy, resolve, train_only
+from grpo_ustat.policy.configured import check_parameters, train_only
+from grpo_ustat.policy.loading import _model, load_policy
+from grpo_ustat.policy.source import resolve
 
 TOOLS = Path(__file__).parents[2] / "scripts/tools"
 

@@ -17,15 +17,11 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.sampler import sampler_gap
-from grpo_ustat.policy import loading
-from grpo_ustat.policy.loading import (
-    configured_task,
-    configured_tokenizer,
-    crossed_switch,
-    encode,
-    load_policy,
-    rope_switch,
-)
+from grpo_ustat.policy import loading, tokenizer
+from grpo_ustat.policy.configured import configured_task
+from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.policy.source import crossed_switch, rope_switch
+from grpo_ustat.policy.tokenizer import configured_tokenizer, encode
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.local import sample
 from grpo_ustat.rollout.sampling import Sampling
@@ -180,7 +176,8 @@ def test_a_run_s_tokenizer_is_loaded_once(tmp_path, monkeypatch):
         loaded.append(arguments)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(loading, "load_tokenizer", counting)
+    for module in (loading, tokenizer):
+        monkeypatch.setattr(module, "load_tokenizer", counting)
     chat = (
         "prompt.chat=true",
         "prompt.max_length=120",

@@ -15,14 +15,10 @@ from reference import one_flat_score
 
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.policy.scores import accumulate, backward, layers, output_layer
+from grpo_ustat.policy.scores import accumulate, check, layers, output_layer
 from grpo_ustat.policy.scores.accumulate import Accumulator
-from grpo_ustat.policy.scores.backward import (
-    check_scores,
-    completion_scores,
-    covered_parameters,
-    parameter_sizes,
-)
+from grpo_ustat.policy.scores.backward import completion_scores, covered_parameters, parameter_sizes
+from grpo_ustat.policy.scores.check import check_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 
 
@@ -328,14 +324,14 @@ def test_gradients_are_compared_a_few_parameters_at_a_time(monkeypatch, tied):
     policy, rollouts = random_policy(tied=tied), random_rollouts([3], group_size=3, longest=4)
     rows = pack(rollouts, np.arange(3), 0, "cpu")
     arguments = (rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT)
-    sizes, counts, original = parameter_sizes(policy.model), [], backward.completion_scores
+    sizes, counts, original = parameter_sizes(policy.model), [], check.completion_scores
 
     def spy(model, *args, **kwargs):
         counts.append(sum(parameter_sizes(model).values()))
         return original(model, *args, **kwargs)
 
-    monkeypatch.setattr(backward, "completion_scores", spy)
-    monkeypatch.setattr(backward, "PARAMETERS_AT_ONCE", 600)
+    monkeypatch.setattr(check, "completion_scores", spy)
+    monkeypatch.setattr(check, "PARAMETERS_AT_ONCE", 600)
     check_scores(policy.model, *arguments)
     assert len(counts) > 3 and sum(counts) == sum(sizes.values())
     assert max(counts) <= max(600, *sizes.values())

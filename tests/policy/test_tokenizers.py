@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_ustat.config.model import ASSETS
-from grpo_ustat.policy.loading import load_tokenizer, save_tokenizer
+from grpo_ustat.policy.tokenizer import load_tokenizer, save_tokenizer
 from grpo_ustat.tasks.arithmetic import Ranges, stream
 
 NAMES = ("tiny", "tiny_base", "tiny_direct")

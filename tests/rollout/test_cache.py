@@ -1,4 +1,4 @@
-"""Sampling with the growing cache and packed weights against one full forward pass per token."""
+"""Sampling with the growing cache against one full forward pass per token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_ustat.draws import uniforms
 from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.prompt_sharing import check_rows, trial
-from grpo_ustat.rollout import cache, linears, local
+from grpo_ustat.rollout import cache, local
 from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.engine import LocalEngine
 from grpo_ustat.rollout.local import Sampling, sample
@@ -105,30 +105,6 @@ def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
     layer.batch_select_indices(torch.tensor([1]))
     keys, _ = layer.update(whole[1:, :, :1], whole[1:, :, :1])
     assert torch.equal(keys, torch.cat([whole[1:], whole[1:, :, :1]], dim=2))
-
-
-def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
-    monkeypatch.setattr(linears, "LEAST_PACKED_ENTRIES", 1)
-    model = random_policy(dtype=torch.float32).model
-    ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
-    with torch.inference_mode():
-        plain = model(input_ids=ids).logits
-        with linears.packed_linears(model, rows=2):
-            assert any("forward" in vars(module) for module in model.modules())
-            found = model(input_ids=ids).logits
-    torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_weights_beyond_the_share_of_memory_and_other_types_are_not_packed(monkeypatch):
-    monkeypatch.setattr(linears, "LEAST_PACKED_ENTRIES", 1)
-    double = random_policy().model
-    with linears.packed_linears(double, rows=2):
-        assert not any("forward" in vars(module) for module in double.modules())
-    monkeypatch.setattr(linears, "LARGEST_PACKED_SHARE", 0)
-    single = random_policy(dtype=torch.float32).model
-    with linears.packed_linears(single, rows=2):
-        assert not any("forward" in vars(module) for module in single.modules())
 
 
 def test_rows_are_replaced_where_lengths_are_unequal_alone(monkeypatch):

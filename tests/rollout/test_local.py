@@ -12,8 +12,10 @@ from fakes import LetterTokenizer, letter_prompts, random_policy
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.draws import generator, uniforms
-from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
+from grpo_ustat.policy.configured import configured_policy
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack, token_logprobs
+from grpo_ustat.policy.tokenizer import stop_tokens
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout import local
 from grpo_ustat.rollout.local import Sampling, sample
@@ -215,12 +217,12 @@ def test_no_memory_for_one_completion_and_other_errors_are_raised(error, monkeyp
 
 
 def test_logits_that_are_not_finite_are_refused(monkeypatch):
-    policy, original = random_policy(), local.DecodingBatch.next_logits
+    policy, original = random_policy(), local.DecodingBatch.read
 
-    def diverged(self, cache, mask):
-        return torch.full_like(original(self, cache, mask), torch.nan)
+    def diverged(self):
+        return torch.full_like(original(self), torch.nan)
 
-    monkeypatch.setattr(local.DecodingBatch, "next_logits", diverged)
+    monkeypatch.setattr(local.DecodingBatch, "read", diverged)
     with pytest.raises(FloatingPointError, match="logits are not finite: lower learning_rate"):
         sample(policy, PROMPTS, 2, SAMPLING)
 

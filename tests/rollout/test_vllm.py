@@ -15,8 +15,8 @@ from fakes import letter_prompts, random_policy
 
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import context_length
 from grpo_ustat.policy.logprobs import pack, token_logprobs
+from grpo_ustat.policy.source import context_length
 from grpo_ustat.rollout.engine import LocalEngine, make_engine
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine, checkpoint_weights

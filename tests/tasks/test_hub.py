@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import load_tokenizer
+from grpo_ustat.policy.tokenizer import load_tokenizer
 from grpo_ustat.tasks import hub
 from grpo_ustat.tasks.rows import Origin
 

@@ -10,7 +10,7 @@ import torch
 from resuming import config_of, differences, fit
 from safetensors.torch import load_file
 
-from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.train import trainer, update
 from grpo_ustat.train.snapshots import newest_whole
 

@@ -11,7 +11,7 @@ from fakes import random_rollouts
 from training_runs import first_batch
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import out_of_memory
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.rollout import batch as decoding
 from grpo_ustat.train import update as update_module
 from grpo_ustat.train.micro_batches import TokenBudget, plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ from grpo_ustat.integrations.trl.sharding import (
 )
 from grpo_ustat.integrations.trl.support import check_parameters, check_trainer
 from grpo_ustat.integrations.trl.windows import (
+    OpenWindow,
     ScoredGroup,
     Window,
     score_pool,
@@ -83,6 +84,41 @@ TRL_POSITIONS = (
     "prompts of one length, or a model with rotary positions"
 )
 RATIOS = ("gstar", "noise_scale", "noise_scale_best")  # that may have no upper end
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked at the start, see `GradientNoiseCallback`."""
+
+    every: int
+    audit_every: int | None
+    parameters: str | None
+    by_layer: bool
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(
+                f"every={self.every}: at least 1, which measures every generation batch"
+            )
+        if self.audit_every is not None and self.audit_every < 1:
+            raise ConfigError(
+                f"audit_every={self.audit_every}: at least 1, or None for the first alone"
+            )
+
+
+@dataclass
+class AuditProgress:
+    """How far the comparison of applied and declared gradients has come."""
+
+    # Update from which on the next one is compared, and the one that was announced last.
+    due: float = 0
+    step: int = -1
+    # Comparisons whose numbers were logged.
+    logged: int = 0
+    # True once a finding, or the reason why there is none, was printed.
+    told: bool = False
+    # True if TRL's loss hands the model no positions and that shifts them.
+    shifts: bool = False
 
 
 class GradientNoiseCallback(TrainerCallback):
@@ -136,29 +172,26 @@ class GradientNoiseCallback(TrainerCallback):
         by_layer: bool = False,
         strict: bool = False,
     ):
-        if every < 1:
-            raise ConfigError(f"every={every}: at least 1, which measures every generation batch")
-        if audit_every is not None and audit_every < 1:
-            raise ConfigError(f"audit_every={audit_every}: at least 1, or None for the first alone")
-        self.trainer, self.every, self.audit_every = trainer, every, audit_every
-        self.parameters, self.by_layer = parameters, by_layer
+        self.trainer = trainer
+        self.options = Options(every, audit_every, parameters, by_layer)
+        # What was measured.
         self.windows: list[Window] = []
         self.own_loss: OwnLoss | None = None
         self.audit: UpdateAudit | None = None
+        # What was said: of sampling, and why measuring ended.
         self.warnings: list[str] = []
+        self.fault = ""
+        # Of the last measurement.
+        self.precision = self.way = ""
         self.seconds = 0.0
-        self.fault = self.precision = self.way = ""
-        self._groups: list[ScoredGroup] = []  # of the window that is open
-        self._kept: list[ScoredGroup] = []  # of the last windows, on the main process
-        self._first: tuple[Group, Array] | None = None  # with its first policy's log-probabilities
-        self._drift = 0.0
-        self._rewards = np.zeros(2, dtype=int)  # measured completions, and those without a reward
-        self._batches = self._unknown = self._audits = 0
-        self._seen = self._due = 0  # generation batches
-        self._audit_due: float = 0  # updates
-        self._audit_step = -1
-        self._audited = self._shifts = False
         self._begin = time.perf_counter()
+        # Generation batches so far, and how many must have been before the next is measured.
+        self._seen = self._due = 0
+        self._open, self._audit = OpenWindow(), AuditProgress()
+        # Groups of the last windows, on the main process.
+        self._kept: list[ScoredGroup] = []
+        # Measured completions, and those without a reward.
+        self._rewards = np.zeros(2, dtype=int)
         try:
             check_trainer(trainer)
             check_parameters(trainer.model, parameters)
@@ -178,22 +211,22 @@ class GradientNoiseCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Count time from here, and measure the first batch."""
         self._seen = self._due = 0
-        self._audit_due = state.global_step
+        self._audit.due = state.global_step
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         """Report the audit's finding for an update, at first and whenever gradients differ."""
-        results = self.audit.results[self._audits :] if self.audit is not None else []
+        results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
-            self._audits += 1
+            self._audit.logged += 1
             if result.agrees and np.isnan(result.cosine):  # both gradients are 0: nothing is shown
-                self._audit_due = state.global_step
+                self._audit.due = state.global_step
                 continue
             for name in ("ratio", "cosine"):
                 if np.isfinite(value := getattr(result, name)):
                     self.trainer._metrics["train"][f"{PREFIX}/audit/{name}"].append(value)
-            if not self._audited or result.agrees is False:
-                self._audited = True
+            if not self._audit.told or result.agrees is False:
+                self._audit.told = True
                 self._print(f"{PREFIX} step {result.step}: {result.sentence}{self._ratios()}")
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -213,23 +246,23 @@ class GradientNoiseCallback(TrainerCallback):
         if not self.trainer.model.training or self.fault:
             return output
         self._seen += 1
-        if self._seen <= self._due and step != self._audit_step:
+        if self._seen <= self._due and step != self._audit.step:
             return output
         start = time.perf_counter()
         try:
             with (
-                scored_weights(self.trainer, self.by_layer) as (model, layers),
+                scored_weights(self.trainer, self.options.by_layer) as (model, layers),
                 unchanged(model),
-                only_these(model, self.parameters),
+                only_these(model, self.options.parameters),
             ):
                 self.precision = precision_of(model)
                 whole = "on whole weights" if sharding_of(self.trainer) else ""
                 self.way = whole if layers is None else "layer by layer"
                 self._measure(model, layers, output, step)
-            self._batches += 1
+            self._open.batches += 1
             self.seconds += time.perf_counter() - start
-            if self._batches >= window_batches(max(1, len(self._groups) // self._batches)):
-                self._due = self._seen + (self.every - 1) * self._batches
+            if self._open.is_full:
+                self._due = self._seen + (self.options.every - 1) * self._open.batches
                 self._close()
         except Exception as error:  # the same on all ranks, see `from_all_ranks`
             self.fault = reason_of(error)
@@ -254,14 +287,14 @@ class GradientNoiseCallback(TrainerCallback):
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
         scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
-        if step >= self._audit_due or step == self._audit_step:  # every batch of an update
-            self._audit_step = step
-            self._audit_due = step + self.audit_every if self.audit_every else float("inf")
+        if step >= self._audit.due or step == self._audit.step:  # every batch of an update
+            every, self._audit.step = self.options.audit_every, step
+            self._audit.due = step + every if every else float("inf")
             self._announce(model, layers, groups, scored)
-        self._groups += [
+        self._open.groups += [
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
         ]
-        self._unknown += unknown
+        self._open.unknown += unknown
         if window_batches(max(1, len(groups))) > 1:
             with self.scorer.reads_group(layers):
                 if accelerator.is_main_process:
@@ -274,13 +307,13 @@ class GradientNoiseCallback(TrainerCallback):
         on.
         """
         try:
-            if self._first is not None:
-                group, before = self._first
-                self._drift = policy_drift(before, self.scorer.logprobs(model, group))
+            if self._open.first is not None:
+                group, before = self._open.first
+                self._open.drift = policy_drift(before, self.scorer.logprobs(model, group))
                 return
             for group in groups:
                 if group.varies and group.completions[0].images is None:
-                    self._first = group, self.scorer.logprobs(model, group)
+                    self._open.first = group, self.scorer.logprobs(model, group)
                     return
         except Exception as error:
             self.scorer.notes.append(f"How far policies moved is unknown: {reason_of(error)}.")
@@ -301,10 +334,11 @@ class GradientNoiseCallback(TrainerCallback):
                 narrower precision they are computed again in that.
         """
         trainer = self.trainer
-        reason = "parameters were chosen" if self.parameters is not None else unmeasured(trainer)
+        chosen = self.options.parameters is not None
+        reason = "parameters were chosen" if chosen else unmeasured(trainer)
         shifts = from_all_ranks(lambda: [layers is None and self.scorer.shifts_positions(model)])
-        self._shifts = any(shifts)
-        again = self._shifts or active_dropout(trainer.model) is not None
+        self._audit.shifts = any(shifts)
+        again = self._audit.shifts or active_dropout(trainer.model) is not None
         narrow = None if again else narrow_loss(trainer, model)
         if reason is None and narrow is not None:
             try:
@@ -314,8 +348,8 @@ class GradientNoiseCallback(TrainerCallback):
             except ConfigError as error:  # on all ranks
                 reason = str(error)
         if reason is not None:
-            if not self._audited:
-                self._audited = True
+            if not self._audit.told:
+                self._audit.told = True
                 self._print(f"{PREFIX}: the applied gradient is not compared: {reason}")
             return
         if self.audit is None:
@@ -336,7 +370,7 @@ class GradientNoiseCallback(TrainerCallback):
         start, trainer = time.perf_counter(), self.trainer
         self.scorer.ratio_gaps[:] = 0
         with (
-            scored_weights(trainer, self.by_layer) as (model, layers),
+            scored_weights(trainer, self.options.by_layer) as (model, layers),
             unchanged(model),
             nullcontext() if (narrow := narrow_loss(trainer, model)) is None
             else in_precision_of_loss(trainer, model, layers, narrow),
@@ -350,7 +384,7 @@ class GradientNoiseCallback(TrainerCallback):
                         for micro_batch, sign_B in micro_batches
                     ]
                 )
-                for says in ["", *([TRL_POSITIONS] if self._shifts else [])]
+                for says in ["", *([TRL_POSITIONS] if self._audit.shifts else [])]
             }
         self.seconds += time.perf_counter() - start
         return scores
@@ -395,9 +429,8 @@ class GradientNoiseCallback(TrainerCallback):
 
     def _close(self) -> None:
         """End the window: add the terms of its groups, if it has two, and log the new estimates."""
-        groups, unknown = self._groups, self._unknown
-        drift, self._first, self._drift = self._drift, None, 0.0
-        self._groups, self._batches, self._unknown = [], 0, 0
+        ended, self._open = self._open, OpenWindow()
+        groups = ended.groups
         if len(groups) < 2:
             return
         if self.warnings and not self.windows:
@@ -405,7 +438,7 @@ class GradientNoiseCallback(TrainerCallback):
             for sentence in mean_score_warning(share):
                 self.warnings.append(sentence)
                 self._print(f"{PREFIX}: {sentence}")
-        self.windows.append(window_of(groups, unknown, drift, own=not self.warnings))
+        self.windows.append(window_of(groups, ended.unknown, ended.drift, not self.warnings))
         if self.trainer.accelerator.is_main_process:
             scored = [one.scores.features_GR.nbytes for one in groups if one.scores is not None]
             most = max(1, POOL_BYTES // max(scored, default=1))
@@ -515,7 +548,8 @@ class GradientNoiseCallback(TrainerCallback):
             self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
         under += f" {self.way}" if self.way else ""
-        part = "" if self.parameters is None else f" of the parameters named {self.parameters!r}"
+        chosen = self.options.parameters
+        part = "" if chosen is None else f" of the parameters named {chosen!r}"
         first, *others = end_lines(
             estimate, self.recent(), self.own_loss, self.trainer.num_generations,
             rollouts_of(self.trainer), f"scores{part} in {self.precision}{under}", self._cost(),

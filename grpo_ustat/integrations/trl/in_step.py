@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.policy.loading import out_of_memory
+from grpo_ustat.policy.memory import out_of_memory
 from grpo_ustat.policy.output_layer import causal, replaced_forward
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 

@@ -25,12 +25,13 @@ from grpo_ustat.policy.dropout import (
     same_draws,
     seeded_states,
 )
-from grpo_ustat.policy.loading import Policy, out_of_memory
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import Rows, pack, positions, token_logprobs
-from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, score_bytes
+from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, out_of_memory, score_bytes
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
-from grpo_ustat.policy.scores.backward import check_scores, completion_scores, parameter_sizes
+from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
+from grpo_ustat.policy.scores.check import check_scores
 from grpo_ustat.policy.scores.groups import GroupScores, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Rollouts

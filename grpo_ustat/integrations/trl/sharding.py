@@ -20,7 +20,7 @@ from torch import nn
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.integrations.trl.in_step import Gather, Gathered, LayersInStep, separate_layers
 from grpo_ustat.integrations.trl.scoring import from_all_ranks
-from grpo_ustat.policy.loading import out_of_memory
+from grpo_ustat.policy.memory import out_of_memory
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
 NO_MEMORY = "out of memory for the whole weights of the model"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,25 @@ class ScoredGroup:
     counted_G: Mask
     # None if all rewards are equal: its gradient is 0 for any scores.
     scores: GroupScores | None
+
+
+@dataclass
+class OpenWindow:
+    """What the generation batches since the last window have given."""
+
+    groups: list[ScoredGroup] = field(default_factory=list)
+    batches: int = 0
+    # Groups that were left out, with a completion that no function rewarded.
+    unknown: int = 0
+    # The first group whose rewards differ, with its policy's log-probabilities.
+    first: tuple[Group, Array] | None = None
+    # Nats per completion from that policy to the last.
+    drift: float = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """True if the batches make a window, see `window_batches`."""
+        return self.batches >= window_batches(max(1, len(self.groups) // self.batches))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,30 @@
 r"""Scores of completions: squared norms, pooled gradients and Gram matrices from one backward.
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. One
-forward and one backward over a batch, or over parts of it, give layer by layer what every s_i
-needs: a layer's input and the gradient at its output. `layers` has a rule for each kind of layer,
-`output_layer` treats the logits in chunks, `totals` sums, and each layer's share is dropped before
-the next is formed. Trainable parameters of a kind without a rule (fused experts, routers, attention
-sinks) are scored by plain differentiation of one completion at a time: exact, one more pass in
-time.
+forward and one backward over a batch, or over parts of it ("passes"), give layer by layer what
+every s_i needs: a layer's input and the gradient at its output. The parameters themselves require
+no gradient meanwhile. `_Backward.run` goes through these steps, and its methods stand in the same
+order:
+
+1. Every module that `layers` has a rule for gets a forward hook, and so does every embedding.
+2. Forward: the hook of an embedding makes its output a leaf, where the graph begins. The hook of
+   any other module keeps the module's arguments, notes that a gradient of its parameters is to be
+   expected, and places a hook on its output, which waits for the gradient there. A module whose
+   arguments do not separate the completions (a fused expert) is left out. Layer by layer (see
+   `LayerByLayer`) a module is called twice: at first without a graph, when it is only expected, and
+   again during the backward pass, when its output gets the hook.
+3. Output layer: it has no hook. `output_layer` treats the logits in chunks, adds its parameters and
+   gives the gradients at the last hidden states.
+4. Backward, from there to the leaves: at each output the waiting hook fires once, and the layer's
+   rule makes of arguments and gradient a part of the gradient of each of its parameters. Arguments
+   and gradient are dropped with it.
+5. When all parts of a parameter that are expected have arrived, of several passes and of several
+   modules that share it, they are joined, added to the totals and dropped.
+6. The gradients of the leaves are those of the embeddings. Then a part that is still missing, of a
+   module whose output had no influence, is 0: what waits for it is added as it is.
+7. Trainable parameters that are not in the totals, because no rule covers their module (fused
+   experts, routers, attention sinks), are scored by plain differentiation of one completion at a
+   time: exact, one more pass in time.
 """
 
 from __future__ import annotations
@@ -15,6 +33,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -36,7 +55,7 @@ from grpo_ustat.policy.scores.images import (
     without_graph,
 )
 from grpo_ustat.policy.scores.metric import Metric
-from grpo_ustat.policy.scores.one_by_one import logprob, one_by_one
+from grpo_ustat.policy.scores.one_by_one import one_by_one
 from grpo_ustat.policy.scores.output_layer import add_output_layer
 from grpo_ustat.policy.scores.sketch import Sketch
 
@@ -124,8 +143,9 @@ def completion_scores(
             )
             passes = [batch] if passes is None else passes
             backward_pass.run(
-                completion_mask_BT, temperature, by_layer, layer_weights, passes, contiguous, whole
-            )
+                completion_mask_BT, temperature, by_layer=by_layer, layer_weights=layer_weights,
+                counts=passes, contiguous=contiguous, whole=whole,
+            )  # fmt: skip
         rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
         if rest and layer_weights is not None:
             raise ConfigError(
@@ -243,55 +263,63 @@ class _Backward:
 
     def __init__(
         self,
-        model,
+        model: PreTrainedModel,
         names: dict[int, str],
-        input_ids_BT,
-        attention_mask_BT,
-        totals,
+        input_ids_BT: torch.Tensor,
+        attention_mask_BT: torch.Tensor,
+        totals: Accumulator,
         images: Mapping[str, torch.Tensor],
     ):
         self.model, self.images = causal(model), images
         self.outside = outside_language(self.model)
+        # Of parameters by id, those that are scored here.
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         # Names of the parameters whose gradients are in the totals.
         self.added: set[str] = set()
+        # By parameter: how many parts of its gradient are to arrive, and those that have.
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
+        # Names of parameters of which a part cannot be had by a rule.
         self.left_out: set[str] = set()
         self.passes: list[_Pass] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
+        # Name of the weight of both embedding and output layer, if they have the same.
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
         others = (m for m in body(self.model).modules() if m is not embedding and self._own(m))
         used_elsewhere = self.shared in {name for module in others for name in self._own(module)}
         if self.shared and (None in (layers.kind(embedding), layers.kind(head)) or used_elsewhere):
             self._score_shared_alone()
 
+    def _own(self, module: nn.Module) -> list[str]:
+        """Return the names of a module's direct parameters that are scored here."""
+        own = module.parameters(recurse=False)
+        return [self.names[id(p)] for p in own if id(p) in self.names]
+
+    def _score_shared_alone(self) -> None:
+        """Leave both shares of the weight of embedding and output layer to `one_by_one`."""
+        self.names = {key: name for key, name in self.names.items() if name != self.shared}
+        self.shared = None
+
     def run(
         self,
         completion_mask_BT: torch.Tensor,
         temperature: float,
+        *,
         by_layer: bool,
         layer_weights: LayerWeights | None,
         counts: Sequence[int],
         contiguous: bool,
         whole: bool,
     ) -> None:
-        """Run the forward and the backward pass; the scores are then in the totals."""
-        base = body(self.model)
-        parameters = inspect.signature(base.forward).parameters
-        positions_of_images = self.images and hasattr(base, "get_rope_index")
-        outside = {module for top in self.outside for module in top.modules()}
-        handles = [
-            module.register_forward_hook(self._watch(name), with_kwargs=True)
-            for name, module in base.named_modules()
-            if layers.kind(module) is not None or layers.looks_up_tokens(module)
-            if module not in outside
-        ]
+        """Run the forward and the backward pass; the scores are then in the totals.
+
+        The arguments are those of `completion_scores`; `counts`: rows of each pass.
+        """
         by_layer = by_layer and LayerByLayer(self.model).fits
-        try:
+        with self._hooks():
             stop = 0
             for count in counts:
                 start, stop = stop, stop + count
@@ -300,36 +328,50 @@ class _Backward:
                     LayerByLayer(self.model, layer_weights) if by_layer else None, whole,
                 )  # fmt: skip
                 self.passes.append(pass_)
-                places = row_inputs(self.images, pass_.attention, self.model.dtype)
-                begun_BT = nn.functional.pad(pass_.attention, (1, 0), value=1)
-                if not (contiguous and (begun_BT.diff(dim=1) <= 0).all()):
-                    places["attention_mask"] = pass_.attention
-                    if "position_ids" in parameters and not positions_of_images:
-                        places["position_ids"] = positions(pass_.attention)
-                by_layers = pass_.layers.forward() if pass_.layers else nullcontext()
-                with by_layers, without_graph(self.outside) as called:
-                    output = base(input_ids=pass_.ids, use_cache=False, **places)
-                self.output, pass_.hidden = type(output), output.last_hidden_state
-                del output
-                self._add_nothing([top for top in self.outside if top not in called])
+                self._forward(pass_, contiguous)
             if self.shared in self.left_out:
                 self._score_shared_alone()
             self._output_layer(completion_mask_BT, temperature)
             ways = [pass_.backward() for pass_ in self.passes]
             for _ in zip_longest(*ways):  # a layer of every pass before the next
                 pass
+        with torch.no_grad():
+            self._add_embeddings()
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Watch the calls of all modules that have a rule, and of embeddings, within the block."""
+        outside = {module for top in self.outside for module in top.modules()}
+        handles = [
+            module.register_forward_hook(partial(self._called, name), with_kwargs=True)
+            for name, module in body(self.model).named_modules()
+            if layers.kind(module) is not None or layers.looks_up_tokens(module)
+            if module not in outside
+        ]
+        try:
+            yield
         finally:
             for handle in handles:
                 handle.remove()
-        with torch.no_grad():
-            for pass_ in self.passes:
-                for leaf, module, args in pass_.roots:
-                    if args is not None and leaf.grad is not None:
-                        self._arrive(pass_, module, args, leaf.grad)
-            for name in list(self.arrived):
-                self._reduce(name)
 
-    def _add_nothing(self, modules: list[nn.Module]) -> None:
+    def _forward(self, pass_: _Pass, contiguous: bool) -> None:
+        """Read the rows of a pass, up to the last hidden states."""
+        base = body(self.model)
+        places = row_inputs(self.images, pass_.attention, self.model.dtype)
+        begun_BT = nn.functional.pad(pass_.attention, (1, 0), value=1)
+        if not (contiguous and (begun_BT.diff(dim=1) <= 0).all()):
+            places["attention_mask"] = pass_.attention
+            has_own_positions = self.images and hasattr(base, "get_rope_index")
+            takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+            if takes_positions and not has_own_positions:
+                places["position_ids"] = positions(pass_.attention)
+        by_layers = pass_.layers.forward() if pass_.layers else nullcontext()
+        with by_layers, without_graph(self.outside) as called:
+            output = base(input_ids=pass_.ids, use_cache=False, **places)
+        self.output, pass_.hidden = type(output), output.last_hidden_state
+        self._add_zeros([top for top in self.outside if top not in called])
+
+    def _add_zeros(self, modules: list[nn.Module]) -> None:
         """Add the parameters of modules that were not called: their gradients are 0."""
         for module in modules:
             for parameter in module.parameters():
@@ -338,31 +380,30 @@ class _Backward:
                     self.totals.add_zero(name, self.shapes[name], parameter.dtype)
                     self.added.add(name)
 
-    def _watch(self, path: str):
-        def watch(module, args, kwargs, output):
-            """Wait for the gradient at this output of the module."""
-            # that goes through the model now, or computes a layer again
-            pass_ = next(
-                (x for x in self.passes if x.layers is not None and x.layers.recomputes),
-                self.passes[-1],
-            )
-            if layers.looks_up_tokens(module):
-                return self._root(pass_, module, args, output)
-            twice = pass_.layers is not None and pass_.layers.computes
-            if not output.requires_grad and not twice:  # a rule calls the module too
-                return None
-            # dropped as soon as the gradient arrives
-            held: list[Any] = [self._by_row(pass_, path, args, kwargs)]
-            if held[0] is None:
-                self.left_out.update(self._own(module))
-            elif self._own(module):
-                if pass_.layers is None or not pass_.layers.recomputes:
-                    self._expect(module)
-                if output.requires_grad:
-                    output.register_hook(lambda grad: self._arrive(pass_, module, held.pop(), grad))
+    def _called(
+        self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> torch.Tensor | None:
+        """Begin the graph at an embedding's output; at another module's, wait for the gradient."""
+        # that goes through the model now, or computes a layer again
+        pass_ = next(
+            (x for x in self.passes if x.layers is not None and x.layers.recomputes),
+            self.passes[-1],
+        )
+        if layers.looks_up_tokens(module):
+            return self._root(pass_, module, args, output)
+        called_twice = pass_.layers is not None and pass_.layers.computes
+        if not output.requires_grad and not called_twice:  # a rule calls the module too
             return None
-
-        return watch
+        by_row = self._by_row(pass_, path, args, kwargs)
+        if by_row is None:
+            self.left_out.update(self._own(module))
+        elif self._own(module):
+            if pass_.layers is None or not pass_.layers.recomputes:
+                self._expect(module)
+            if output.requires_grad:
+                held = [by_row]  # dropped as soon as the gradient arrives
+                output.register_hook(lambda grad: self._arrive(pass_, module, held.pop(), grad))
+        return None
 
     def _root(self, pass_: _Pass, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
         """Make an embedding's output a leaf, so that the backward pass ends there."""
@@ -390,20 +431,28 @@ class _Backward:
             return (inputs.view(batch, length, -1),)
         return None
 
-    def _own(self, module: nn.Module) -> list[str]:
-        own = module.parameters(recurse=False)
-        return [self.names[id(p)] for p in own if id(p) in self.names]
-
-    def _score_shared_alone(self) -> None:
-        """Leave both shares of the weight of embedding and output layer to `one_by_one`."""
-        self.names = {key: name for key, name in self.names.items() if name != self.shared}
-        self.shared = None
-
     def _expect(self, module: nn.Module) -> None:
+        """Note that one more part of the gradient of each of a module's parameters is to come."""
         for name in self._own(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
+    def _output_layer(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
+        """Add the output layer's parameters; set each pass's gradient at its last hidden states."""
+        windows = [pass_.cut_window(completion_mask_BT) for pass_ in self.passes]
+        layer = OutputLayer(self.model, self.output, temperature)
+        self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
+        with torch.no_grad():
+            grads = add_output_layer(layer, windows, self.names, self.totals, self.tokens_U)
+        for pass_, (grad_BTD, grad_BTU) in zip(self.passes, grads, strict=True):
+            pass_.grad_window, pass_.grad_logits = grad_BTD, grad_BTU
+        own = [] if layer.opaque else self._own(layer.head)
+        self.added.update(name for name in own if name != self.shared)
+
     def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
+        """Form the parts of the gradients of a module's parameters from a gradient at its output.
+
+        A parameter of which this is the last part is added to the totals.
+        """
         grad = grad.detach()
         if grad.shape[0] != len(pass_.ids):  # tokens of all rows in one axis
             grad = grad.view(*pass_.ids.shape, -1)
@@ -416,6 +465,7 @@ class _Backward:
                 self._reduce(name)
 
     def _reduce(self, name: str) -> None:
+        """Join the parts of a parameter's gradient that have arrived, and add it to the totals."""
         arrived = self.arrived.pop(name)
         by_pass = [
             layers.joined([part for of, part in arrived if of is pass_]) for pass_ in self.passes
@@ -434,96 +484,11 @@ class _Backward:
         layers.add(self.totals, name, self.shapes[name], part)
         self.added.add(name)
 
-    def _output_layer(self, completion_mask_BT, temperature: float) -> None:
-        windows = [pass_.cut_window(completion_mask_BT) for pass_ in self.passes]
-        layer = OutputLayer(self.model, self.output, temperature)
-        self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
-        with torch.no_grad():
-            grads = add_output_layer(layer, windows, self.names, self.totals, self.tokens_U)
-        for pass_, (grad_BTD, grad_BTU) in zip(self.passes, grads, strict=True):
-            pass_.grad_window, pass_.grad_logits = grad_BTD, grad_BTU
-        own = [] if layer.opaque else self._own(layer.head)
-        self.added.update(name for name in own if name != self.shared)
-
-
-# float64: transformers computes norms and rotations of such models in float32
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-FLAT = 10.0  # a temperature at which no token is nearly certain
-PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
-
-
-def check_scores(
-    model,
-    input_ids_BT,
-    attention_mask_BT,
-    completion_mask_BT,
-    *,
-    contiguous: bool = False,
-    images: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Compare a pooled gradient of these completions with plain differentiation, by parameter.
-
-    A layer that uses its inputs in a way that its rule does not cover would differ. Unequal weights
-    reveal rows that were mixed up. A high temperature keeps a peaked policy's scores from being
-    little but the rounding of 1 - p. With `images` the rows belong to one prompt, see
-    `completion_scores`.
-    """
-    rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
-    weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
-    parameters = trainable(model)
-    norms, errors = [], []
-    for group in _compared_together(parameters):
-        with _only_trainable(parameters, group), unpacked(model), same_positions(model):
-            gradients = completion_scores(
-                model, *rows, weights_KB=weights[None], temperature=FLAT, contiguous=contiguous,
-                images=images,
-            ).gradients_K[0]  # fmt: skip
-            logprobs = (
-                weight * logprob(model, ids[mask.bool()], completion[mask.bool()], FLAT, images)
-                for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
-            )
-            plain = torch.autograd.grad(
-                cast(torch.Tensor, sum(logprobs)),
-                [p for _, p in group],
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        for (name, _), grad in zip(group, plain, strict=True):
-            norms.append(_norm(grad))
-            errors.append(_norm(gradients.pop(name).sub_(grad)))
-    whole, worst = torch.stack(norms).norm(), int(torch.stack(errors).argmax())
-    if errors[worst] > TOLERANCE.get(parameters[0][1].dtype, 0.1) * whole:
-        raise ConfigError(
-            f"the score of {parameters[worst][0]} disagrees with plain differentiation by "
-            f"{errors[worst]:.3g} of {whole:.3g}: freeze it (requires_grad=False) or report the "
-            f"model class {type(model).__name__}"
-        )
-
-
-def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Yield neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or one larger one."""
-    group, entries = [], 0
-    for name, parameter in parameters:
-        if group and entries + parameter.numel() > PARAMETERS_AT_ONCE:
-            yield group
-            group, entries = [], 0
-        group.append((name, parameter))
-        entries += parameter.numel()
-    yield group
-
-
-@contextmanager
-def _only_trainable(parameters: list[tuple[str, nn.Parameter]], some: list) -> Iterator[None]:
-    """Make only some of the trainable parameters trainable within the block."""
-    others = {name for name, _ in parameters} - {name for name, _ in some}
-    for name, parameter in parameters:
-        parameter.requires_grad_(name not in others)
-    try:
-        yield
-    finally:
-        for _, parameter in parameters:
-            parameter.requires_grad_(True)
-
-
-def _norm(values: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float64)
+    def _add_embeddings(self) -> None:
+        """Add the embeddings, whose gradients are at the leaves, and what waits for no more."""
+        for pass_ in self.passes:
+            for leaf, module, args in pass_.roots:
+                if args is not None and leaf.grad is not None:
+                    self._arrive(pass_, module, args, leaf.grad)
+        for name in list(self.arrived):
+            self._reduce(name)

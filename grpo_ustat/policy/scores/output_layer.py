@@ -6,7 +6,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,9 @@ from grpo_ustat.policy.limits import LOGIT_BYTES
 from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.output_layer import OutputLayer, Window
 from grpo_ustat.policy.scores.accumulate import Accumulator
+
+Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Of each window, at its hidden states [B, T, D] and at its logits of U tokens [B, T, U]."""
 
 
 def add_output_layer(
@@ -33,58 +37,94 @@ def add_output_layer(
 
     Returns:
         For each window the gradients at its hidden states, [B, T, D], and at the logits of
-        `tokens_U`,
-        [B, T, U].
+        `tokens_U`, [B, T, U].
     """
     vocabulary, dtype = layer.head.weight.shape[0], windows[0].hidden_BTD.dtype
     wide = widen(windows[0].hidden_BTD[:0])
     budget = LOGIT_BYTES[wide.device.type] // wide.element_size()
-    grads = [  # slices of the vocabulary add up
+    grads = [
         (
             wide.new_zeros(window.hidden_BTD.shape),
             wide.new_zeros((*window.mask_BT.shape, len(tokens_U))),
         )
         for window in windows
     ]
-    positions = sum(window.mask_BT.numel() for window in windows)
     if layer.opaque:
         for window, (grad_BTD, _) in zip(windows, grads, strict=True):
             for index in torch.arange(len(grad_BTD)).split(_rows(window, budget // vocabulary)):
                 part, columns = window.part(index)
                 grad_BTD[index, columns] = layer.through(part)
-    elif positions * vocabulary <= budget:
-        logit_grads = [layer.gradients(window)[0] for window in windows]
-        for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
-            grad_BTD[:] = layer.back(grad_BTV)
-            grad_BTU[:] = grad_BTV[:, :, tokens_U]
-        _add_parameters(layer, windows, names, totals, logit_grads)
-    elif totals.gram_BB is None:  # rows of similar length together; each row's logits exist once
-        start = 0
-        for window, (grad_BTD, grad_BTU) in zip(windows, grads, strict=True):
-            order = window.mask_BT.sum(dim=1).argsort()
-            for index in order.split(_rows(window, budget // vocabulary)):
-                part, columns = window.part(index)
-                grad_NTV, _ = layer.gradients(part)
-                grad_BTD[index, columns] = layer.back(grad_NTV)
-                grad_BTU[index, columns] = grad_NTV[:, :, tokens_U]
-                _add_parameters(layer, [part], names, totals, [grad_NTV], rows=start + index)
-            start += len(order)
-    else:  # a Gram matrix needs all rows: some of the vocabulary, after a pass for normalisers
-        step = max(1, budget // positions)
-        slices = [slice(low, min(low + step, vocabulary)) for low in range(0, vocabulary, step)]
-        normalisers = [_normaliser(layer, window, slices) for window in windows]
-        for tokens in slices:
-            inside_U = (tokens_U >= tokens.start) & (tokens_U < tokens.stop)
-            logit_grads = []
-            for window, normaliser_BT, (grad_BTD, grad_BTU) in zip(
-                windows, normalisers, grads, strict=True
-            ):
-                grad_BTS, _ = layer.gradients(window, tokens, normaliser_BT)
-                grad_BTD[:] += layer.back(grad_BTS, tokens)
-                grad_BTU[:, :, inside_U] = grad_BTS[:, :, tokens_U[inside_U] - tokens.start]
-                logit_grads.append(grad_BTS)
-            _add_parameters(layer, windows, names, totals, logit_grads, first_row=tokens.start)
+        return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
+    add = partial(_add_parameters, layer, names=names, totals=totals)
+    if sum(window.mask_BT.numel() for window in windows) * vocabulary <= budget:
+        _whole(layer, windows, grads, tokens_U, add)
+    elif totals.gram_BB is None:
+        _by_rows(layer, windows, grads, tokens_U, add, budget // vocabulary)
+    else:  # which needs all rows
+        _by_tokens(layer, windows, grads, tokens_U, add, budget)
     return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
+
+
+def _whole(
+    layer: OutputLayer,
+    windows: Sequence[Window],
+    grads: Gradients,
+    tokens_U: torch.Tensor,
+    add: Callable[..., None],
+) -> None:
+    """Hold the gradients at all logits, and fill `grads`, as do the next two."""
+    logit_grads = [layer.gradients(window)[0] for window in windows]
+    for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
+        grad_BTD[:] = layer.back(grad_BTV)
+        grad_BTU[:] = grad_BTV[:, :, tokens_U]
+    add(windows, logit_grads=logit_grads)
+
+
+def _by_rows(
+    layer: OutputLayer,
+    windows: Sequence[Window],
+    grads: Gradients,
+    tokens_U: torch.Tensor,
+    add: Callable[..., None],
+    most: int,
+) -> None:
+    """Hold those at `most` positions at a time, of rows of similar length: each exists once."""
+    start = 0
+    for window, (grad_BTD, grad_BTU) in zip(windows, grads, strict=True):
+        order = window.mask_BT.sum(dim=1).argsort()
+        for index in order.split(_rows(window, most)):
+            part, columns = window.part(index)
+            grad_NTV, _ = layer.gradients(part)
+            grad_BTD[index, columns] = layer.back(grad_NTV)
+            grad_BTU[index, columns] = grad_NTV[:, :, tokens_U]
+            add([part], logit_grads=[grad_NTV], rows=start + index)
+        start += len(order)
+
+
+def _by_tokens(
+    layer: OutputLayer,
+    windows: Sequence[Window],
+    grads: Gradients,
+    tokens_U: torch.Tensor,
+    add: Callable[..., None],
+    budget: int,
+) -> None:
+    """Hold those of some of the vocabulary at a time, `budget` logits, after its normalisers."""
+    vocabulary = layer.head.weight.shape[0]
+    step = max(1, budget // sum(window.mask_BT.numel() for window in windows))
+    slices = [slice(low, min(low + step, vocabulary)) for low in range(0, vocabulary, step)]
+    normalisers = [_normaliser(layer, window, slices) for window in windows]
+    for tokens in slices:
+        inside_U = (tokens_U >= tokens.start) & (tokens_U < tokens.stop)
+        logit_grads = []
+        for window, normaliser_BT, (grad_BTD, grad_BTU) in zip(
+            windows, normalisers, grads, strict=True
+        ):
+            grad_BTS, _ = layer.gradients(window, tokens, normaliser_BT)
+            grad_BTD[:] += layer.back(grad_BTS, tokens)
+            grad_BTU[:, :, inside_U] = grad_BTS[:, :, tokens_U[inside_U] - tokens.start]
+            logit_grads.append(grad_BTS)
+        add(windows, logit_grads=logit_grads, first_row=tokens.start)
 
 
 def _rows(window: Window, positions: int) -> int:
@@ -104,6 +144,7 @@ def _normaliser(layer: OutputLayer, window: Window, slices: Sequence[slice]) -> 
 def _add_parameters(
     layer: OutputLayer,
     windows: Sequence[Window],
+    *,
     names: dict[int, str],
     totals: Accumulator,
     logit_grads: Sequence[torch.Tensor],

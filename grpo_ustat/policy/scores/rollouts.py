@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.logprobs import Rows, pack
 from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
@@ -64,48 +64,25 @@ def score_rollouts(
         first, place_B = distinct(rollouts, index, token_weights_BT)
     prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
     length_U = rollouts.lengths_PG.ravel()[index[first]]
-    order = np.argsort(prompt_U + length_U, kind="stable")
-    prompt_U, length_U = prompt_U[order], length_U[order]
     passes = [len(first)]
     if layer_weights is None:
-        passes = pass_sizes(prompt_U + length_U, tokens_of_overhead(policy.model))
-    if len(passes) > 1:
-        first, place_B = first[order], np.argsort(order)[place_B]
-    weights = None
-    if weights_KB is not None:
-        merged = np.zeros((len(weights_KB), len(first)))
-        # NumPy's stub of `at` knows no tuples of indices
-        np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
-        weights = torch.from_numpy(merged)
+        order = np.argsort(prompt_U + length_U, kind="stable")
+        passes = pass_sizes((prompt_U + length_U)[order], tokens_of_overhead(policy.model))
+        if len(passes) > 1:
+            first, place_B = first[order], np.argsort(order)[place_B]
+            prompt_U, length_U = prompt_U[order], length_U[order]
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
-    completion_BT = rows.completion_mask_BT
     if token_weights_BT is not None:
-        # log-probabilities are float32 or wider, and so are their weights
-        own_UT = torch.from_numpy(token_weights_BT[first, : rows.width])
-        completion_BT = completion_BT.to(torch.promote_types(policy.model.dtype, torch.float32))
-        completion_BT[:, -rows.width :] *= own_UT.to(completion_BT)
-    parts = np.split(np.arange(len(first)), np.cumsum(passes)[:-1])
-    read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
-    whole = score_bytes(policy.model, read, by_layer=False)
+        rows = _weighed(rows, token_weights_BT[first], policy.model.dtype)
     scores = completion_scores(
-        policy.model,
-        rows.input_ids_BT,
-        rows.attention_mask_BT,
-        completion_BT,
-        weights_KB=weights,
-        gram=gram,
-        temperature=temperature,
-        features=features,
-        pooled=pooled,
-        metric=metric,
+        policy.model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
+        weights_KB=None if weights_KB is None else _merged(weights_KB, place_B, len(first)),
+        gram=gram, temperature=temperature, features=features, pooled=pooled, metric=metric,
         by_layer=layer_weights is not None
-        or whole > GRAPH_MEMORY_SHARE * free_bytes(policy.model.device),
-        layer_weights=layer_weights,
-        passes=passes,
-        contiguous=can_read_contiguous(policy),
-        images=images,
-        drops=drops,
-    )
+        or _graph_is_large(policy.model, passes, prompt_U, length_U),
+        layer_weights=layer_weights, passes=passes, contiguous=can_read_contiguous(policy),
+        images=images, drops=drops,
+    )  # fmt: skip
     gram_BB, features_BR = scores.gram_BB, scores.features_BR
     place = torch.from_numpy(place_B).to(policy.model.device)
     return replace(
@@ -114,6 +91,34 @@ def score_rollouts(
         gram_BB=None if gram_BB is None else gram_BB[place][:, place],
         features_BR=None if features_BR is None else features_BR[place],
     )
+
+
+def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
+    """Return rows whose completion tokens count with these weights.
+
+    Log-probabilities are float32 or wider, and so are their weights.
+    """
+    mask_UT = rows.completion_mask_BT.to(torch.promote_types(dtype, torch.float32))
+    mask_UT[:, -rows.width :] *= torch.from_numpy(weights_UT[:, : rows.width]).to(mask_UT)
+    return replace(rows, completion_mask_BT=mask_UT)
+
+
+def _merged(weights_KB: np.ndarray, place_B: np.ndarray, count: int) -> torch.Tensor:
+    """Add up the weights of equal completions, [K, count]."""
+    merged = np.zeros((len(weights_KB), count))
+    # NumPy's stub of `at` knows no tuples of indices
+    np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
+    return torch.from_numpy(merged)
+
+
+def _graph_is_large(
+    model: PreTrainedModel, passes: list[int], prompt_U: np.ndarray, length_U: np.ndarray
+) -> bool:
+    """Return True if the graphs of all passes would take over half of the free memory."""
+    parts = np.split(np.arange(len(prompt_U)), np.cumsum(passes)[:-1])
+    read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
+    whole = score_bytes(model, read, by_layer=False)
+    return whole > GRAPH_MEMORY_SHARE * free_bytes(model.device)
 
 
 def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:

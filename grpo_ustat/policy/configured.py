@@ -1,0 +1,163 @@
+"""The policy and the task of a configuration, and checks that they fit each other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from grpo_ustat.config.model import ModelConfig, adapter_base, model_folder
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
+from grpo_ustat.config.schema import ConfigError, did_you_mean
+from grpo_ustat.distributed.ranks import RefusedByRank, own_device
+from grpo_ustat.policy.chat import chat_format, writes_turns
+from grpo_ustat.policy.loading import Policy, load_policy
+from grpo_ustat.policy.precision import set_tf32
+from grpo_ustat.policy.source import context_length, crossed_switch, resolve
+from grpo_ustat.policy.tokenizer import configured_tokenizer, encode, stop_tokens
+from grpo_ustat.records import Prompt
+from grpo_ustat.tasks.base import Task
+from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.terminal.progress import Progress
+
+
+def configured_policy(
+    options: PolicyOptions,
+    device: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Policy:
+    """Load the configured policy on a device, by default this rank's.
+
+    Completions also end at `prompt.stop`. Sets this process's number of threads and the use of TF32
+    products; loads the tokenizer unless it is an argument.
+    """
+    device = device or own_device(options.device)
+    check_device(device)
+    torch.set_num_threads(options.num_threads)
+    set_tf32(options.tf32)
+    model, prompt = options.model, options.prompt
+    Progress(f"loading {model.name}")
+    policy = load_policy(
+        model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
+        attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
+        tokenizer=tokenizer, merge_adapters=options.merge_adapters,
+    )  # fmt: skip
+    if options.parameters is not None:
+        train_only(policy.model, options.parameters)
+    in_turns = writes_turns(prompt.chat, policy.tokenizer)
+    policy = replace(policy, special_tokens=not in_turns)
+    if prompt.stop is None:
+        return policy
+    stops = stop_tokens(policy.tokenizer, prompt.stop)
+    return replace(policy, end_tokens=policy.end_tokens | stops)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this PyTorch cannot use."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
+        ) from error
+
+
+def check_parameters(options: PolicyOptions) -> None:
+    """Refuse a regular expression that fits no parameter of the configured model.
+
+    This is before its weights are loaded. For adapters, and for a model that cannot be made without
+    its weights, only the loaded model tells.
+    """
+    model = options.model
+    name = model.model_name_or_path
+    if options.parameters is None or adapter_base(model_folder(name)):
+        return
+    common: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    try:
+        stored = AutoConfig.from_pretrained(resolve(name), revision=model.revision, **common)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(stored, **common)
+    except Exception:  # whatever a damaged file leads to; loading says it
+        return
+    train_only(empty, options.parameters)
+
+
+def train_only(model: nn.Module, pattern: str) -> None:
+    """Freeze all trainable parameters whose names contain no match of a regular expression."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matches = {name for name in names if re.search(pattern, name)}
+    if not matches:
+        some = ", ".join(names[:: max(1, len(names) // 4)][:4])
+        hint = did_you_mean(pattern, sorted({part for name in names for part in name.split(".")}))
+        raise ConfigError(
+            f"study.parameters={pattern} fits none of the model's {len(names)} trainable "
+            f"parameters, such as {some}: {hint}use part of a name"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in matches)
+
+
+def configured_task(
+    options: TaskOptions,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    moment: datetime | None = None,
+) -> Task:
+    """Make the configured task, with prompts in the model's chat format if configured.
+
+    `prompt.chat` asks for the format. Prompts longer than `prompt.max_length` are left out. The
+    tokenizer is loaded if it is needed and not given. `moment`: see `ChatFormat`.
+    """
+
+    def lengths(texts: list[str]) -> list[int]:
+        reader = tokenizer or configured_tokenizer(model)
+        in_turns = writes_turns(options.prompt.chat, reader)
+        return list(map(len, encode(reader, texts, special_tokens=not in_turns)))
+
+    return make_task(options, chat_format(model, options.prompt, tokenizer, moment), lengths)
+
+
+def check_lengths(
+    policy: PolicyOptions,
+    sampler: SamplerOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+) -> None:
+    """Refuse prompts that, with a completion, exceed the positions of the model or of vLLM.
+
+    They must also be on one side of the length at which LongRoPE changes.
+    """
+    texts = [prompt.text for prompt in prompts]
+    in_turns = writes_turns(policy.prompt.chat, tokenizer)
+    lengths = list(map(len, encode(tokenizer, texts, special_tokens=not in_turns)))
+    if not min(lengths):
+        raise RefusedByRank(
+            f"the tokenizer of {policy.model.model_name_or_path} makes no token of "
+            f"{texts[lengths.index(0)]!r}: does it have its tokenizer files?"
+        )
+    limits = [
+        (context_length(policy.model), "the model's"),
+        (sampler.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
+    ]
+    longest, completion_length = max(lengths), sampler.max_completion_length
+    switch = crossed_switch(policy.model, min(lengths), longest + completion_length)
+    limits.append((switch, "original_max_position_embeddings, where LongRoPE changes all rows,"))
+    for limit, name in limits:
+        if limit is not None and longest + completion_length > limit:
+            fixes = []
+            if limit > longest:
+                fixes.append(f"max_completion_length={limit - longest} or less")
+            if limit > completion_length:
+                most = limit - completion_length
+                fixes.append(f"prompt.max_length={most} to leave longer prompts out")
+            both = f"max_completion_length below {limit} and a prompt.max_length"
+            raise RefusedByRank(
+                f"a prompt of {longest} tokens and max_completion_length={completion_length} "
+                f"exceed {name} {limit} tokens: use {', or '.join(fixes) or both}"
+            )

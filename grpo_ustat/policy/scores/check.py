@@ -1,0 +1,100 @@
+"""Check of the score rules on the user's own model, against plain differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.quantized import unpacked
+from grpo_ustat.policy.scores.backward import completion_scores, trainable
+from grpo_ustat.policy.scores.images import same_positions
+from grpo_ustat.policy.scores.one_by_one import logprob
+
+# float64: transformers computes norms and rotations of such models in float32
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+FLAT = 10.0  # a temperature at which no token is nearly certain
+PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
+
+
+def check_scores(
+    model: PreTrainedModel,
+    input_ids_BT: torch.Tensor,
+    attention_mask_BT: torch.Tensor,
+    completion_mask_BT: torch.Tensor,
+    *,
+    contiguous: bool = False,
+    images: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Compare a pooled gradient of these completions with plain differentiation, by parameter.
+
+    A layer that uses its inputs in a way that its rule does not cover would differ. Unequal weights
+    reveal rows that were mixed up. A high temperature keeps a peaked policy's scores from being
+    little but the rounding of 1 - p. With `images` the rows belong to one prompt, see
+    `completion_scores`.
+    """
+    rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
+    weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
+    parameters = trainable(model)
+    norms, errors = [], []
+    for group in _compared_together(parameters):
+        with _only_trainable(parameters, group), unpacked(model), same_positions(model):
+            gradients = completion_scores(
+                model, *rows, weights_KB=weights[None], temperature=FLAT, contiguous=contiguous,
+                images=images,
+            ).gradients_K[0]  # fmt: skip
+            logprobs = (
+                weight * logprob(model, ids[mask.bool()], completion[mask.bool()], FLAT, images)
+                for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
+            )
+            plain = torch.autograd.grad(
+                cast(torch.Tensor, sum(logprobs)),
+                [p for _, p in group],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        for (name, _), grad in zip(group, plain, strict=True):
+            norms.append(_norm(grad))
+            errors.append(_norm(gradients.pop(name).sub_(grad)))
+    whole, worst = torch.stack(norms).norm(), int(torch.stack(errors).argmax())
+    if errors[worst] > TOLERANCE.get(parameters[0][1].dtype, 0.1) * whole:
+        raise ConfigError(
+            f"the score of {parameters[worst][0]} disagrees with plain differentiation by "
+            f"{errors[worst]:.3g} of {whole:.3g}: freeze it (requires_grad=False) or report the "
+            f"model class {type(model).__name__}"
+        )
+
+
+def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
+    """Yield neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or one larger one."""
+    group, entries = [], 0
+    for name, parameter in parameters:
+        if group and entries + parameter.numel() > PARAMETERS_AT_ONCE:
+            yield group
+            group, entries = [], 0
+        group.append((name, parameter))
+        entries += parameter.numel()
+    yield group
+
+
+@contextmanager
+def _only_trainable(parameters: list[tuple[str, nn.Parameter]], some: list) -> Iterator[None]:
+    """Make only some of the trainable parameters trainable within the block."""
+    others = {name for name, _ in parameters} - {name for name, _ in some}
+    for name, parameter in parameters:
+        parameter.requires_grad_(name not in others)
+    try:
+        yield
+    finally:
+        for _, parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    """Return the Euclidean norm of all entries, in float64."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64)

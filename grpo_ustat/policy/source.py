@@ -1,0 +1,114 @@
+"""Where a model's files are, errors of reading them, and what its config.json says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import constants as hub_settings
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
+
+from grpo_ustat.config.model import ModelConfig, adapter_base, model_folder
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.memory import out_of_memory
+from grpo_ustat.tasks.hub import go_offline_if_unreachable
+from grpo_ustat.terminal.streams import single_line
+
+
+def resolve(model_name_or_path: str) -> str:
+    """Return the folder or hub id for which a configured name stands."""
+    folder = model_folder(model_name_or_path)
+    return str(folder.absolute()) if folder.exists() else model_name_or_path
+
+
+@contextmanager
+def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path") -> Iterator[None]:
+    """Turn an error of the block, which loads from a source, into one line with the fix.
+
+    Memory that runs out stays the error that it is. `key` is the name of the place in errors.
+    """
+    of_hub = not Path(resolve(model_name_or_path)).exists()
+    unreachable = of_hub and go_offline_if_unreachable()
+    try:
+        yield
+    except Exception as error:  # transformers raises whatever a damaged file leads to
+        if isinstance(error, RuntimeError) and out_of_memory(error):
+            raise
+        plain = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
+        reason = single_line(error if plain else f"{type(error).__name__}: {error}", 300)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"one of its JSON files is cut or damaged ({reason}): download it again"
+        if isinstance(error, SafetensorError):
+            reason = f"a file of its weights is cut or damaged ({reason}): download it again"
+        if unreachable:
+            reason = (
+                "it is not in the hub's local cache, and the hub does not answer: download it "
+                "where there is a network and set HF_HUB_OFFLINE=1, or name a folder"
+            )
+        elif hub_settings.HF_HUB_OFFLINE and of_hub:
+            reason = (
+                "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 keeps it from being "
+                "fetched: unset that, or name a folder"
+            )
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it needs code that comes with it; read that code, and if you trust it add "
+                "model.trust_remote_code=true to the command line"
+            )
+        raise ConfigError(
+            f"no model could be loaded from {key}={model_name_or_path}: {reason}"
+        ) from error
+
+
+def _text_config(model: ModelConfig) -> PretrainedConfig:
+    """Load the configured model's config.json; of several parts, that of its text."""
+    name, revision = model.model_name_or_path, model.revision
+    while adapters := adapter_base(model_folder(name)):
+        name, revision = adapters
+    with errors_in_one_line(name):
+        stored = AutoConfig.from_pretrained(
+            resolve(name), revision=revision, trust_remote_code=model.trust_remote_code
+        )
+    return stored.get_text_config(decoder=True)
+
+
+def context_length(model: ModelConfig) -> int | None:
+    """Return the tokens of prompt and completion for which there are positions; None: unknown."""
+    return getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def rope_switch(config: PretrainedConfig) -> int | None:
+    """Return the length up to which LongRoPE uses its short factors; None: the model has one set.
+
+    It is compared with the longest row of a pass. Beyond it, all rows are read with the long
+    factors, also the tokens before. See `dynamic_rope_update` of transformers. Its other kind,
+    `dynamic`, changes beyond `max_position_embeddings`, which no row of ours exceeds.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # a model with layers of several kinds has parameters of each
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    switches = [
+        kind.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for kind in kinds
+        if "longrope" in (kind.get("rope_type"), kind.get("type"))
+    ]
+    return min((switch for switch in switches if switch is not None), default=None)
+
+
+def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
+    """Return the model's `rope_switch` if some passes are on either side of it, else None.
+
+    A token's log-probability would then depend on the rows beside it and on the content of the
+    cache.
+
+    Args:
+        shortest: tokens of the shortest prompt; the sampler may read all but the last of them.
+        longest: tokens of the longest row, its completion included.
+    """
+    switch = rope_switch(_text_config(model))
+    return switch if switch is not None and shortest <= switch + 1 and longest > switch else None
