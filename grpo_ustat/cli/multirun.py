@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,9 +132,14 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
                     job()
         return
     launcher: Any = OmegaConf.to_container(node.launcher, resolve=True)
-    if "SlurmLauncher" not in launcher["_target_"]:
+    if "SlurmLauncher" in launcher["_target_"]:
+        _start_on_slurm(entry, todo, launcher)
+    else:
         _wait(submit(_jobs(entry, todo), "local", launcher))
-        return
+
+
+def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[str, Any]) -> None:
+    """Submit the runs, except those that SLURM is about to restart, and wait for all."""
     before = slurm.submissions(launcher["submitit_folder"])
     with slurm.without_job_env():
         rest = _not_queued(todo)
