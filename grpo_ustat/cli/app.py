@@ -5,27 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from contextlib import nullcontext
-from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
-from omegaconf import DictConfig
+from hydra.core.utils import configure_log
 
-from grpo_ustat.cli.compose import check_cuda, composing, parse
-from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_composed, show_hydra
+from grpo_ustat.cli.compose import Invocation, check_cuda, composing, parse
+from grpo_ustat.cli.hydra_api import parse_arguments, show_hydra
 from grpo_ustat.config.command_line import note_typed
-from grpo_ustat.config.load import SCHEMAS, build_config
-from grpo_ustat.config.run import Shared
 from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environment, is_main
-from grpo_ustat.distributed.signals import Stopped, StopRequest
+from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.launch.command import Command
 from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.launch.torchrun import RanksFailed
 from grpo_ustat.runs.faults import NotSaved, fault_line
-from grpo_ustat.runs.folder import RunFolder, remove_empty
+from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import tell
 
@@ -37,7 +34,6 @@ def main(command: Command) -> None:
     exit code 2; in a sweep, for all of its runs. A run that fails later does not end its sweep.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
         join_tasks()
         check_environment()
@@ -50,13 +46,12 @@ def main(command: Command) -> None:
         for planned in invocation.planned_runs:
             launcher = invocation.node.hydra.launcher
             check_cuda(planned.config, is_submitted="SlurmLauncher" in launcher["_target_"])
+        configure_log(invocation.node.hydra.job_logging, invocation.node.hydra.verbose)
         if invocation.sweep:
             from grpo_ustat.cli.multirun import run_sweep
 
             raise SystemExit(run_sweep(command.name, invocation))
-        with StopRequest() if invocation.planned_runs else nullcontext():
-            job = partial(_make, command)
-            run_composed(command.name, invocation.node, job, invocation.config_dir)
+        _make(command, invocation)
     except Exception as error:
         _exit(error)
     except KeyboardInterrupt:
@@ -65,24 +60,22 @@ def main(command: Command) -> None:
         raise SystemExit(130) from None
 
 
-def _make(command: Command, node: DictConfig) -> float | None:
-    """Run a command in the folder that Hydra created, as Hydra's task.
-
-    An error of it ends this process.
-    """
-    folder = output_folder()
+def _make(command: Command, invocation: Invocation) -> None:
+    """Make the one run, or the report, that a command line asks for."""
+    folder = Path(os.path.abspath(invocation.node.hydra.run.dir))
+    create_folder(folder, "hydra.run.dir")
     try:
-        config = build_config(node, SCHEMAS[command.name])
-        if not isinstance(config, Shared):
-            return command.load_run()(config, folder)
+        if not invocation.planned_runs:
+            command.load_run()(invocation.config, folder)
+            return
+        config = invocation.planned_runs[0].config
         try:
-            return run(command, config, RunFolder(folder, config))
+            run(command, config, RunFolder(folder, config))
         except Stopped as stopped:
             leave(stopped, config.on_existing)
-    except Exception as error:
-        if isinstance(error, ONE_LINE_ERRORS):
-            remove_empty(folder)  # Hydra has created it
-        _exit(error)
+    except ONE_LINE_ERRORS:
+        remove_empty(folder)
+        raise
 
 
 def print_help(entry: str) -> bool:

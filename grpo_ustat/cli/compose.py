@@ -15,22 +15,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.cli.errors import check_words, in_one_line
+from grpo_ustat.cli.errors import check_overrides, in_one_line, several_values
 from grpo_ustat.cli.hydra_api import (
     MULTIRUN,
+    compose,
     hydra_overrides,
     hydra_session,
     model_place,
     parse_arguments,
+    parse_overrides,
     quote_plain,
     split_sweep,
-    sweep_node,
 )
 from grpo_ustat.config.baseline import baseline_choice
 from grpo_ustat.config.command_line import command_line, install_line, is_installed
@@ -55,16 +55,11 @@ MOST_MESSAGES = 5
 class Invocation:
     """The content of a command line."""
 
-    # Name of the main configuration file, the command's unless `--config-name` gives another.
-    name: str
-    # Overrides of the command line, with the search path of `--config-dir`.
-    overrides: list[str]
-    # True for a sweep, whose runs Hydra's launcher starts.
     sweep: bool
     # Empty for a command that makes no runs.
     planned_runs: list[PlannedRun]
-    # The folder of `--config-dir`.
-    config_dir: str | None
+    # The checked configuration of a command that makes no runs.
+    config: Any
     # The composed configuration with Hydra's own node, of a sweep before any run is chosen.
     node: DictConfig
 
@@ -80,26 +75,21 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     name, overrides = words.config_name or entry, words.overrides
     if name in SCHEMAS and name != entry:
         raise ConfigError(f"--config-name={name} is a command of its own: {command_line(name)}")
-    check_words(words.typed, schema)
 
     with composing(entry, words.config_dir):
-        node = _one_or_several(name, overrides, words.multirun)
+        node = compose_node(name, overrides, schema, multirun=words.multirun)
         sweep = words.multirun or node.hydra.mode is MULTIRUN
+        _refuse_unused(node.hydra)
         if not issubclass(schema, Shared):
             if sweep:
                 raise ConfigError(f"-m: {entry} is no sweep, leave it out")
-            build_config(_job_part(node), schema)
-            return Invocation(name, overrides, False, [], words.config_dir, node)
+            return Invocation(False, [], build_config(_job_part(node), schema), node)
         _check_launcher(node.hydra, sweep)
         runs = [overrides]
         if sweep:  # values of an overlay come first, so that the command line's replace them
             params = node.hydra.sweeper.get("params") or {}
-            runs = split_sweep(
-                [*(quote_plain(f"{key}={x}") for key, x in params.items()), *overrides]
-            )
-        if not runs:
-            swept = " ".join(word for word in overrides if re.search(r"=\w+\(", word))
-            raise ConfigError(f"{swept}: this sweep has no run, give it a value")
+            of_overlay = [quote_plain(f"{key}={x}") for key, x in params.items()]
+            runs = split_sweep([*of_overlay, *overrides])
         shared = set(runs[0]).intersection(*runs)
         launcher = node.hydra.launcher
         tasks = (launcher.get("nodes") or 1) * (launcher.get("tasks_per_node") or 1)
@@ -109,8 +99,11 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
             try:
                 places = [word for x in run for word in model_place(x, words.config_dir)]
                 with in_one_line(schema):
-                    composed = _compose(name, places) if sweep else node
-                    planned = _plan_run(_checked(composed, schema), composed, label, places, sweep)
+                    composed = node
+                    if sweep:
+                        composed = compose_node(name, places, schema)
+                        OmegaConf.copy_cache(node, composed)  # one time for all folders
+                    planned = _plan_run(_checked(composed, schema), composed.hydra, label, sweep)
                 check_trust(planned.config, overrides)
                 _check_log(planned.config, run)
                 _check_packages(planned.config)
@@ -131,7 +124,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:
         _check_folders(planned_runs)
-    return Invocation(name, overrides, sweep, planned_runs, words.config_dir, node)
+    return Invocation(sweep, planned_runs, None, node)
 
 
 def compose_config(entry: str, overrides: list[str]) -> Any:
@@ -142,7 +135,8 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
         overrides: as on the command line.
     """
     with composing(entry):
-        config = _checked(_compose(entry, hydra_overrides(overrides)), SCHEMAS[entry])
+        node = compose_node(entry, hydra_overrides(overrides), SCHEMAS[entry])
+        config = _checked(node, SCHEMAS[entry])
     check_trust(config, overrides)
     return config
 
@@ -156,7 +150,7 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
     """
     name = words.config_name or entry
     with composing(entry, words.config_dir):
-        return (sweep_node if sweep else _compose)(name, words.overrides)
+        return compose_node(name, words.overrides, SCHEMAS[entry], multirun=sweep)
 
 
 @contextmanager
@@ -223,27 +217,26 @@ def _check_log(config: Any, overrides: list[str]) -> None:
         )
 
 
-def _one_or_several(name: str, overrides: list[str], multirun: bool) -> DictConfig:
-    """Return the configuration of a single run; for a sweep the one without the swept values.
+def compose_node(
+    name: str, overrides: list[str], schema: type, *, multirun: bool = False
+) -> DictConfig:
+    """Return the unchecked configuration with Hydra's own node, of a sweep before a run is chosen.
 
     A line is a sweep if `-m` is typed or if a file that it names sets `hydra.mode=MULTIRUN`.
+
+    Args:
+        name: of the main configuration file.
+        overrides: as Hydra reads them.
+        multirun: True if `-m` is typed.
     """
-    if multirun:
-        return sweep_node(name, overrides)
-    try:
-        return _compose(name, overrides)
-    except HydraException as error:
-        if not re.match("Ambiguous value|Sweep parameters", str(error)):
-            raise
-        node = sweep_node(name, overrides)
-        if node.hydra.mode is not MULTIRUN:
-            raise
-        return node
-
-
-def _compose(name: str, overrides: list[str]) -> DictConfig:
-    """Return the unchecked configuration with Hydra's own node."""
-    return hydra.compose(name, overrides, return_hydra_config=True)
+    parsed = parse_overrides(overrides)
+    check_overrides(parsed, schema)
+    swept = [override for override in parsed if override.is_sweep_override()]
+    node = compose(name, overrides, as_sweep=multirun or bool(swept))
+    if swept and not multirun and node.hydra.mode is not MULTIRUN:
+        raise ConfigError(several_values(swept[0], schema))
+    HydraConfig.instance().set_config(node)  # which `${hydra:...}` reads
+    return node
 
 
 def _checked(node: DictConfig, schema: type) -> Any:
@@ -260,6 +253,18 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
         for key, part in node.items()
         if key != "hydra"
     }
+
+
+def _refuse_unused(node: DictConfig) -> None:
+    """Refuse what Hydra does when it runs a job: here it only composes."""
+    unused = {
+        "hydra.callbacks": node.callbacks,
+        "hydra.job.chdir": node.job.chdir,
+        "hydra.job.env_set": node.job.env_set,
+    }
+    for key, value in unused.items():
+        if value:
+            raise ConfigError(f"{key} has no effect on runs of this program: leave it out")
 
 
 def _check_launcher(node: DictConfig, sweep: bool) -> None:
@@ -280,23 +285,27 @@ def _check_launcher(node: DictConfig, sweep: bool) -> None:
         )
 
 
-def _plan_run(
-    config: Any, composed: DictConfig, label: str, overrides: list[str], sweep: bool
-) -> PlannedRun:
-    node = composed.hydra
+def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> PlannedRun:
+    """Return a run with its folder, which is refused if the run cannot write to it.
+
+    Args:
+        node: Hydra's own.
+    """
     try:
         path = Path(node.sweep.dir) / node.sweep.subdir if sweep else Path(node.run.dir)
-    except OmegaConfBaseException:  # it depends on what only a running job knows
-        path = None
-    folder = RunFolder(path, config) if path else None
-    if folder and not config.show_prompts:
+    except OmegaConfBaseException:
+        key = "hydra.sweep.subdir" if sweep else "hydra.run.dir"
+        raise ConfigError(
+            f"{key} depends on what only a running job knows, so the same command could not go "
+            f"on: leave {key} out"
+        ) from None
+    folder = RunFolder(path, config)
+    if not config.show_prompts:
         folder.check()
     writes = not (config.only_shows or getattr(config, "fills_part", False))
-    if folder and world() == 1 and writes and not sweep:
+    if world() == 1 and writes and not sweep:
         folder.check_free()
-    return PlannedRun(
-        label, config, folder, Path(node.sweep.dir) if sweep else None, tuple(overrides)
-    )
+    return PlannedRun(label, config, folder, Path(node.sweep.dir) if sweep else None)
 
 
 def _check_packages(config: Any) -> None:
@@ -363,11 +372,7 @@ def _check_folders(planned_runs: list[PlannedRun]) -> None:
     """Refuse a sweep unless every run has a folder of its own: it tells whether its run is done."""
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
-        if planned.folder is None or planned.sweep is None:
-            raise ConfigError(
-                "hydra.sweep.subdir depends on what only a running job knows, so the same sweep "
-                "could not go on: leave hydra.sweep.subdir out"
-            )
+        assert planned.folder is not None and planned.sweep is not None
         path = planned.folder.path
         if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(planned.sweep)):
             raise ConfigError(

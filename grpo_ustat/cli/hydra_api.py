@@ -1,36 +1,33 @@
-"""Use of Hydra's inside by the command line: its private modules are imported here only."""
+"""Hydra's part of a command line: it reads overrides and composes configurations.
+
+Its private modules are imported here only.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, ValueType
-from hydra.core.plugins import Plugins
-from hydra.core.utils import configure_log, run_job
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, RunMode
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, ValueType
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from grpo_ustat import __version__
-from grpo_ustat.cli.errors import refuse_words
+from grpo_ustat.cli.errors import unknown_flag
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs.folder import create_folder
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
@@ -42,7 +39,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Parse a command line as Hydra does: `overrides`, and flags such as `multirun` and `help`.
 
     Overrides may hold paths with a `=`, see `quote_plain`, name a model by its place, see
-    `model_place`, and end with the search path of `--config-dir`; `typed` are they as typed.
+    `model_place`, and end with the search path of `--config-dir`.
 
     Raises:
         ConfigError: a word is no UTF-8, one with dashes is no flag, a flag's value is none of its,
@@ -57,16 +54,16 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         raise SystemExit(0)
     parser = get_args_parser()
     parser.error = _refuse_arguments
-    words, unknown = parser.parse_known_args(list(arguments))
+    words, unknown = parser.parse_known_intermixed_args(list(arguments))
     unknown += [word for word in words.overrides if word.startswith("-")]  # taken for a value
     if unknown:
-        refuse_words(unknown, arguments, flags())
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        raise ConfigError(unknown_flag(unknown[0].partition("=")[0], flags))
     _refuse_ignored(words)
     alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
     used = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
     if len(used) > 1:
         raise ConfigError(f"{' and '.join(used)} exclude each other: leave one out")
-    words.typed = words.overrides
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
     if words.config_dir:
         if not Path(words.config_dir).is_dir():
@@ -148,11 +145,6 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     return ["model=hub", f"model.model_name_or_path='{escaped}'"]
 
 
-def flags() -> list[str]:
-    """Return every flag of Hydra's, such as `--multirun`."""
-    return [name for action in get_args_parser()._actions for name in action.option_strings]
-
-
 @contextmanager
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
     """Let Hydra read `conf/`, and before it the folder of `--config-dir`.
@@ -169,84 +161,53 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
         yield
 
 
-def sweep_node(name: str, overrides: list[str]) -> DictConfig:
-    """Return a sweep's configuration with Hydra's own node, before any run is chosen."""
+def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictConfig:
+    """Return the configuration with Hydra's own node, for a sweep without what is swept."""
+    mode = RunMode.MULTIRUN if as_sweep else RunMode.RUN
     return _open_hydra().compose_config(
-        name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
+        name, overrides, mode, from_shell=False, validate_sweep_overrides=not as_sweep
     )
 
 
-def split_sweep(overrides: list[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep: products of `key=a,b` values, in Hydra's order.
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Return overrides as Hydra parses them; within a session they know the choices of a group."""
+    session = GlobalHydra.instance().hydra
+    loader = session.config_loader if session else None
+    return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+
+
+def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each run of a sweep: the product of the values, the last key fastest.
+
+    Of two overrides of a key the later one counts.
 
     Raises:
-        ConfigError: a `glob(...)` names no choice.
+        ConfigError: an override has no values to go through.
         HydraException: an override cannot be parsed.
     """
-    session = GlobalHydra.instance().hydra
-    loader = session.config_loader if session else None  # knows the choices that glob(...) is of
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
-    for override in parsed:
+    words: dict[str, list[str]] = {}
+    for override in parse_overrides(overrides):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            words[key] = [f"{key}={override.get_value_element_as_str()}"]
+            continue
         value = override.value()
+        if override.value_type is ValueType.INTERVAL_SWEEP:
+            raise ConfigError(
+                f"{override.input_line}: an interval has no values to go through: write them, as "
+                "in seed=0,1, or a range(...)"
+            )
         if isinstance(value, ChoiceSweep) and any(isinstance(x, Glob) for x in value.list):
             raise ConfigError(
                 f"{override.input_line}: write one glob([PATTERN,NAME]) for all values"
             )
-        globbed = override.value_type is ValueType.GLOB_CHOICE_SWEEP
-        if globbed and loader and not list(override.sweep_string_iterator()):
-            key = override.get_key_element()
-            known = ", ".join(loader.get_group_options(key))
-            reason = f" names none of {known}" if known else f": {key} has no choices to name"
-            raise ConfigError(f"{override.input_line}{reason}")
-    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    return [list(run) for batch in batches for run in batch]
-
-
-@contextmanager
-def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Launcher]:
-    """Yield Hydra's launcher of a sweep, between its callbacks for the sweep's start and end.
-
-    Args:
-        name: of the main configuration file.
-        node: see `sweep_node`.
-        task: called by the launcher with each run's composed configuration.
-    """
-    callbacks = Callbacks(node)
-    launcher = Plugins.instance().instantiate_launcher(
-        hydra_context=HydraContext(config_loader=_open_hydra().config_loader, callbacks=callbacks),
-        task_function=task,
-        config=node,
-    )
-    callbacks.on_multirun_start(config=node, config_name=name)
-    yield launcher
-    callbacks.on_multirun_end(config=node, config_name=name)
-
-
-def run_composed(
-    entry: str, node: DictConfig, task: Callable[[DictConfig], object], config_dir: str | None
-) -> None:
-    """Run a job with a composed configuration, with Hydra's folder, logging and callbacks.
-
-    Args:
-        node: the configuration with Hydra's own node.
-        task: called with the configuration without that node.
-
-    Raises:
-        ConfigError: the folder cannot be made.
-        Exception: any error of the task.
-    """
-    node.hydra.mode = RunMode.RUN
-    name = node.hydra.job.config_name
-    HydraConfig.instance().set_config(node)  # which `${hydra:...}` in the folder's name reads
-    create_folder(Path(node.hydra.run.dir), "hydra.run.dir")
-    with hydra_session(entry, config_dir):
-        configure_log(node.hydra.hydra_logging, node.hydra.verbose)
-        callbacks = Callbacks(node)
-        context = HydraContext(config_loader=_open_hydra().config_loader, callbacks=callbacks)
-        callbacks.on_run_start(config=node, config_name=name)
-        job = run_job(task, node, "hydra.run.dir", None, context)
-        callbacks.on_run_end(config=node, config_name=name, job_return=job)
-        _ = job.return_value  # which raises what the task has raised
+        words[key] = [f"{key}={one}" for one in override.sweep_string_iterator()]
+        if not words[key]:
+            loader = override.config_loader
+            known = ", ".join(loader.get_group_options(key)) if loader else ""
+            names = f" names none of {known}" if known else " has no value to go through"
+            raise ConfigError(f"{override.input_line}{names}")
+    return [list(run) for run in itertools.product(*words.values())]
 
 
 def show_hydra(name: str, words: Namespace) -> None:
@@ -260,11 +221,6 @@ def show_hydra(name: str, words: Namespace) -> None:
             raise ConfigError(single_line(error)) from error
     else:
         _open_hydra().show_info(words.info, name, words.overrides)
-
-
-def output_folder() -> Path:
-    """Return the folder that the run at hand writes to, once Hydra has started it."""
-    return Path(HydraConfig.get().runtime.output_dir)
 
 
 def _open_hydra() -> Hydra:

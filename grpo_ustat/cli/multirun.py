@@ -1,29 +1,29 @@
-"""Sweep: start the runs that are not done yet through Hydra's launcher, and show all states."""
+"""Sweep: start the runs that are not done yet, here or through submitit, and show all states."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from grpo_ustat.cli.compose import Invocation, check_trust, register
-from grpo_ustat.cli.hydra_api import hydra_session, output_folder, sweep_launcher, sweep_node
-from grpo_ustat.config.load import SCHEMAS, build_config
+from grpo_ustat.cli.compose import Invocation
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.launch.command import load_command, load_sweep_report
 from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
-from grpo_ustat.launch.submitit import leave
+from grpo_ustat.launch.submitit import leave, resubmission, submit
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import fault_line
-from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.folder import RunFolder, create_folder
 from grpo_ustat.runs.status import (
     DONE,
     PAST_MAX_STEPS,
@@ -59,7 +59,7 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
         if state.name not in ((RUNNING,) if overwrite else (DONE, PAST_MAX_STEPS, RUNNING)):
             todo.append(planned)
     if todo:
-        _launch(entry, invocation, todo)
+        _start(entry, todo, invocation.node.hydra)
     if config.report.name:
         folder = planned_runs[0].sweep / config.report.name
         load_sweep_report()(sweep.entries, folder, config.report.steps)
@@ -68,30 +68,30 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, as Hydra's task; it may run in another process, on another machine."""
+    """One run of a sweep, which may be called in another process, on another machine."""
 
     # `train`, `mse` or `gap`.
     entry: str
-    # Of the command line, which can allow a model's own code.
-    overrides: tuple[str, ...]
+    # Checked.
+    config: Any
+    # Absolute.
+    path: Path
 
-    def __call__(self, node: DictConfig) -> float | None:
-        """Run it; an error is printed here and noted in its folder.
+    def __call__(self) -> None:
+        """Make the run; an error is printed here and noted in its folder.
 
         Raises:
             Exception: it failed; the sweep goes on to the next.
             SystemExit: a request to stop, which ends the sweep too.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        register(self.entry)
-        config = build_config(node, SCHEMAS[self.entry])
-        folder = RunFolder(output_folder(), config)
+        folder = RunFolder(self.path, self.config)
         before = history.launches(folder.path)[-1:]
         try:
-            check_trust(config, list(self.overrides))
-            return run(load_command(self.entry), config, folder)
+            create_folder(folder.path, "hydra.sweep.dir")
+            run(load_command(self.entry), self.config, folder)
         except Stopped as stopped:
-            leave(stopped, config.on_existing)
+            leave(stopped, self.config.on_existing)
         except Exception as error:
             _report_failure(folder, error, before)
             raise
@@ -100,6 +100,10 @@ class Job:
                 raise
             _report_failure(folder, error, before)  # a rank that lost another
             raise RuntimeError(error.code) from None
+
+    def checkpoint(self) -> Any:
+        """Return the job again, for submitit to requeue."""
+        return resubmission(self)
 
 
 def _report_failure(folder: RunFolder, error: BaseException, before: list[dict]) -> None:
@@ -115,26 +119,47 @@ def _report_failure(folder: RunFolder, error: BaseException, before: list[dict])
         history.note_failure(folder.path, error, folder.config_hash, before)
 
 
-def _launch(entry: str, invocation: Invocation, todo: list[PlannedRun]) -> None:
-    """Start the runs, here one after the other or where the launcher brings them."""
-    job = Job(entry, tuple(invocation.overrides))
-    with hydra_session(entry, invocation.config_dir):
-        node = sweep_node(invocation.name, invocation.overrides)
-        with sweep_launcher(invocation.name, node, job) as launcher:
-            if "SlurmLauncher" in node.hydra.launcher._target_:
-                _submit(launcher, todo, node.hydra.launcher.submitit_folder)
-                return
-            here = node.hydra.runtime.choices["hydra/launcher"] == "basic"
-            with StopRequest() if here else nullcontext():  # who only waits ends at once
-                _start(launcher, todo)
+def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
+    """Start the runs, here one after the other or as jobs of submitit.
+
+    Args:
+        node: Hydra's own.
+    """
+    if node.runtime.choices["hydra/launcher"] == "basic":
+        with StopRequest():
+            for job in _jobs(entry, todo):
+                with suppress(Exception):  # it is printed, and noted in the run's folder
+                    job()
+        return
+    launcher: Any = OmegaConf.to_container(node.launcher, resolve=True)
+    if "SlurmLauncher" in launcher["_target_"]:
+        _start_on_slurm(entry, todo, launcher)
+    else:
+        _wait(submit(_jobs(entry, todo), "local", launcher))
 
 
-def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
-    """Submit the runs to SLURM, except those that it is about to restart, and wait for all."""
-    queue, before = slurm.queue(), slurm.submissions(files)
-    rest = []
+def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[str, Any]) -> None:
+    """Submit the runs, except those that SLURM is about to restart, and wait for all."""
+    before = slurm.submissions(launcher["submitit_folder"])
+    with slurm.without_job_env():
+        rest = _not_queued(todo)
+        if rest and not _wait(submit(_jobs(entry, rest), "slurm", launcher)):
+            slurm.await_end(slurm.submissions(launcher["submitit_folder"]) - before)
+
+
+def _jobs(entry: str, todo: Sequence[PlannedRun]) -> list[Job]:
+    places = [planned.folder.path for planned in todo if planned.folder is not None]
+    return [
+        Job(entry, planned.config, Path(os.path.abspath(place)))
+        for planned, place in zip(todo, places, strict=True)
+    ]
+
+
+def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs without those that SLURM is about to restart."""
+    queue, rest = slurm.queue(), []
     for planned in todo:
-        assert planned.folder is not None  # `parse` refuses a sweep of runs without one
+        assert planned.folder is not None
         rows = history.launches(planned.folder.path)
         starts = [row for row in rows if row.get("event") == "start"]
         unfinished = starts and rows[-1].get("outcome") in (None, "stopped")
@@ -143,20 +168,15 @@ def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
             tell(f"left to SLURM job {job}, which is in the queue: {planned.name}")
         else:
             rest.append(planned)
-    with slurm.without_job_env():
-        if rest and not _start(launcher, rest):
-            slurm.await_end(slurm.submissions(files) - before)  # the launcher waits no more
+    return rest
 
 
-def _start(launcher: Launcher, todo: list[PlannedRun]) -> bool:
-    """Start the runs and wait; True if every job reported its end, even a failure."""
-    overrides = [  # without Hydra's own, which the launcher adds
-        [x for x in planned.overrides if not x.lstrip("+~").startswith(("hydra.", "hydra/"))]
-        for planned in todo
-    ]
+def _wait(jobs: Sequence[Any]) -> bool:
+    """Wait for jobs of submitit; False once one has ended without a result."""
     try:
-        launcher.launch(overrides, initial_job_idx=0)
-    except Exception as error:  # a job that ended without a result, no scheduler
+        for job in jobs:
+            job.results()
+    except Exception as error:
         tell(f"error: {history.last_line(error)}", file=sys.stderr)
         return False
     return True

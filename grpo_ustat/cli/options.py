@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_ustat.cli.choices import fits, is_overlay
 from grpo_ustat.cli.compose import whole_node
-from grpo_ustat.cli.errors import fits, is_overlay
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
 from grpo_ustat.config.folders import CONF

@@ -5,13 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.cli.compose import whole_node
-from grpo_ustat.cli.errors import check_words
-from grpo_ustat.config.load import SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import tell
 
@@ -21,9 +18,7 @@ def show_config(entry: str, words: Namespace) -> None:
 
     Hydra's own way composes twice, and ends in tracebacks where a part refers to another.
     """
-    check_words(words.typed, SCHEMAS[entry])
     node = whole_node(entry, words, sweep=False)
-    HydraConfig.instance().set_config(node)  # which `${hydra:...}` reads
     OmegaConf.set_readonly(node.hydra, None)
     keys = [key for key in node if words.cfg in ("all", "hydra" if key == "hydra" else "job")]
     place = None if words.package == "_global_" else words.package

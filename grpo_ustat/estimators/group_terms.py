@@ -34,7 +34,6 @@ from itertools import combinations_with_replacement
 from math import comb
 
 import numpy as np
-from scipy.stats import multivariate_hypergeom  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.moments import centred
@@ -127,6 +126,9 @@ class LevelSums:
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
+        # A command line that is refused does not wait for this import.
+        from scipy.stats import multivariate_hypergeom
+
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
         # The chance of each composition of a group drawn from a pool with these counts
         counts_U1L = counts_UL[:, None].astype(np.int64)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, MEAN_REWARD, Array
 
@@ -40,6 +39,21 @@ class Interval(NamedTuple):
 UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 
+def t_quantile(dof: float, level: float = CONFIDENCE) -> float:
+    """Return the critical value of Student's t, two-sided."""
+    # A command line that is refused does not wait for this import.
+    from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
+
+    return float(stdtrit(dof, (1 + level) / 2))
+
+
+def normal_quantile(level: float = CONFIDENCE) -> float:
+    """Return the critical value of the normal distribution, two-sided."""
+    from scipy.special import ndtri  # pyright: ignore[reportUnknownVariableType]
+
+    return float(ndtri((1 + level) / 2))
+
+
 def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
     """Compute (K-1)/K sum_k (theta_k - mean)^2 over K delete-one (or delete-a-block) estimates.
 
@@ -54,7 +68,7 @@ def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
 
 def t_interval(estimate: float, variance: float, dof: float, level: float = CONFIDENCE) -> Interval:
     """Return the interval `estimate +- t_dof sqrt(variance)`."""
-    half = stdtrit(dof, (1 + level) / 2) * math.sqrt(variance)
+    half = t_quantile(dof, level) * math.sqrt(variance)
     return Interval(float(estimate), float(estimate - half), float(estimate + half))
 
 
@@ -149,7 +163,7 @@ def ratio_interval(
     of_below = float(below_K.sum())
     of_below += undrawn * (below**2 / delete_one_below_Kn.size + of_below)
     variances = (float(above_K.sum()), float(mixed_K.sum()), of_below)
-    low, high = fieller_set(above, below, variances, factor * float(stdtrit(dof, (1 + level) / 2)))
+    low, high = fieller_set(above, below, variances, factor * t_quantile(dof, level))
     known = below > 0 and not (low == 0 and math.isinf(high))
     return Interval(max(0.0, above / below) if known else math.nan, low, high)
 
@@ -336,7 +350,7 @@ def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENC
     count = len(change_P) + 2
     centre = change_P.sum() / count
     variance = (np.square(change_P).sum() + 1) / count - centre**2
-    half = stdtrit(len(change_P) - 1, (1 + level) / 2) * math.sqrt(variance / count)
+    half = t_quantile(len(change_P) - 1, level) * math.sqrt(variance / count)
     low, high = max(-1.0, centre - half), min(1.0, centre + half)
     return Interval(float(change_P.mean()), float(low), float(high))
 
@@ -349,7 +363,7 @@ def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interv
     >>> wilson(0, 56).low, wilson(56, 56).high
     (0.0, 1.0)
     """
-    z = ndtri((1 + level) / 2)
+    z = normal_quantile(level)
     p = successes / trials
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials**2)) / (1 + z * z / trials)
@@ -380,7 +394,7 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
     variance = values_P.var(ddof=1) / count if count > 1 else 0.0
     trials = 0.0
     if variance > 0:
-        limits = ndtri((1 + level) / 2), stdtrit(count - 1, (1 + level) / 2)
+        limits = normal_quantile(level), t_quantile(count - 1, level)
         trials = p * (1 - p) / variance * float(limits[0] / limits[1]) ** 2
     trials = float(np.clip(trials, count, most * count))
     return wilson(p * trials, trials, level)

@@ -40,7 +40,6 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
-from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.group_size import (
     MIN_EFFECTIVE_PROMPTS,
@@ -56,6 +55,7 @@ from grpo_ustat.estimators.intervals import (
     fieller_set,
     pooled_dof,
     t_interval,
+    t_quantile,
 )
 from grpo_ustat.estimators.moments import Moments
 from grpo_ustat.records import Array
@@ -255,7 +255,7 @@ class ScalingLaw:
         if math.isnan(sum(variances)) and not math.isnan(above):
             return UNDETERMINED._replace(estimate=above / below if below > 0 else math.nan)
         dof = min(pooled_dof(above_K, self.part_dof), pooled_dof(below_K, self.part_dof))
-        low, high = fieller_set(above, below, variances, factor * _student(dof, level))
+        low, high = fieller_set(above, below, variances, factor * t_quantile(dof, level))
         known = below > 0 and not (low == 0 and math.isinf(high))
         return Interval(max(0.0, above / below) if known else math.nan, low, high)
 
@@ -367,7 +367,7 @@ class ScalingLaw:
             float(covariance_33[0, 2]),
             float(covariance_33[0, 0]),
         )
-        critical = ONE_SIDED_FACTOR * _student(self.dof, CONFIDENCE)
+        critical = ONE_SIDED_FACTOR * t_quantile(self.dof, CONFIDENCE)
         return fieller_set(self.c3, self.c1, variances, critical)[0]
 
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
@@ -466,7 +466,7 @@ class ScalingLaw:
         weights_23 = np.array([[group_size, 0.0, 0.0], [0.0, 1.0, 1 / (group_size - 1)]])
         (above, mixed), (_, below) = weights_23 @ self.covariance_33 @ weights_23.T
         below += self.undrawn * completions**2
-        critical = _student(self.dof, level)
+        critical = t_quantile(self.dof, level)
         odds = fieller_set(prompts, completions, (above, mixed, below), critical)
         low, high = (1.0 if math.isinf(x) else x / (1 + x) for x in odds)
         return Interval(share, low, high)
@@ -494,7 +494,7 @@ class ScalingLaw:
         # This fails if C3 came out below 0.
         if not size > 1:
             return UNDETERMINED
-        critical = _student(self.dof, level)
+        critical = t_quantile(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
             """Return a number > 0 if the shares at G = 1 + exp(log_gap) differ significantly."""
@@ -537,11 +537,6 @@ class ScalingLaw:
 def _weighted(weights: Array, values: Array) -> Array:
     """Multiply elementwise; 0 where the weight is 0, also for an unknown number."""
     return np.where(weights != 0, weights * values, 0.0)
-
-
-def _student(dof: float, level: float) -> float:
-    """Return the critical value of Student's t, two-sided."""
-    return float(stdtrit(dof, (1 + level) / 2))
 
 
 def noise_share(scale: Interval, rollouts: float) -> Interval:

@@ -43,7 +43,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import expit
 
 from grpo_ustat.records import Array, Mask
 
@@ -162,6 +161,9 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
         high = weights.epsilon_high
         return ratio if high is None else np.minimum(ratio, high)
     if weights.form == "sapo":
+        # A command line that is refused does not wait for this import.
+        from scipy.special import expit
+
         gate = expit(SAPO_TEMPERATURES[below] * (ratio - 1))
         return 4 * gate * (1 - gate) * ratio
     if weights.form == "vespo":

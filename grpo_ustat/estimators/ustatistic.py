@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
-from scipy.special import binom
 
 from grpo_ustat.records import Array, Integers
 
@@ -48,6 +46,10 @@ def silent_share_if_alike(successes_P: Integers, group_size: int) -> float:
 
 def _power_of_mean(successes_P: Integers, size: int) -> float:
     """Estimate p^G without bias, p the mean of the prompts' chances, see above."""
+    # A command line that is refused does not wait for these imports.
+    from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
+    from scipy.special import binom
+
     powers = np.arange(size + 1)
     choose = binom(powers[:, None], powers)
     draws = np.arange(size)

@@ -1,4 +1,4 @@
-"""End of a stopped run's process: exit code 75, and under submitit a return to the queue."""
+"""Jobs of submitit, and the end of a stopped run: exit code 75, under submitit to the queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import is_main
@@ -17,8 +18,47 @@ REQUEUE_SECONDS = 60.0  # seconds that the first rank has to requeue the job
 REQUEUE_LOOK_SECONDS = 5  # seconds between two looks whether it has
 
 
+# Fields of a launcher that are no parameters of a job.
+NO_PARAMETERS = ("_target_", "submitit_folder", "max_num_timeout")
+# Parameters that submitit names alike for every cluster.
+SHARED_PARAMETERS = (
+    "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name",
+    "stderr_to_stdout",
+)  # fmt: skip
+
+
 class EndedForGood(RuntimeError):
     """A job of a sweep that will not be started again, such as a cancelled job."""
+
+
+def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[str, Any]) -> Any:
+    """Submit jobs, as one array on SLURM; return them as submitit's.
+
+    Args:
+        jobs: each with a `checkpoint`, see `resubmission`.
+        cluster: `slurm`, or `local` for processes on this machine.
+        launcher: fields of `conf/hydra/launcher/`.
+    """
+    import submitit
+
+    timeouts = {"slurm_max_num_timeout": launcher["max_num_timeout"]} if cluster == "slurm" else {}
+    executor = submitit.AutoExecutor(launcher["submitit_folder"], cluster=cluster, **timeouts)
+    executor.update_parameters(
+        **{
+            name if name in SHARED_PARAMETERS else f"{cluster}_{name}": value
+            for name, value in launcher.items()
+            if name not in NO_PARAMETERS
+        }
+    )
+    with executor.batch():
+        return [executor.submit(job) for job in jobs]
+
+
+def resubmission(job: Callable[[], None]) -> Any:
+    """Return a job as submitit requeues it."""
+    from submitit.helpers import DelayedSubmission
+
+    return DelayedSubmission(job)
 
 
 def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:

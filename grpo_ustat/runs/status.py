@@ -61,8 +61,6 @@ class PlannedRun:
     folder: RunFolder | None
     # The sweep's folder, None for a run alone.
     sweep: Path | None
-    # The overrides that compose it.
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,22 +33,22 @@ TRAIN = {
     ),
     ("group_size",): "group_size has no value: write group_size=8",
     ("group_size", "=", "8"): "group_size has no value: write group_size=8",
-    ("group_size=", "8"): "group_size= 8: the shell splits this at the blank, write group_size=8",
+    ("group_size=", "8"): (
+        "8 sets nothing: write KEY=VALUE, as in grpo-ustat train group_size=16 max_steps=200"
+    ),
     ("group_size", "=8"): "group_size has no value: write group_size=8",
     ("group_size = 8",): "group_size = 8: leave out the blanks, write group_size=8",
     ("group_size==8",): "group_size==8: a whole number is needed, such as group_size=8",
-    ("=8",): "=8: no field stands before the =, write FIELD=8",
-    ("--group_size", "8"): "--group_size 8: fields have no dashes, write group_size=8",
-    ("--group-size=8",): "--group-size=8: fields have no dashes, write group_size=8",
-    ("-group_size=8", "seed=1"): "-group_size=8: fields have no dashes, write group_size=8",
-    ("--group-size", "8", "--seed", "1"): (
-        "--group-size 8: fields have no dashes, write group_size=8"
+    ("=8",): "=8: write KEY=VALUE, as in grpo-ustat train group_size=16 max_steps=200",
+    ("--group_size", "8"): (
+        "unknown flag --group_size: fields have no dashes, write group_size=..."
     ),
-    ("--dry-run",): "--dry-run: fields have no dashes, write dry_run=true",
+    ("--group-size=8",): ("unknown flag --group-size: fields have no dashes, write group_size=..."),
+    ("-group_size=8", "seed=1"): (
+        "unknown flag -group_size: fields have no dashes, write group_size=..."
+    ),
+    ("--dry-run",): "unknown flag --dry-run: fields have no dashes, write dry_run=...",
     ("--mulitrun", "seed=0,1"): "unknown flag --mulitrun: did you mean --multirun?",
-    ("seed=0", "--cfg", "job", "bf16=true"): (
-        "bf16=true comes too late: write flags first, then field=value"
-    ),
     ("seed=null",): "seed=null: a whole number is needed, such as seed=0",
     ("learning_rate=fast",): (
         "learning_rate=fast: a number is needed, such as learning_rate=0.007"
@@ -60,21 +60,20 @@ TRAIN = {
         "launch.grace_seconds=long: a whole number is needed, such as launch.grace_seconds=120"
     ),
     ("eval.decoding=[sampled,", "greedy]"): (
-        "eval.decoding=[sampled, greedy]: the shell splits this at the blank, write "
-        "'eval.decoding=[sampled, greedy]'"
+        "eval.decoding=[sampled,: a list of words is needed, such as eval.decoding=[sampled]"
     ),
     ("eval.decoding=[sampled",): (
         "eval.decoding=[sampled: a list of words is needed, such as eval.decoding=[sampled]"
     ),
     ("model.name='abc",): "model.name='abc: this cannot be read: check its brackets and quotes",
-    ("model.name=a(b",): "model.name=a(b: this cannot be read, quote it: \"model.name='a(b'\"",
-    ("seed=range(0,3",): "seed=range(0,3: this cannot be read: check its brackets and quotes",
+    ("model.name=a(b",): ("model.name=a(b: this cannot be read, quote it: \"model.name='a(b'\""),
+    ("seed=range(0,3",): "seed=range(0,3: a whole number is needed, such as seed=0",
     ("model=tny",): f"unknown model 'tny': did you mean tiny? {MODEL}",
     ("model=qwen2_5_1_5",): (
         f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODEL}"
     ),
     ("model=",): f"model= has no value: {MODELS}",
-    ("tiny",): "tiny: write model=tiny",
+    ("tiny",): "tiny sets nothing: write model=tiny",
     ("model",): "model has no value: write model=NAME, a name that --help model lists",
     ("objective.loss_type=dappo",): (
         "unknown objective.loss_type 'dappo': did you mean dapo? "
@@ -110,7 +109,7 @@ MSE = {
         "group_sizes={4,8}: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
     ),
     ("group_sizes=[2,", "4]", "seed=1"): (
-        "group_sizes=[2, 4]: the shell splits this at the blank, write 'group_sizes=[2, 4]'"
+        "group_sizes=[2,: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
     ),
     ("group_sizes=[4,8]]",): (
         "group_sizes=[4,8]]: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
@@ -150,18 +149,13 @@ GAP = {
 }
 REPORT = {
     ("outputs/train", "outputs/mse", "name=x"): (
-        "outputs/train: write 'runs=[outputs/train,outputs/mse]'"
+        "outputs/train sets nothing: write KEY=VALUE, as in grpo-ustat report runs=outputs/train"
     ),
-    ("runs=a", "b"): "b: write 'runs=[a,b]'",
-    ("--runs", "outputs/train"): (
-        "--runs outputs/train: fields have no dashes, write runs=outputs/train"
-    ),
+    ("--runs", "outputs/train"): ("unknown flag --runs: fields have no dashes, write runs=..."),
     ("steps=4",): "steps=4: a list is needed: steps=[4]",
-    ("steps=[20,", "40]"): (
-        "steps=[20, 40]: the shell splits this at the blank, write 'steps=[20, 40]'"
+    ("runs=a,b",): (
+        "runs=a,b names several values: write runs=[a,b], or if it is one, quote it: \"runs='a,b'\""
     ),
-    ("name=a,b",): "name=a,b names several values: it has one, such as name=a",
-    ("runs=a,b",): ("runs=a,b names several values: write runs=[a,b], or quote it, \"runs='a,b'\""),
 }
 CASES = [
     pytest.param(entry, words, line, id=f"{entry} {' '.join(words)}")
@@ -240,23 +234,18 @@ def test_short_words_are_near_to_nothing():
 
 SPACED = "runs of may,june"  # a path with blanks and a comma
 HINTED = [  # a wrong command line
-    ("train", "seed = 4"), ("train", "seed =4"), ("train", " seed=4"), ("train", "seed", "=", "4"),
-    ("train", "-m", "seed = 4,5"), ("train", "-m", "seed", "=", "4,5"), ("train", "seed=4,5"),
-    ("train", f"output_root={SPACED}"), ("train", *f"output_root={SPACED}".split(" ")),
-    ("train", "output_root", "=", SPACED), ("train", f"output_root = {SPACED}"),
-    ("train", "--output-root", SPACED), ("train", f"--output-root={SPACED}"),
-    ("mse", f"pool={SPACED}"), ("mse", *f"pool={SPACED}".split(" ")), ("mse", "pool=it's,mine"),
-    ("train", f"hydra.run.dir={SPACED}"), ("train", "output_root=a(b c,d"),
-    ("train", "output_root=a;b"), ("train", "output_root=it's"),
+    ("train", "seed = 4"), ("train", "seed =4"), ("train", " seed=4"), ("train", "seed"),
+    ("train", "-m", "seed = 4,5"), ("train", "seed=4,5"), ("train", "tiny_base"),
+    ("train", f"output_root={SPACED}"), ("train", f"output_root = {SPACED}"),
+    ("mse", f"pool={SPACED}"), ("mse", "pool=it's,mine"), ("train", f"hydra.run.dir={SPACED}"),
+    ("train", "output_root=a(b c,d"), ("train", "output_root=a;b"), ("train", "output_root=it's"),
     ("train", "output_root=${x"), ("train", "output_root=$(x"), ("train", "output_root=a!b"),
-    ("train", "reward_funcs=[task,", "brevity]"), ("train", "reward_funcs=task,brevity"),
-    ("train", "group_size=[4,8]"), ("train", "group_size=4.0"), ("train", "--group-size=4"),
-    ("train", "--dry-run"), ("train", "dry_run=2"), ("train", "seed==4"), ("train", "tiny_base"),
+    ("train", "reward_funcs=task,brevity"), ("train", "group_size=[4,8]"),
+    ("train", "group_size=4.0"), ("train", "dry_run=2"), ("train", "seed==4"),
     ("mse", "group_sizes=4"), ("mse", "model=glob(tiny*)"), ("train", "seed=range(4,6)"),
-    ("report", "runs = outputs"), ("mse", "launch.workers=1,2"), ("mse", "group_sizes=2,4"),
-    ("report", "runs=x", "steps=[20,", "40]"),
-    ("train", "-p", "model"), ("train", "--config-path", str(CONF)),
-    ("report", "runs=x,y"), ("report", "output_root = x"),
+    ("report", "runs = outputs"), ("mse", "group_sizes=2,4"), ("train", "-p", "model"),
+    ("train", "--config-path", str(CONF)),
+    ("report", "runs=x,y"),
 ]  # fmt: skip
 
 
@@ -294,13 +283,8 @@ def test_what_is_said_to_be_typed_can_be_typed(entry, words, tmp_path, monkeypat
 @pytest.mark.slow
 def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for words in (
-        [f"output_root={SPACED}"],
-        f"output_root={SPACED}".split(" "),
-        ["--output-root", SPACED],
-    ):
-        first = next(typed(refusal("train", *words)))
-        assert parse("train", first).planned_runs[0].config.output_root == SPACED
+    first = next(typed(refusal("train", f"output_root={SPACED}")))
+    assert parse("train", first).planned_runs[0].config.output_root == SPACED
     model = tmp_path / SPACED
     model.mkdir()
     said = refusal("train", f"model={model}")

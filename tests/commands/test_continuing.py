@@ -252,19 +252,11 @@ def test_a_rank_that_lost_another_is_told_and_noted_as_an_error_once(typed, tmp_
     assert history.launches(run_of(tmp_path, 1))[-1]["error"] == "rank 0 of 2 lost another rank"
 
 
-class Told:
-    """A Hydra callback."""
-
-    events = []
-
-    def __getattr__(self, name):
-        return lambda config, **_: self.events.append(name)
-
-
-@pytest.mark.slow
-def test_callbacks_of_hydra_are_told_of_the_sweep_and_of_its_runs(typed, monkeypatch):
-    monkeypatch.setattr(Told, "events", [])
-    monkeypatch.setitem(sys.modules, "told", sys.modules[__name__])
-    assert typed("seed=0,1", "+hydra.callbacks.told._target_=told.Told")[0] == 0
-    job = ["on_job_start", "on_job_end"]
-    assert Told.events == ["on_multirun_start", *job, *job, "on_multirun_end"]
+@pytest.mark.parametrize("word", [
+    "+hydra.callbacks.told._target_=told.Told", "hydra.job.chdir=true", "+hydra.job.env_set.A=1",
+])  # fmt: skip
+def test_what_hydra_would_do_with_a_job_is_refused(word):
+    key = re.match(r"\+?(hydra\.(callbacks|job\.\w+))", word)[1]
+    for words in ([word], ["-m", "seed=0,1", word]):
+        with pytest.raises(ConfigError, match=f"^{key} has no effect on runs of this program"):
+            parse("train", words)

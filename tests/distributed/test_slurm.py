@@ -256,21 +256,26 @@ def test_a_run_whose_job_waits_is_left_to_it(tmp_path, monkeypatch, capsys, job,
         for row in told:
             history.append(tmp_path / name, row)
 
-    class Launcher:
-        def launch(self, overrides, initial_job_idx):
-            self.launched = overrides
-            (tmp_path / "jobs" / "12_0").mkdir(parents=True)
+    class Job:
+        def results(self):
             raise RuntimeError("no result")
 
+    def submit(jobs, cluster, launcher):
+        submitted.extend(job.path.name for job in jobs)
+        (tmp_path / "jobs" / "12_0").mkdir(parents=True)
+        return [Job() for _ in jobs]
+
+    submitted = []
+    monkeypatch.setattr(multirun, "submit", submit)
     awaited = []
     monkeypatch.setattr(slurm, "queue", lambda: {"11_0", "9"})
     monkeypatch.setattr(slurm, "await_end", awaited.append)
     todo = [
-        PlannedRun(name, None, SimpleNamespace(path=tmp_path / name), tmp_path, (name,))
+        PlannedRun(name, None, SimpleNamespace(path=tmp_path / name), tmp_path)
         for name in ("seed=0", "seed=1")
     ]
-    multirun._submit(launcher := Launcher(), todo, str(tmp_path / "jobs" / "%j"))
-    assert launcher.launched == ([["seed=1"]] if taken else [["seed=0"], ["seed=1"]])
+    multirun._start_on_slurm("train", todo, {"submitit_folder": str(tmp_path / "jobs" / "%j")})
+    assert submitted == (["seed=1"] if taken else ["seed=0", "seed=1"])
     assert awaited == [{"12_0"}]
     told = "left to SLURM job 11_0, which is in the queue: seed=0\n" if taken else ""
     assert capsys.readouterr().out == told

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ustat.cli.compose import compose_config, parse
-from grpo_ustat.cli.hydra_api import hydra_session, sweep_node
+from grpo_ustat.cli.hydra_api import compose, hydra_session
 from grpo_ustat.config.schema import ConfigError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
@@ -98,7 +98,7 @@ def test_a_job_has_time_to_save_before_its_limit(name):
     every preemption of a job of ten minutes or fewer for its time limit."""
     grace = compose_config("train", []).launch.grace_seconds
     with hydra_session("train"):
-        launcher = sweep_node("train", [f"hydra/launcher={name}"]).hydra.launcher
+        launcher = compose("train", [f"hydra/launcher={name}"], as_sweep=True).hydra.launcher
     assert launcher.signal_delay_s >= grace + 60
     assert launcher.timeout_min * 60 > 2 * launcher.signal_delay_s and launcher.timeout_min > 10
     assert launcher.max_num_timeout > 0 and launcher.additional_parameters.requeue is True

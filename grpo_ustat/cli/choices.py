@@ -1,0 +1,77 @@
+"""Groups of a command line, `group=NAME`, and which of their files a command can take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import yaml
+
+from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import SCHEMAS, kinds_of
+from grpo_ustat.config.run import Shared
+from grpo_ustat.estimators.baselines import BASELINES
+
+RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
+# Groups that are no fields of the schema.
+EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}
+
+
+def command_of(schema: type) -> str:
+    """Return the command of a schema."""
+    return next(name for name, other in SCHEMAS.items() if other is schema)
+
+
+def groups_of(schema: type) -> list[str]:
+    """Return the groups of a command's main file."""
+    return re.findall(r"(?m)^  - (\w+):", (CONF / f"{command_of(schema)}.yaml").read_text())
+
+
+def top_names(schema: type) -> set[str]:
+    """Return the names that an override of a command can begin with."""
+    return {field.name for field in fields(schema)} | EXTRA_GROUPS.get(command_of(schema), set())
+
+
+def is_choice(group: str, name: str, schema: type) -> bool:
+    """Return True if a group of ours has this choice and the command can take it."""
+    if group == "baseline" and name in BASELINES:
+        return group in top_names(schema)
+    file = CONF / group / f"{name}.yaml"
+    return file.is_file() and fits(file, schema)
+
+
+def is_overlay(file: Path) -> bool:
+    """Return True if a file sets fields of any node."""
+    return "# @package _global_" in file.read_text()
+
+
+def fits(file: Path, schema: type) -> bool:
+    """Return True if a command has all fields that a file of its groups sets or sweeps over.
+
+    The file is not composed, so the answer holds only as far as can be told without that.
+    """
+    text = file.read_text()
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
+    if not is_overlay(file):
+        node = get_type_hints(schema).get(file.parent.name)
+        return not is_dataclass(node) or keys <= {field.name for field in fields(node)}
+    keys |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
+    if not keys <= top_names(schema):
+        return False
+    for name in keys & kinds_of(schema).keys():
+        known = {field.name for kind in kinds_of(schema)[name].values() for field in fields(kind)}
+        within = re.search(rf"^{name}:\n((?: .*\n)*)", text, re.MULTILINE)
+        if within and not set(re.findall(r"^  (\w+):", within[1], re.MULTILINE)) <= known:
+            return False
+    try:
+        params = dict(yaml.safe_load(text)["hydra"]["sweeper"]["params"])
+    except (yaml.YAMLError, LookupError, TypeError, ValueError):  # it says nothing of a sweep
+        return True
+    others = [
+        file.parent.parent / group / f"{choice}.yaml"
+        for group, choices in params.items()
+        for choice in str(choices).split(",")
+    ]
+    return all(fits(other, schema) for other in others if other.is_file())
