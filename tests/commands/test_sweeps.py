@@ -282,14 +282,6 @@ def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch
 
 
 @pytest.mark.slow
-def test_a_dry_run_on_the_command_line(tmp_path):
-    code, out, err = run("train", "experiment=table2_math", "dry_run=true", cwd=tmp_path)
-    assert code == 0, err
-    assert "learning_rate 1e-06" in out and "102 400" in out and "FSDP2" in out
-    assert not (tmp_path / "outputs").exists()
-
-
-@pytest.mark.slow
 def test_what_is_known_of_a_model_comes_from_its_folder():
     """Against the model itself; other sizes by hand."""
     from grpo_ustat.policy.loading import load_policy
