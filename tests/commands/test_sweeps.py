@@ -7,14 +7,11 @@ import json
 import re
 import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import cost_of, plan_of, run
 from safetensors.numpy import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from commands import cost_of, plan_of, run  # noqa: E402
 
 from grpo_ustat.cli import app
 from grpo_ustat.cli.compose import parse
@@ -22,7 +19,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.costs.cost import model_size, total
 from grpo_ustat.costs.table import show_costs
 from grpo_ustat.launch import run as job
-from grpo_ustat.launch.command import load_command  # noqa: E402
+from grpo_ustat.launch.command import load_command
 
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]
