@@ -26,14 +26,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 FORMATS = figures.UNDATED_METADATA
 KINDS = ("nightly", "slow")  # marks of tests that run only where their option is given
 
-# Collected for doctests they would be imported: the first by all tests that come after, the others
-# without TRL.
-collect_ignore = ["helpers/stub_math_verify", "helpers/trl_audit.py", "helpers/trl_sharded.py"]
-
 
 def pytest_addoption(parser):
     for kind in KINDS:
         parser.addoption(f"--{kind}", action="store_true", help=f"run the {kind} tests alone")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """The package has doctests; a file of tests is read once, and helpers by those who use them."""
+    return [one for one in (yield) if isinstance(one, pytest.Module)]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -57,7 +57,7 @@ def build_config(config: Any, schema: type) -> Any:
         schema: one of `SCHEMAS`.
     """
     if not OmegaConf.is_config(config):
-        config = _literal(config)
+        config = OmegaConf.create(_literal(config))
     try:
         base = OmegaConf.structured(schema)
         for name, kinds in kinds_of(schema).items():
@@ -134,8 +134,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
 
 def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
     """Return the schema that a node's kind names, which must have all of the node's fields."""
-    nodes: Any = OmegaConf.create(config)
-    values = nodes.get(name)
+    values = config.get(name)
     if values is None:
         raise ConfigError(f"{name} has no value: choose by {name}=NAME")
     check_choice(f"{name}.kind", values.kind, tuple(kinds))

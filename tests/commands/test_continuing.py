@@ -11,21 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from folders import completed
+from slow_cases import slow_but
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-
-from folders import completed  # noqa: E402
-from slow_cases import slow_but  # noqa: E402
-
-from grpo_ustat.cli import app  # noqa: E402
-from grpo_ustat.cli import sweep as status  # noqa: E402
-from grpo_ustat.cli.compose import parse  # noqa: E402
-from grpo_ustat.config.schema import ConfigError  # noqa: E402
-from grpo_ustat.distributed.lock import Lock  # noqa: E402
-from grpo_ustat.launch import run as job  # noqa: E402
-from grpo_ustat.launch.command import load_command  # noqa: E402
-from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.runs.result import TrainResult  # noqa: E402
+from grpo_ustat.cli import app
+from grpo_ustat.cli import sweep as status
+from grpo_ustat.cli.compose import parse
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.lock import Lock
+from grpo_ustat.launch import run as job
+from grpo_ustat.launch.command import load_command
+from grpo_ustat.runs import history
+from grpo_ustat.runs.result import TrainResult
 
 SWEEP = ("-m", "model=tiny_direct", "max_steps=4", "eval_steps=2")
 

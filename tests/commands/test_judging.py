@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
 from commands import compose
+from training_runs import fit
 
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks import registry
 from grpo_ustat.tasks.base import NumberJudge
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from training_runs import fit  # noqa: E402
 
 
 class Fragile(NumberJudge):

@@ -8,26 +8,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import Command, finished
+from resuming import differences
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from launching import Command, finished  # noqa: E402
-from resuming import differences  # noqa: E402
-
-from grpo_ustat.cli import multirun  # noqa: E402
-from grpo_ustat.pages import learning  # noqa: E402
-from grpo_ustat.report import aggregate  # noqa: E402
-from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.runs.status import MISSING, Entry, RunState  # noqa: E402
+from grpo_ustat.cli import multirun
+from grpo_ustat.pages import learning
+from grpo_ustat.report import aggregate
+from grpo_ustat.runs import history
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.status import MISSING, Entry, RunState
 
 pytestmark = pytest.mark.nightly(minutes=0.8)
 SAVE_STEPS = 2

@@ -7,14 +7,11 @@ import json
 import re
 import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import cost_of, plan_of, run
 from safetensors.numpy import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from commands import cost_of, plan_of, run  # noqa: E402
 
 from grpo_ustat.cli import app
 from grpo_ustat.cli.compose import parse
@@ -22,7 +19,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.costs.cost import model_size, total
 from grpo_ustat.costs.table import show_costs
 from grpo_ustat.launch import run as job
-from grpo_ustat.launch.command import load_command  # noqa: E402
+from grpo_ustat.launch.command import load_command
 
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]
@@ -279,14 +276,6 @@ def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch
         assert ended.value.code == code
         assert "a prompt of 500 tokens" in capsys.readouterr().err
     assert done == [0, 2]
-
-
-@pytest.mark.slow
-def test_a_dry_run_on_the_command_line(tmp_path):
-    code, out, err = run("train", "experiment=table2_math", "dry_run=true", cwd=tmp_path)
-    assert code == 0, err
-    assert "learning_rate 1e-06" in out and "102 400" in out and "FSDP2" in out
-    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import errands
 import psutil
 import pytest
 import torch
@@ -20,9 +21,6 @@ from grpo_ustat.distributed import workers as local
 from grpo_ustat.distributed.ranks import WORKER_VARIABLE, one_on_each_gpu, own_device
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
 from grpo_ustat.terminal.progress import Meter, Notice
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-import errands  # noqa: E402
 
 SCRIPT = str(Path(errands.__file__))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -83,15 +83,12 @@ def test_a_reward_by_the_page_stands_beside_the_tasks_own(package, tmp_path):
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        ("dataset=own", "dataset.name has no value: set dataset.name="),
         (
             "dataset=own dataset.name=sorting dataset.options.digits=3",
             r"added, \+dataset.options.d",
         ),
         ("dataset=own dataset.name=sort", "unknown dataset.name 'sort': .*tasks are: sorting"),
         ("reward_funcs=[task,kind]", "unknown reward_funcs 'kind': .*rewards are: lenient"),
-        ("dataset.reward=kind", "unknown dataset.reward 'kind': .*rewards are: lenient"),
-        ("dataset=own dataset.name=sorting dataset.study_size=0", "study_size=0 must be above 0"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_starts(package, tmp_path, arguments, match):

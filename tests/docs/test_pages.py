@@ -20,7 +20,6 @@ from grpo_ustat.config.recipes import RECIPES
 from grpo_ustat.estimators.baselines import BASELINES, Baseline
 from grpo_ustat.pages.symbols import SYMBOLS, legend
 
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
 GROUPS = {"grpo_ustat.baselines", "grpo_ustat.tasks", "grpo_ustat.rewards"}  # of entry points
 OTHER_NAMES = {  # of rules, of the words of a page, of other programs
@@ -44,47 +43,47 @@ def test_all_pages_together_can_be_read():
     assert sum(len(text.split()) for text in WRITTEN.values()) < 25_000
 
 
-@pytest.mark.parametrize("page", WRITTEN)
-def test_a_page_is_short_and_says_first_who_needs_it(page):
-    text = WRITTEN[page]
-    assert len(text.splitlines()) <= (130 if page == "README.md" else 250)
-    if page.endswith("SKILL.md"):  # its front matter says so to an agent
-        return
-    title, first = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL).split("\n\n")[:2]
-    assert title.startswith("# ") and first.startswith("For "), first
+def test_a_page_is_short_and_says_first_who_needs_it():
+    for page in WRITTEN:
+        text = WRITTEN[page]
+        assert len(text.splitlines()) <= (130 if page == "README.md" else 250), page
+        if page.endswith("SKILL.md"):  # its front matter says so to an agent
+            continue
+        title, first = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL).split("\n\n")[:2]
+        assert title.startswith("# ") and first.startswith("For "), (page, first)
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if page.split("/")[-1] not in MEASURED])
-def test_a_page_for_users_has_no_measurements_of_a_day(page):
-    assert (found := re.search(DATED, WRITTEN[page])) is None, found
+def test_a_page_for_users_has_no_measurements_of_a_day():
+    for page in (page for page in WRITTEN if page.split("/")[-1] not in MEASURED):
+        assert (found := re.search(DATED, WRITTEN[page])) is None, (page, found)
 
 
-@EVERY_PAGE
-def test_every_link_and_picture_is_there(page):
-    for target in links(PAGES[page]):
-        assert not re.match(r"https?:", target), f"{target}: pages name no hosts"
-        file, _, fragment = target.partition("#")
-        path = (ROOT / page).parent / file if file else ROOT / page
-        assert path.is_file(), target
-        if fragment:
-            other = path.resolve().relative_to(ROOT).as_posix()
-            assert fragment in map(anchor, headings(PAGES[other])), target
+def test_every_link_and_picture_is_there():
+    for page in PAGES:
+        for target in links(PAGES[page]):
+            assert not re.match(r"https?:", target), f"{page}, {target}: pages name no hosts"
+            file, _, fragment = target.partition("#")
+            path = (ROOT / page).parent / file if file else ROOT / page
+            assert path.is_file(), (page, target)
+            if fragment:
+                other = path.resolve().relative_to(ROOT).as_posix()
+                assert fragment in map(anchor, headings(PAGES[other])), (page, target)
 
 
-@EVERY_PAGE
-def test_anchors_are_unique(page):
-    anchors = [anchor(heading) for heading in headings(PAGES[page])]
-    assert len(anchors) == len(set(anchors))
+def test_anchors_are_unique():
+    for page in PAGES:
+        anchors = [anchor(heading) for heading in headings(PAGES[page])]
+        assert len(anchors) == len(set(anchors)), page
 
 
-@EVERY_PAGE
-def test_a_long_page_begins_with_its_contents(page):
+def test_a_long_page_begins_with_its_contents():
     """A link to every section, in their order, before the first of them."""
-    if page == "README.md" or len(PAGES[page].splitlines()) <= 80:
-        return
-    top = PAGES[page].split("\n## ")[0]
-    contents = [target for target in links(top) if target.startswith("#")]
-    assert contents == [f"#{anchor(heading)}" for heading in headings(PAGES[page], "##")]
+    for page in PAGES:
+        if page == "README.md" or len(PAGES[page].splitlines()) <= 80:
+            continue
+        top = PAGES[page].split("\n## ")[0]
+        contents = [target for target in links(top) if target.startswith("#")]
+        assert contents == [f"#{anchor(heading)}" for heading in headings(PAGES[page], "##")]
 
 
 def test_every_page_is_in_the_index():
@@ -115,10 +114,10 @@ def test_every_picture_is_shown():
     assert pictures == {path for path in shown if path.suffix == ".png"}
 
 
-@EVERY_PAGE
-def test_every_path_is_there(page):
-    for path in re.findall(rf"(?<![\w/.-])(?:\./)?((?:{TOP})/[\w./-]*)", PAGES[page]):
-        assert (ROOT / path.rstrip(".")).exists(), path
+def test_every_path_is_there():
+    for page in PAGES:
+        for path in re.findall(rf"(?<![\w/.-])(?:\./)?((?:{TOP})/[\w./-]*)", PAGES[page]):
+            assert (ROOT / path.rstrip(".")).exists(), (page, path)
 
 
 def defined(dotted):
@@ -129,15 +128,15 @@ def defined(dotted):
     return hasattr(module, name) or (is_package and importlib.util.find_spec(dotted) is not None)
 
 
-@EVERY_PAGE
-def test_every_module_and_name_is_there(page):
-    names = set(re.findall(r"\bgrpo_ustat(?:\.\w+)+", PAGES[page])) - GROUPS
-    for code in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("grpo_ustat"):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    for name in sorted(names):
-        assert defined(name), name
+def test_every_module_and_name_is_there():
+    for page in PAGES:
+        names = set(re.findall(r"\bgrpo_ustat(?:\.\w+)+", PAGES[page])) - GROUPS
+        for code in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith("grpo_ustat"):
+                    names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        for name in sorted(names):
+            assert defined(name), (page, name)
 
 
 def test_the_layers_are_those_of_the_contract():
@@ -179,13 +178,13 @@ def field_names():
     return names | options | BASELINES.keys() | OTHER_NAMES
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - OF_OTHERS))
-def test_every_field_is_one_of_the_configurations(page):
+def test_every_field_is_one_of_the_configurations():
     """Of `model.dtype=...` in code, each word."""
-    shell = "\n".join(re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL))
-    spans = "\n".join(re.findall(r"`([^`\n]+)`", prose(PAGES[page])))
-    for dotted in re.findall(r"(?<![\w.\-])([a-z]\w*(?:\.\w+)*)=", f"{shell}\n{spans}"):
-        assert set(dotted.split(".")) <= field_names(), dotted
+    for page in PAGES.keys() - OF_OTHERS:
+        shell = "\n".join(re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL))
+        spans = "\n".join(re.findall(r"`([^`\n]+)`", prose(PAGES[page])))
+        for dotted in re.findall(r"(?<![\w.\-])([a-z]\w*(?:\.\w+)*)=", f"{shell}\n{spans}"):
+            assert set(dotted.split(".")) <= field_names(), (page, dotted)
 
 
 def test_the_page_of_objectives_says_what_to_type_for_each_recipe():

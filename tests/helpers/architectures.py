@@ -219,9 +219,9 @@ ARCHITECTURES = {
 # Their recurrent state passes through padding: prompts of one length only.
 UNPADDED = {"recurrent_gemma", "rwkv"}
 
-# The most usual ones are fast. One of each mechanism runs at every push, with its embedding and
-# output weights shared (True) or separate; every other case runs at night.
-USUAL = {"llama", "gpt2"}
+# The most usual ones are fast, their embedding and output weights shared (True) or separate.
+# One of each mechanism runs at every push, and the other case of the usual ones; the rest at night.
+USUAL = {"llama": True, "gpt2": False}
 AT_EVERY_PUSH = {
     "qwen2": True,  # biases of some layers
     "gemma2": True,  # capped logits, sliding windows, norms by 1 + w
@@ -239,9 +239,9 @@ AT_EVERY_PUSH = {
 
 def _mark(name, tied):
     """The mark of an architecture's test by its cost and by what it shows."""
-    if name in USUAL:
+    if USUAL.get(name) is tied:
         return ()
-    often = AT_EVERY_PUSH.get(name) is tied
+    often = name in USUAL or AT_EVERY_PUSH.get(name) is tied
     return (pytest.mark.slow if often else pytest.mark.nightly)(minutes=0.01)
 
 

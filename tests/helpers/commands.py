@@ -62,7 +62,7 @@ def _checked(entry, overrides):
         node = copy.deepcopy(_composed(entry, chosen))
         for override in OverridesParser.create().parse_overrides(values):
             OmegaConf.update(node, override.key_or_group, override.value(), merge=True)
-        config = build_config(OmegaConf.to_container(node, resolve=True), SCHEMAS[entry])
+        config = build_config(node, SCHEMAS[entry])
     except (HydraException, OmegaConfBaseException):
         return compose_config(entry, list(overrides))
     check_trust(config, overrides)

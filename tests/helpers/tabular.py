@@ -21,10 +21,6 @@ class TabularPolicy:
         features_PYD: phi(x, y), float64.
         theta_D: parameters.
         rewards_PY: r(x, y).
-
-    >>> policy = TabularPolicy(np.eye(2)[None], np.zeros(2), np.array([[1.0, 0.0]]))
-    >>> policy.value_P.tolist(), policy.gradient_PD.tolist()
-    ([0.5], [[0.25, -0.25]])
     """
 
     features_PYD: np.ndarray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from folders import loss_row, refused_loss
@@ -16,6 +17,7 @@ from grpo_ustat.pages.losses import (
     losses_figure,
     losses_sentences,
     losses_tables,
+    worth_panel,
 )
 from grpo_ustat.pages.next_step import next_step, objective_overrides
 
@@ -203,3 +205,14 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
     step = next_step(result, asdict(compose_config("mse", replaced)))
     assert "objective.zero_variance_groups=drop" in step and "replace" not in step
+
+
+def test_bars_are_the_intervals_and_leave_the_picture_where_they_are_wide_or_have_no_end():
+    rows = [loss_row("a", 4), loss_row("a", 8, (0.9, 0.8, None)), loss_row("a", 16, (0.9, 0.8, 50))]
+    figure, axes = plt.subplots()
+    assert worth_panel(axes, {"a": rows}, ["a"]) == []
+    (bars,) = axes.collections
+    known, endless, wide = ([y for _, y in bar] for bar in bars.get_segments())
+    assert known == [0.4, 0.5] and [endless[0], wide[0]] == [0.4, 0.4]
+    assert min(endless[1], wide[1]) > axes.get_ylim()[1]
+    plt.close(figure)

@@ -22,6 +22,7 @@ ROWS = [
     for n in range(7)
 ]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+MARK = b"\xef\xbb\xbf"  # of the order of bytes, which editors on Windows write
 CARD = """---
 configs:
 - config_name: main
@@ -50,6 +51,10 @@ def written(path, content):
 def every_file(folder):
     yield written(folder / "rows.jsonl", LINES)
     yield written(folder / "blank.jsonl", LINES.replace(b"\n", b"\n\n"))
+    yield written(folder / "rows.txt", LINES)
+    yield written(folder / "marked.jsonl", MARK + LINES)
+    yield written(folder / "windows.jsonl", MARK + LINES.replace(b"\n", b"\r\n"))
+    yield written(folder / "marked.gz", gzip.compress(MARK + LINES))
     yield written(folder / "array.json", json.dumps(ROWS, indent=1))
     yield written(folder / "rows.jsonl.gz", gzip.compress(LINES))
     yield written(folder / "rows.json.xz", lzma.compress(LINES))
@@ -58,7 +63,7 @@ def every_file(folder):
 
 
 def every_folder(folder):
-    yield written(folder / "a" / "train.jsonl", LINES).parent
+    yield written(folder / "a" / "data.jsonl", LINES).parent
     yield written(folder / "b" / "my_train_rows.jsonl.gz", gzip.compress(LINES)).parent
     parquet(folder / "c" / "data" / "train-00000-of-00002.parquet", ROWS[:3])
     yield parquet(folder / "c" / "data" / "train-00001-of-00002.parquet", ROWS[3:]).parents[1]

@@ -14,7 +14,7 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import checkpoint, trainer
 from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.setup import set_up
-from grpo_ustat.train.snapshots import MANIFEST, newest_whole, prune, publish, verify
+from grpo_ustat.train.snapshots import newest_whole, prune, publish, verify
 
 MORE = ("optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16", "model.dtype=float64",
         "objective=grpo", "baseline=gdpo")  # fmt: skip
@@ -205,21 +205,6 @@ def test_only_our_own_whole_folders_are_counted_and_removed(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-best", "elsewhere"}
     verify(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_before_manifests_is_passed_over_by_name(through, tmp_path, capsys):
-    parts = broken(through, tmp_path, 4)
-    (parts / "checkpoint-3" / MANIFEST).unlink()
-    assert differences(fit(parts), through) == []
-    assert f"checkpoint-3 is passed over: {MANIFEST} is missing" in unwrapped(capsys)
-    rewind(parts, 4, 3)
-    for step in (1, 2):
-        (parts / f"checkpoint-{step}" / MANIFEST).unlink()
-    with pytest.raises(
-        ConfigError, match="no checkpoint in .* can be used .*on_existing=overwrite"
-    ):
-        fit(parts)
 
 
 def test_a_manifest_of_another_format_is_refused(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import compose
 from verl_run import CHANGES, LENGTHS, LOSSES, ORDER, REWARDS_PG, batch
 
-from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.row_weights import token_weights
@@ -334,7 +334,7 @@ def test_presets_are_the_recorded_losses_of_verl(preset):
     """By verl 0.9.1's `compute_policy_loss_vanilla` and its aggregation: the first update of a
     batch, whose ratios are 1, and one after the policy has moved, where some are clipped.
     """
-    config = compose_config("train", [f"objective={preset}"])
+    config = compose("train", f"objective={preset}")
     kind, rule = config.objective, config.baseline
     advantage_PG = advantages(rule.name, REWARDS_PG, BaselineContext(), rule.options)
     _, mask = batch()

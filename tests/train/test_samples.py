@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import compose
 from pyarrow import parquet
 from simulated import on_ranks
 from training_runs import first_batch, fit
@@ -19,9 +18,6 @@ from grpo_ustat.runs.log import NAME, CompletionLog
 from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import metrics
 from grpo_ustat.train.metrics import completion_rows
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from commands import compose  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from reference import one_flat_score, plain_advantages
 from slow_cases import slow_after
+from training_runs import config_of, first_batch, fit
 
 from grpo_ustat.config.load import build_config
 from grpo_ustat.config.schema import ConfigError
@@ -28,9 +27,6 @@ from grpo_ustat.train.update import (
     minibatches,
     update,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from training_runs import config_of, first_batch, fit  # noqa: E402
 
 
 def whole(run, rollouts):

@@ -16,21 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import FSDP2, in_ranks
+from live_bytes import LiveBytes
+from resuming import rows, weights
+from slow_cases import nightly_but
+from training_runs import SMALL as BASE
+from training_runs import config_of, first_batch, fit
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-
-from forks import FSDP2, in_ranks  # noqa: E402
-from live_bytes import LiveBytes  # noqa: E402
-from resuming import rows, weights  # noqa: E402
-from slow_cases import nightly_but  # noqa: E402
-from training_runs import SMALL as BASE  # noqa: E402
-from training_runs import config_of, first_batch, fit  # noqa: E402
-
-from grpo_ustat.policy.loading import load_policy  # noqa: E402
-from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.train import checkpoint, fsdp2, setup, trainer  # noqa: E402
-from grpo_ustat.train import update as updates  # noqa: E402
-from grpo_ustat.train.update import UpdateStats, minibatches  # noqa: E402
+from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.train import checkpoint, fsdp2, setup, trainer
+from grpo_ustat.train import update as updates
+from grpo_ustat.train.update import UpdateStats, minibatches
 
 pytestmark = [
     pytest.mark.slow,
