@@ -142,7 +142,10 @@ SCRIPTED = [words for _, words in COMMANDS if script_of(words)]
 @pytest.mark.parametrize("words", SCRIPTED, ids=" ".join)
 def test_every_script_has_the_options_that_a_page_gives_it(words):
     """test_scripts.py runs the help of each."""
-    source = script_of(words).read_text()
+    script = script_of(words)
+    place = [ROOT / word for word in words].index(script)
+    cases = [script.parent / "timed" / f"{word}.py" for word in words[place + 1 :]]
+    source = "".join(file.read_text() for file in [script, *cases] if file.is_file())
     for option in (word for word in words if word.startswith("--")):
         assert f'"{option}"' in source or f"{option[2:]}=" in source, option
 
