@@ -49,7 +49,7 @@ def largest_size(real: Callable) -> Callable:
 
 def other_group(real: Callable) -> Callable:
     """The field of four times the group size."""
-    return lambda size, epsilon, value: real(4 * size, epsilon, value)
+    return lambda value, group_size, epsilon: real(value, 4 * group_size, epsilon)
 
 
 def one_optimum(real: Callable) -> Callable:
@@ -68,7 +68,7 @@ PLANTED: dict[str, dict[str, tuple[str, Callable]]] = {
     "theorem8_mixture": {"weights x 0.6": ("theorem8.limit_weights", times(0.6)),
                          "one limit for all": ("theorem8.limit_weights_at", one_optimum)},
     "corollaries9_10": {"weights x 0.5": ("corollaries9_10.limit_weights", times(0.5))},
-    "proposition13": {"the field of 4 G": ("proposition13.weight", other_group)},
+    "proposition13": {"the field of 4 G": ("proposition13.mean_weight", other_group)},
 }  # fmt: skip
 
 
