@@ -10,8 +10,8 @@ A row has the truth, the share of studies that print the statement, the share of
 wrong, and the 95 % interval of the latter (Clopper & Pearson 1934); so the coverage of an interval
 is 1 less the share. Of a number it has mean and median over the studies. `--worst` shows, for each
 population and statement, the worst cell among those that print it in 1 % of the studies or more.
-`--warnings STATEMENT` adds the mean share of studies with each number that is 0 or 1, a warning, of
-cells where the statement is wrong in more than 13 %, and of those where in at most 10 %.
+`--warnings STATEMENT` adds the mean share of studies that print each warning, of the cells where
+the statement is wrong in more than 13 %, and of those where it is in at most 10 %.
 
     python scripts/benchmarks/error_rates.py group_size --worst --csv docs/examples/decisions.csv
     python scripts/benchmarks/error_rates.py losses --cells 64x8 128x8 --studies 60
@@ -56,7 +56,7 @@ def print_warnings(rows: Sequence[Row], statement: str) -> None:
     wrong = {place: of[statement]["wrong_given_printed"] for place, of in cells.items()}
     for words, least, most in (("more than 13 %", 0.1301, 1), ("at most 10 %", 0, 0.1)):
         some = [of for place, of in cells.items() if least <= wrong[place] <= most]
-        warnings = sorted({name for of in some for name, x in of.items() if x["mean"] is not None})
+        warnings = sorted({name for of in some for name in of if name.startswith("warning: ")})
         shares = [f"{x} {np.mean([of[x]['mean'] for of in some]):.2f}" for x in warnings]
         print(f"{statement} is wrong in {words}: {len(some)} cells; {', '.join(shares)}")
 
@@ -104,7 +104,8 @@ def main() -> None:
             if not rows:
                 print(header_of(of_population[0]))
             rows += of_population
-            shown = worst_of(of_population) if options.worst else of_population
+            printed = [row for row in of_population if row["printed"]]
+            shown = worst_of(printed) if options.worst else printed
             print(*map(text_of, shown), sep="\n", flush=True)
     if options.warnings:
         print_warnings(rows, options.warnings)

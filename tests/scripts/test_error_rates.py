@@ -45,14 +45,14 @@ def test_statements_are_counted():
 
 
 def test_the_table_and_its_file(monkeypatch, capsys, tmp_path):
-    """Columns that no row fills are not in the file."""
+    """Columns that no row fills are not in the file; rows that no study prints are in it alone."""
     file = tmp_path / "rows.csv"
     arguments = ["turned", "--studies", "2", "--cells", "40x8", "--populations", "two prompts"]
     monkeypatch.setattr("sys.argv", ["error_rates.py", *arguments, "--csv", str(file)])
     error_rates.main()
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "| population | prompts | completions | sentence | truth | printed | wrong |"
-    assert out[3].startswith("| two prompts | 40 | 8 | direction | 0.599 | ")
+    assert out[-1].startswith("| two prompts | 40 | 8 | direction | 0.599 | ")
     assert "mean" not in file.read_text() and file.read_text().count("two prompts") == 2
 
 

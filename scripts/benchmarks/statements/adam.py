@@ -143,9 +143,9 @@ def adam(name: str, asked: Asked) -> Iterator[Cell]:
                 "n_c(8)": not noise.low <= scale <= noise.high,
                 "estimate of G*": gstar.estimate,
                 "G* has an upper end": float(math.isfinite(gstar.high)),
-                "v is uncertain": float(uncertain),
-                "tails are heavy": float(heavy),
-                "v is uncertain or tails are heavy": float(uncertain or heavy),
+                "warning: v is uncertain": float(uncertain),
+                "warning: heavy tails": float(heavy),
+                "warning: either": float(uncertain or heavy),
             }
 
     for questions, completions in asked.cells:

@@ -127,7 +127,6 @@ class Questions:
         constants = {"c1": c1, "c2": c2, "c3": c3, "gstar": 1 + math.sqrt(c3 / c1)}
         noise = 4 * c1 + c2 + c3 / 3
         constants |= {"grad_sq": grad_sq, "noise/4": noise / grad_sq}
-        constants |= {"noise/best": (c1 + c2 + 2 * math.sqrt(c1 * c3)) / grad_sq}
         constants |= {"prompt_share/4": 4 * c1 / noise}
         return errors | constants | {"share": excess / a_v}
 
