@@ -222,6 +222,7 @@ def extrapolate(run: Trajectories) -> np.ndarray:
 
 
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
+    """Compare the mean end of u with a point; not decided if the extrapolation goes further."""
     measured, count = end.measured, end.run.replicates
     distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
     inside = measured.low <= predicted <= measured.high
@@ -286,6 +287,7 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
 
 
 def _notes(ends: list[EndPoint]) -> list[str]:
+    """Return notes on the estimator's own field, and on variants."""
     plain = [end for end in ends[1:] if not variant(end.estimator)]
     roots = ", ".join(f"{end.root:.4f} at {end.estimator.group_size}" for end in plain)
     lines = [

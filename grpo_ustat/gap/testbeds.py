@@ -362,6 +362,7 @@ def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbe
 
 
 def _testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
+    """Return the bed with a configuration's numbers, which may have no maximum."""
     plane: dict[str, Any] = {
         "parameters": bed.parameters,
         "start_K": np.array(bed.start, dtype=float),
