@@ -36,7 +36,6 @@ class PlaneConfig(BedConfig):
     )
     start: list[float] = field("u of the first policy, which has as many coordinates")
     reach: float = field("J* - J at the border of the set where theory is asked to hold")
-    seed: int = field("of the directions Q")
 
     def check(self) -> None:
         """Refuse a start that the parameters cannot have, and a reach that is not above 0."""

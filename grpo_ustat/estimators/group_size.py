@@ -17,8 +17,8 @@ are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a 
 `kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts behind C3,
 `1 / (1/m + Var(C3)/C3^2)`, since prompts with rewards that hardly vary tell nothing of C1 either.
 
-`scripts/benchmarks/decisions.py` counts the wrong statements, on populations with G* from 2.5 to
-48; its table is in docs/benchmarks.md.
+`scripts/benchmarks/error_rates.py group_size` counts the wrong statements, on populations with G*
+from 2.5 to 48; its table is in docs/benchmarks.md.
 """
 
 from __future__ import annotations

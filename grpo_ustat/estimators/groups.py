@@ -218,7 +218,7 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     steps have fewer than 4 groups, or not equally many, one step at a time. For windows too groups
     are left out: in simulated training that covers .93 to .98, with fewer windows than leaving out
     a window would need and in shorter intervals
-    (`scripts/benchmarks/interval_coverage.py --windows`).
+    (`scripts/benchmarks/error_rates.py windows`).
 
     Args:
         steps: the groups' terms of each step, or window of batches.
@@ -262,7 +262,7 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
     The interval of G* goes from the low end of its lower bound to the high end of its upper one. It
     missed G* in 3.9 % or less of the samples that gave it two ends. The interval under Assumption 2
     missed its value in up to a third of the samples that gave it two ends, in cases with few such
-    samples (20 to 2560 pairs, the populations of `scripts/benchmarks/decisions.py`, in which the
+    samples (20 to 2560 pairs, the populations of `scripts/benchmarks/populations.py`, in which the
     assumption nearly holds): no decision rests on it.
 
     Args:

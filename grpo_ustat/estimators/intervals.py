@@ -219,7 +219,7 @@ class Tails(NamedTuple):
         coverage is the mean over the curves of none, oracle and leave_one_out and C3). On the same
         cases, given the questions, it is True in 75 % of the studies where coverage is below 90 %
         and in 12 % where it is above 93 %; over questions in 81 % and 4 %. In other draws
-        (`scripts/benchmarks/interval_coverage.py`, 200 studies a case): 73 % and 4 % given the
+        (`scripts/benchmarks/error_rates.py constants`, 200 studies a case): 73 % and 4 % given the
         questions. It misses score norms of infinite variance in up to two thirds of the pools: a
         sample that lacks the largest values does not show it.
         """

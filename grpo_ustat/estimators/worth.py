@@ -57,7 +57,7 @@ UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
 # Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`: with few prompts the
 # direction looks sharp mostly where those that turn it were not drawn. Chosen on populations of
-# `scripts/benchmarks/worth.py --turned`.
+# `scripts/benchmarks/error_rates.py turned`.
 UNDRAWN_VARIANCE = 0.5
 
 
@@ -247,7 +247,8 @@ def relative(
     It is given only if an estimated kappa is above 0, so mostly if that is overestimated; the
     jackknife's interval then misses up to one in five. It is therefore made to contain the ratios
     at both ends of kappa's one-sided intervals, all else as estimated; if kappa's interval has no
-    lower end, the result is `UNKNOWN`. `scripts/benchmarks/worth.py --turned` checks the coverage.
+    lower end, the result is `UNKNOWN`. `scripts/benchmarks/error_rates.py turned` checks the
+    coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
@@ -275,8 +276,8 @@ def between_sizes(
 
     The interval is on the log scale, with Student's t of the effective number of prompts behind the
     standard error: if few of them carry the signal, the standard error is too short, and with t of
-    all of them the interval missed 9 % (`scripts/benchmarks/worth.py --smaller`, 64 groups). The
-    result is `UNKNOWN` if either kappa may be 0, or if the ratio is not above 0 without some
+    all of them the interval missed 9 % (`scripts/benchmarks/error_rates.py smaller`, 64 groups).
+    The result is `UNKNOWN` if either kappa may be 0, or if the ratio is not above 0 without some
     prompt.
 
     Args:

@@ -205,16 +205,7 @@ def advantage_moments(
     >>> moments.level_Y.tolist(), moments.first_K.round(4).tolist()  # A = 0 or +-sqrt 2
     ([1, 0], [-0.7071, 0.7071])
     """
-    levels, level_Y = np.unique(reward_Y, return_inverse=True)
-    if len(levels) < 2:
-        raise ValueError(
-            f"all rewards are {levels[0]}: every group has zero variance, leave it out"
-        )
-    step = float(np.diff(levels).min())
-    steps_K = (levels - levels[0]) / step
-    grid_K = steps_K.round()
-    if np.abs(steps_K - grid_K).max() > GRID_ROUNDING:
-        raise ValueError(f"rewards {levels.tolist()} are on no grid: round them to even steps")
+    level_Y, grid_K, step = _reward_grid(reward_Y)
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
@@ -251,6 +242,25 @@ def advantage_moments(
         first_KK=first_KK,
         cross_KK=cross_KK,
     )
+
+
+def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
+    """Return the level of each reward, the levels j on the grid `minimum + step j`, and the step.
+
+    Raises:
+        ValueError: rewards that are all equal or on no grid.
+    """
+    levels, level_Y = np.unique(reward_Y, return_inverse=True)
+    if len(levels) < 2:
+        raise ValueError(
+            f"all rewards are {levels[0]}: every group has zero variance, leave it out"
+        )
+    step = float(np.diff(levels).min())
+    steps_K = (levels - levels[0]) / step
+    grid_K = steps_K.round()
+    if np.abs(steps_K - grid_K).max() > GRID_ROUNDING:
+        raise ValueError(f"rewards {levels.tolist()} are on no grid: round them to even steps")
+    return level_Y, grid_K, step
 
 
 def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:

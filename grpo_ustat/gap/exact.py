@@ -61,14 +61,13 @@ def bed_facts(bed: Testbed) -> dict[str, float | str]:
     """Return facts on a bed for the reader of its report."""
     (mu, smoothness), law = bed.constants, scaling_at(bed, bed.best_K)
     prompts, outcomes = bed.rewards_PY.shape
-    parameters = bed.projection_KD.shape[1]
     eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(bed.curvature_KK))
     return {
         "kind": bed.kind,
         "prompts": prompts,
         "outcomes of each": outcomes,
-        "parameters": parameters,
-        "dimension of the set of maximisers": parameters - bed.curved,
+        "parameters": bed.parameters,
+        "dimension of the set of maximisers": bed.parameters - bed.curved,
         "J at the maximum": bed.highest,
         "gap at the start": float(bed.gap(bed.start_K[:, None])[0]),
         "curvature at the maximum": eigenvalues,

@@ -19,7 +19,7 @@ from grpo_ustat.pages.figures import (
     save,
 )
 
-RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle", "group_mean": "group_mean"}
+RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
 # Panels side by side.
 PANELS_ACROSS = 3
 # Inches of a panel.

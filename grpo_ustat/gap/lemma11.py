@@ -249,6 +249,7 @@ def _rows(exact: ExactValues) -> list[dict[str, float]]:
 
 
 def _answer(exact: ExactValues) -> str:
+    """Summarise in which sense the lemma holds."""
     if not exact.first_order:
         return (
             "It holds for limits at the rate sqrt(G) too on this policy, where every prompt has "
@@ -269,6 +270,7 @@ def _answer(exact: ExactValues) -> str:
 
 
 def _notes(exact: ExactValues) -> list[str]:
+    """Return notes on the difference, on prompts without one, and on epsilon."""
     moments = exact.moments
     fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
     notes = [

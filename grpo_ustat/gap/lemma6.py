@@ -180,6 +180,7 @@ def _next_step_claim(bed: CoinTestbed, run: Trajectories, curve: list[int]) -> C
 
 
 def _panel(rate: str, rows: list[dict]) -> Panel:
+    """Return the panel of a learning rate: mean gap, recursion and bound of every estimator."""
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate)]

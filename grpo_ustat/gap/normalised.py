@@ -134,6 +134,23 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
     return RightAndWrong(value_P, np.square(g_PK).sum(axis=1), right_P, wrong_P)
 
 
+def mean_weight(value: Array, group_size: int, epsilon: float) -> Array:
+    """Return w(V) with `E N = w grad V`, which is `E[ std^2 / (std + epsilon) ] / sigma^2`.
+
+    Args:
+        value: V, of any shape.
+        group_size: G >= 2.
+        epsilon: added to std.
+
+    >>> float(mean_weight(np.array(0.5), 4096, 0.0).round(2))  # 1 / sigma
+    2.0
+    """
+    n = np.arange(1, group_size)
+    std_n = np.sqrt(n * (group_size - n) / (group_size * (group_size - 1)))
+    law = np.asarray(stats.binom.pmf(n, group_size, value[..., None]))
+    return (law * std_n**2 / (std_n + epsilon)).sum(axis=-1) / (value * (1 - value))
+
+
 def normalised_moments(
     moments: RightAndWrong, group_size: int, epsilon: float
 ) -> NormalisedMoments:
@@ -162,7 +179,7 @@ def normalised_moments(
         return (law_Pn * factor_Pn**2 * second_Pn).sum(axis=1)
 
     norm_P, sigma_P = np.sqrt(moments.g_sq), sigma_P1[:, 0]
-    mean_P = norm_P / sigma_P**2 * (law_Pn * var_n * own_n).sum(axis=1)
+    mean_P = norm_P * mean_weight(moments.value, size, epsilon)
     return NormalisedMoments(
         difference=second(own_n - 1 / sigma_P1),
         variance=second(own_n) - mean_P**2,

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import brentq
 
 from grpo_ustat.config.gap import Experiment, Proposition13Config
@@ -22,6 +22,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
+from grpo_ustat.gap.normalised import mean_weight
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, reference_law
 from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
@@ -158,30 +159,11 @@ def variant(estimator: Estimator) -> str:
     return "".join(f", {word}" for word in words)
 
 
-def weight(group_size: int, epsilon: float, value: float) -> float:
-    r"""Return w_G(V): the expected normalised gradient of a prompt is `w_G(V) grad V`, 0/1 rewards.
-
-    With k successes of G and the group's own mean for a baseline the advantages are
-    `(z - k/G) / (std + epsilon)`, with the others' mean G/(G-1) times that, and
-    `E[s | z] = grad V / V` or `-grad V / (1 - V)`, so
-    `w_G = E[ k/G (1 - k/G) / (std_k + epsilon) ] / (V (1 - V))`.
-
-    >>> round(weight(4096, 0.0, 0.5), 2)  # 1 / sqrt(V (1 - V))
-    2.0
-    """
-    k = np.arange(1, group_size)
-    share = k / group_size
-    std = np.sqrt(share * (1 - share) * group_size / (group_size - 1))
-    gained = share * (1 - share) / (std + epsilon)
-    return float((stats.binom.pmf(k, group_size, value) * gained).sum() / (value * (1 - value)))
-
-
 def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
     """Return the factor of grad V in an estimator's mean, a function of V: 1 if not normalised."""
     if estimator.baseline == "leave_one_out":
         return np.ones_like
-    size, epsilon = estimator.group_size, estimator.epsilon
-    return np.vectorize(lambda value: size / (size - 1) * weight(size, epsilon, value))
+    return partial(mean_weight, group_size=estimator.group_size, epsilon=estimator.epsilon)
 
 
 def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = None) -> float:
@@ -240,6 +222,7 @@ def extrapolate(run: Trajectories) -> np.ndarray:
 
 
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
+    """Compare the mean end of u with a point; not decided if the extrapolation goes further."""
     measured, count = end.measured, end.run.replicates
     distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
     inside = measured.low <= predicted <= measured.high
@@ -304,6 +287,7 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
 
 
 def _notes(ends: list[EndPoint]) -> list[str]:
+    """Return notes on the estimator's own field, and on variants."""
     plain = [end for end in ends[1:] if not variant(end.estimator)]
     roots = ", ".join(f"{end.root:.4f} at {end.estimator.group_size}" for end in plain)
     lines = [

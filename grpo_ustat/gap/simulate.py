@@ -27,8 +27,8 @@ STREAM = "algorithm1"
 class Estimator:
     """A gradient estimator of B prompts with G completions each."""
 
-    # none, oracle, optimal, leave_one_out, group_mean, group_std, or leave_one_out_std, the paper's
-    # Algorithm 2: the others' mean, over the group's std.
+    # none, oracle, optimal, leave_one_out, or leave_one_out_std, the paper's Algorithm 2: the
+    # others' mean, over the group's std.
     baseline: str
     # B, of an update.
     num_prompts: int
@@ -274,18 +274,16 @@ def advantage(
     if name in ("oracle", "optimal"):
         assert value_BR is not None
         return rewards_YBR - value_BR
-    mean_BR = (counts_YBR * rewards_YBR).sum(axis=0) / size
-    centred_YBR = rewards_YBR - mean_BR
+    centred_YBR = rewards_YBR - (counts_YBR * rewards_YBR).sum(axis=0) / size
+    of_the_others = size / (size - 1)
     if name == "leave_one_out":
-        return centred_YBR * (size / (size - 1))
-    if name == "group_mean":
-        return centred_YBR
-    if name in ("group_std", "leave_one_out_std"):
+        return centred_YBR * of_the_others
+    if name == "leave_one_out_std":
         variance_BR = (counts_YBR * np.square(centred_YBR)).sum(axis=0) / (size - 1)
         divisor_BR = np.sqrt(variance_BR) + estimator.epsilon
         silent_BR = variance_BR <= 1e-12  # all alike: no advantage
-        factor = size / (size - 1) if name == "leave_one_out_std" else 1.0
-        return factor * np.where(silent_BR, 0.0, centred_YBR / np.where(silent_BR, 1.0, divisor_BR))
+        advantage_YBR = np.where(silent_BR, 0.0, centred_YBR / np.where(silent_BR, 1.0, divisor_BR))
+        return of_the_others * advantage_YBR
     raise ValueError(f"baseline {name!r} cannot be simulated here")
 
 

@@ -2,8 +2,8 @@ r"""Policies with enumerated truth: J, its maximum, gradient, curvature and all 
 
 A bed has parameters theta in R^D, of which the policy sees `u = Q theta` in R^K alone (Q has
 orthonormal rows), so that its maximisers form a flat set of dimension D - K. Everything is a
-function of u and enumerated over the outcomes y of every prompt x, drawn uniformly. Replicates R
-come last in every shape, where arithmetic on them is fastest.
+function of u, whatever Q is, and enumerated over the outcomes y of every prompt x, drawn uniformly.
+Replicates R come last in every shape, where arithmetic on them is fastest.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Testbed(ABC):
     kind: ClassVar[str]
     # r(x, y).
     rewards_PY: np.ndarray
-    # Q, orthonormal rows.
-    projection_KD: np.ndarray
+    # D.
+    parameters: int
     # u of the first policy.
     start_K: np.ndarray
     # Theory is asked to hold in the sublevel set `J* - J <= reach`.
@@ -340,14 +340,6 @@ class SoftmaxTestbed(Testbed):
         return -np.einsum("py,pyk,pyl->kl", weight_PY, score, score) / len(self.rewards_PY)
 
 
-def projection(coordinates: int, parameters: int, seed: int) -> np.ndarray:
-    """Return Q: orthonormal rows in a random direction, [K, D]; the identity if K = D."""
-    if coordinates == parameters:
-        return np.eye(coordinates)
-    normal = np.random.Generator(np.random.Philox(seed)).standard_normal((parameters, coordinates))
-    return np.linalg.qr(normal)[0].T
-
-
 def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
     """Return the bed that a configuration's node describes, whose truth is enumerated."""
     try:
@@ -370,8 +362,9 @@ def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbe
 
 
 def _testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
+    """Return the bed with a configuration's numbers, which may have no maximum."""
     plane: dict[str, Any] = {
-        "projection_KD": projection(len(bed.start), bed.parameters, bed.seed),
+        "parameters": bed.parameters,
         "start_K": np.array(bed.start, dtype=float),
         "reach": bed.reach,
     }

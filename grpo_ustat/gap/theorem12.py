@@ -115,6 +115,7 @@ def theorem12(
 
 
 def _bed(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
+    """Return facts on policy, rewards and batch for the reader of the report."""
     prompts, count, length = setting.old.logprob_PYL.shape
     value_P = setting.old.value_P(setting.reward_PY)
     return {
@@ -331,10 +332,12 @@ def _drift_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _prefixed(words: str, claims: list[Claim]) -> list[Claim]:
+    """Put words before what every claim says."""
     return [replace(claim, what=f"{words}: {claim.what}") for claim in claims]
 
 
 def _zero_claim(what: str, measured: float) -> Claim:
+    """Test that an enumerated quantity is 0."""
     how = f"exact to rounding: at most {ROUNDING:g}"
     return enumerated_claim(what, 0.0, measured, bool(measured <= ROUNDING), how)
 
@@ -441,6 +444,7 @@ def _length_claims(costs: ByLength) -> list[Claim]:
 
 
 def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
+    """Return panels of squared bias and MSE by learning rate, and of ratios by length."""
     rate, biases = "learning rate", []
     if "none" in paths:
         plain, labels = paths["none"], {"token_bias2": "minibatch steps"}
@@ -606,6 +610,7 @@ def _smaller_error(paths: PathErrors) -> str:
 
 
 def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
+    """Return numbers of prompts with the places that they belong to."""
     return ", ".join(f"{max(b, 0):.3g} at {a:g}" for a, b in zip(at, prompts, strict=True))
 
 

@@ -213,25 +213,33 @@ def _cell_claims(
                 alternatives={f"G = {size} in all": p for size, p in others.items()},
             )
         )
-    if common:
-        everywhere = [size for size in common if all(size in sizes for sizes in best.values())]
-        claims.append(
-            Claim(
-                what="group sizes that may be best in every cell: "
-                f"{comma_list(everywhere) or 'none'}",
-                predicted=">= 1",
-                measured=len(everywhere),
-                low=None,
-                high=None,
-                verdict=verdict,
-                how=f"{how}; the p-value is the largest of all G",
-                p_value=max(constant.values()),
-                when_rejected=DISAGREES,
-                severity=f"{len(everywhere)} of {len(common)} group sizes may be best in every "
-                "cell",
-            )
-        )
-    return claims
+    return [*claims, _everywhere_claim(best, constant, verdict, how)] if common else claims
+
+
+def _everywhere_claim(
+    best: dict[GridPoint, set[int]], p_values: dict[int, float], verdict: str, how: str
+) -> Claim:
+    """Test that a single group size may be best in every cell.
+
+    Args:
+        best: the sizes that may be best in each cell.
+        p_values: of every size that all cells have, "it is best in all", see `p_value_of_all`.
+        verdict: unless rejected.
+        how: of the tests.
+    """
+    everywhere = [size for size in p_values if all(size in sizes for sizes in best.values())]
+    return Claim(
+        what=f"group sizes that may be best in every cell: {comma_list(everywhere) or 'none'}",
+        predicted=">= 1",
+        measured=len(everywhere),
+        low=None,
+        high=None,
+        verdict=verdict,
+        how=f"{how}; the p-value is the largest of all G",
+        p_value=max(p_values.values()),
+        when_rejected=DISAGREES,
+        severity=f"{len(everywhere)} of {len(p_values)} group sizes may be best in every cell",
+    )
 
 
 def total_claim(
@@ -297,6 +305,7 @@ def _rows(
 
 
 def _answer(claims: list[Claim]) -> str:
+    """Summarise where bounds and mean gap are smallest."""
     paper, ours = claims[:2]
     hits = {
         kind: f"{claim.measured:.0f} of {str(claim.predicted).split()[-1]}"
@@ -314,6 +323,7 @@ def _answer(claims: list[Claim]) -> str:
 
 
 def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
+    """Return notes on G* along training, on its weighting, and on the best sizes of the cells."""
     start, end = (scaling_at(bed, u).best_size() for u in (bed.start_K, bed.best_K))
     notes = [
         "the theorem says where the bounds are smallest; they suggest that the gap itself is "

@@ -125,9 +125,10 @@ def is_uncertain(moved: float, best: Interval) -> bool:
 
     It is where `moved`, the `shift`, is above 0.2 or not a number, or above 0.3 of the distance of
     the estimate of log(G* - 1) from its lower end. The limits were chosen by simulation; in
-    `scripts/benchmarks/adam_metric.py` (10 policies, four sizes, 200 studies a case) it is True in
-    84 % of the studies of cases where coverage is below 87 %, at least 65 % in each, and in 33 %
-    where it is 90 % or more: v may be known badly and G* well, where all entries have the same.
+    `scripts/benchmarks/error_rates.py adam` (10 policies, four sizes, 200 studies a case) it is
+    True in 84 % of the studies of cases where coverage is below 87 %, at least 65 % in each, and in
+    33 % where it is 90 % or more: v may be known badly and G* well, where all entries have the
+    same.
     """
     if not best.low > 1:
         return False

@@ -1,11 +1,11 @@
-"""What both sides of `compare_trl.py` and `train.py` share; knows neither project."""
+"""What both sides of `compare_trl.py` and `speed.py train` share; knows neither project."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,12 +30,11 @@ class DrawnRewards:
         return 0.0 if prompt_id in self.silent else random.Random(key).random()
 
 
-def clock(job: dict) -> Callable[[], float]:
-    """Seconds, all work so far done: of the wall or of this process alone."""
-    read = {"wall": time.perf_counter, "process": time.process_time}[job["clock"]]
-    if job["device"] == "cpu":
-        return read
-    return lambda: torch.cuda.synchronize() or read()
+def now(device: str) -> tuple[float, float]:
+    """Seconds of the clock, and of this process and its children, all work so far done."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter(), sum(os.times()[:4])
 
 
 def peak_memory(device: str) -> int:

@@ -1,28 +1,34 @@
 """Populations of prompts whose constants are enumerated, to simulate studies of.
 
-A population is a table of prompts x outcomes: the chance of an outcome, its reward, its score. A
-study draws prompts with replacement and completions independently. `FITTED` are those on which
-the constants of `estimators.group_size` were chosen; `UNSEEN` served no choice.
+A population is a table of prompts x outcomes: the chance of an outcome, its reward, its score and
+its length. A study draws prompts and completions of each, independently. `FITTED` are those on
+which the constants of `estimators.group_size` were chosen; `UNSEEN` served no choice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
-from scipy.stats import beta
 
 from grpo_ustat.estimators.groups import GroupTerms
-from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.estimators.moments import (
+    centred,
+    exact_moments,
+    norm_moments,
+    pool_gradient_weights,
+)
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.records import Array
+from grpo_ustat.records import Array, Integers, ScorePool
 
 # Of a light population.
 PROMPTS, OUTCOMES = 8000, 6
 # Numbers that are drawn at once.
 CHUNK = 3_000_000
+# Tokens of a completion at most.
+LONGEST = 60
 Table = tuple[Array, Array, Array]
 
 
@@ -33,34 +39,74 @@ class Population:
         p_PY: chances, made to sum to 1 for each prompt.
         rewards_PY: rewards.
         scores_PYD: scores, centred by prompt.
+        lengths_PY: tokens; None: 1 to 60, shorter where the reward is 1.
     """
 
-    def __init__(self, p_PY: Array, rewards_PY: Array, scores_PYD: Array):
+    def __init__(
+        self, p_PY: Array, rewards_PY: Array, scores_PYD: Array, lengths_PY: Integers | None = None
+    ):
         self.p_PY = p_PY / p_PY.sum(axis=1, keepdims=True)
         self.ends_PY = self.p_PY.cumsum(axis=1)
         self.rewards_PY = rewards_PY
         self.scores_PYD = scores_PYD - np.einsum("py,pyd->pd", self.p_PY, scores_PYD)[:, None]
         self.norms_PY = np.square(self.scores_PYD).sum(axis=2)
+        self.given_lengths_PY = lengths_PY
         value_P = (self.p_PY * rewards_PY).sum(axis=1)
-        centred_PY = rewards_PY - value_P[:, None]
-        g_PD = np.einsum("py,py,pyd->pd", self.p_PY, centred_PY, self.scores_PYD)
-        g_sq = float(np.square(g_PD).sum(axis=1).mean())
-        first = float((self.p_PY * self.norms_PY * centred_PY**2).sum(axis=1).mean())
-        variance_P = (self.p_PY * centred_PY**2).sum(axis=1)
-        second = float(((self.p_PY * self.norms_PY).sum(axis=1) * variance_P).mean())
-        grad_sq = float(np.square(g_PD.mean(axis=0)).sum())
-        self.law = ScalingLaw.exact(g_sq - grad_sq, first - g_sq, second + g_sq, grad_sq)
+        self.centred_PY = rewards_PY - value_P[:, None]
+        self.g_PD = np.einsum("py,py,pyd->pd", self.p_PY, self.centred_PY, self.scores_PYD)
+        g_sq_P = np.square(self.g_PD).sum(axis=1)
+        self.moments = exact_moments(self.norms_PY, rewards_PY, self.p_PY, g_sq_P)
+        grad_sq = float(np.square(self.g_PD.mean(axis=0)).sum())
+        self.law = ScalingLaw.of_moments(self.moments, grad_sq)
+
+    @cached_property
+    def lengths_PY(self) -> Integers:
+        """Tokens of every outcome."""
+        if self.given_lengths_PY is not None:
+            return self.given_lengths_PY
+        rng = np.random.default_rng(8)
+        prompts, outcomes = self.rewards_PY.shape
+        doubled = self.scores_PYD[:, : outcomes // 2] == self.scores_PYD[:, outcomes // 2 :]
+        distinct = outcomes // 2 if outcomes % 2 == 0 and doubled.all() else outcomes
+        spread = rng.normal(size=(prompts, 1)) * 0.4 + rng.normal(size=(prompts, distinct)) * 0.4
+        spread = np.tile(spread, (1, outcomes // distinct)) - 0.3 * self.rewards_PY
+        return np.clip(20 * np.exp(spread), 1, LONGEST).astype(np.int64)
+
+    def by_entry(self) -> dict[str, Array]:
+        """C1, C2, C3 and ||grad J||^2 of every entry of the scores, [D] each."""
+        squares_PYD = np.square(self.scores_PYD)
+        weights_PY = self.p_PY * self.centred_PY**2
+        a_v = np.einsum("py,pyd->d", weights_PY, squares_PYD) / len(self.p_PY)
+        d = np.einsum("p,py,pyd->d", self.moments.var_z, self.p_PY, squares_PYD) / len(self.p_PY)
+        g_sq, grad_sq = np.square(self.g_PD).mean(axis=0), np.square(self.g_PD.mean(axis=0))
+        return {"c1": g_sq - grad_sq, "c2": a_v - g_sq, "c3": d + g_sq, "grad_sq": grad_sq}
+
+    def draw(self, chosen: Integers, completions: int, rng: np.random.Generator) -> Integers:
+        """Outcomes of so many completions of each chosen prompt."""
+        draws = rng.random((len(chosen), completions, 1))
+        return (draws > self.ends_PY[chosen][:, None, :-1]).sum(axis=2)
+
+    def pool(self, chosen: Integers, completions: int, rng: np.random.Generator) -> ScorePool:
+        """A scored pool of the chosen prompts."""
+        outcomes = self.draw(chosen, completions, rng)
+        rewards, lengths = (
+            np.take_along_axis(values_PY[chosen], outcomes, axis=1)
+            for values_PY in (self.rewards_PY, self.lengths_PY)
+        )
+        scores = np.take_along_axis(self.scores_PYD[chosen], outcomes[..., None], axis=1)
+        return pool_of(rewards, scores, lengths)
 
     def studies(
         self, prompts: int, completions: int, count: int, rng: np.random.Generator
     ) -> Iterator[ScalingLaw]:
-        """The laws that studies estimate, prompts left out one at a time."""
+        """The laws that studies of prompts drawn with replacement estimate, prompts left out one
+        at a time.
+        """
         chunk = max(1, CHUNK // (prompts * completions * self.scores_PYD.shape[2]))
         for first in range(0, count, chunk):
             several = min(chunk, count - first)
             chosen = rng.integers(len(self.p_PY), size=several * prompts)
-            draws = rng.random((len(chosen), completions, 1))
-            outcomes = (draws > self.ends_PY[chosen][:, None, :-1]).sum(axis=2)
+            outcomes = self.draw(chosen, completions, rng)
             rewards = np.take_along_axis(self.rewards_PY[chosen], outcomes, axis=1)
             norms = np.take_along_axis(self.norms_PY[chosen], outcomes, axis=1)
             scores = np.take_along_axis(self.scores_PYD[chosen], outcomes[..., None], axis=1)
@@ -78,15 +124,15 @@ class Population:
                 yield ScalingLaw.jackknifed(of_study.constants_4, delete_one_41P, prompts)
 
 
-def clopper_pearson(wrong: int, said: int) -> tuple[float, float]:
-    """The 95 % interval of a share of independent trials (Clopper & Pearson 1934).
-
-    >>> [round(x, 3) for x in clopper_pearson(0, 100)]
-    [0.0, 0.036]
-    """
-    low = float(beta.ppf(0.025, wrong, said - wrong + 1)) if wrong else 0.0
-    high = float(beta.ppf(0.975, wrong + 1, said - wrong)) if wrong < said else 1.0
-    return low, high
+def pool_of(rewards_PN: Array, scores_PND: Array, lengths_PN: Integers | None = None) -> ScorePool:
+    """A scored pool of these completions, of one token each unless their lengths are given."""
+    return ScorePool(
+        rewards_PN=rewards_PN,
+        gram_PNN=scores_PND @ scores_PND.transpose(0, 2, 1),
+        lengths_PN=np.ones(rewards_PN.shape, dtype=np.int64) if lengths_PN is None else lengths_PN,
+        features_PNR=scores_PND,
+        centred_sums_PR=np.einsum("pn,pnd->pd", centred(rewards_PN), scores_PND),
+    )
 
 
 def with_flips(p: Array, rewards: Array, scores: Array, share: float) -> Table:
@@ -208,7 +254,7 @@ def few_loud() -> Population:
 
 def camps(
     second: float, share: float = 0.5, angle: float = 90.0, tail: float = 0.0, within: float = 0.0
-) -> tuple[Population, Array]:
+) -> Population:
     """Two kinds of prompts whose gradients differ in direction, with lengths by prompt and outcome;
     a mean over tokens turns towards the kind with the short completions.
 
@@ -229,19 +275,20 @@ def camps(
     factor = np.exp(within * rng.normal(size=p.shape))
     lengths = np.maximum(1, np.round(np.where(first, 10.0, second) * factor)).astype(np.int64)
     scores = scores * np.exp(tail * rng.normal(size=(len(p), 1, 1)))
-    return Population(p, rewards, scores), lengths
+    return Population(p, rewards, scores, lengths)
 
 
-def two_prompts() -> tuple[Population, Array]:
+def two_prompts() -> Population:
     """Prompts of 10 and 100 tokens, orthogonal gradients: cos^2 of a mean over tokens is .599."""
     scores = np.zeros((2, 2, 2))
     scores[0, :, 0], scores[1, :, 1] = (-1.0, 1.0), (-1.0, 1.0)
     rewards = np.array([[0.0, 1.0], [0.0, 1.0]])
-    return Population(np.full((2, 2), 0.5), rewards, scores), np.array([[10, 10], [100, 100]])
+    lengths = np.array([[10, 10], [100, 100]])
+    return Population(np.full((2, 2), 0.5), rewards, scores, lengths)
 
 
 # The first four and "right" were looked at when `worth.UNDRAWN_VARIANCE` was chosen, others not.
-TURNED: Mapping[str, Callable[[], tuple[Population, Array]]] = {
+TURNED: Mapping[str, Callable[[], Population]] = {
     "two prompts": two_prompts,
     "camps": partial(camps, 100.0),
     "camps, lognormal": partial(camps, 100.0, tail=0.7),
@@ -275,3 +322,4 @@ FITTED: Mapping[str, Callable[[], Population]] = {
     "nearly unrelated": nearly_unrelated,
 }
 UNSEEN: Mapping[str, Callable[[], Population]] = {"opposed": opposed, "few loud": few_loud}
+POPULATIONS = {**FITTED, **UNSEEN, **TURNED}

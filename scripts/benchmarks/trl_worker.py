@@ -1,4 +1,4 @@
-"""TRL's side of `compare_trl.py` and `train.py`; runs in TRL's environment.
+"""TRL's side of `compare_trl.py` and `speed.py train`; runs in TRL's environment.
 
     python trl_worker.py gradients FOLDER     what each setting would hand to the optimizer
     python trl_worker.py steps FOLDER         seconds and memory of training steps
@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from both_sides import DrawnRewards, InDouble, clock, peak_memory, put
+from both_sides import DrawnRewards, InDouble, now, peak_memory, put
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -138,17 +138,22 @@ def tokenizer(job: dict):
 class Rows(TrainerCallback):
     """A row for every optimizer step: its seconds, those of generation, completion tokens."""
 
-    def __init__(self, now):
-        self.now, self.found = now, []
+    def __init__(self, device: str):
+        self.device, self.rows = device, []
+
+    def since(self, start: tuple[float, float]) -> list[float]:
+        """Wall and CPU seconds."""
+        return [end - begun for end, begun in zip(now(self.device), start, strict=True)]
 
     def on_step_begin(self, args, state, control, **_):
         """See TrainerCallback."""
-        self.begun, self.generating, self.tokens = self.now(), 0.0, 0
+        self.begun, self.generating, self.tokens = now(self.device), [0.0, 0.0], 0
 
     def on_step_end(self, args, state, control, **_):
         """See TrainerCallback."""
-        row = {"step": self.now() - self.begun, "generate": self.generating}
-        self.found.append(row | {"tokens": self.tokens})
+        row = dict(zip(("wall", "cpu"), self.since(self.begun), strict=True))
+        row |= dict(zip(("generate", "generate CPU"), self.generating, strict=True))
+        self.rows.append(row | {"tokens": self.tokens})
 
 
 class Timed(GRPOTrainer):
@@ -157,22 +162,23 @@ class Timed(GRPOTrainer):
     rows: Rows
 
     def _generate_single_turn(self, *arguments):
-        start = self.rows.now()
-        found = super()._generate_single_turn(*arguments)
-        self.rows.generating += self.rows.now() - start
-        self.rows.tokens += sum(map(len, found[0]))
-        return found
+        start = now(self.rows.device)
+        generated = super()._generate_single_turn(*arguments)
+        took = self.rows.since(start)
+        self.rows.generating = [x + y for x, y in zip(self.rows.generating, took, strict=True)]
+        self.rows.tokens += sum(map(len, generated[0]))
+        return generated
 
 
 def steps(job: dict, folder: Path) -> None:
     """`result.json`: a row for each step, the warm ones first, and the peak of memory."""
     if job["device"] == "cpu":
         torch.set_num_threads(job["threads"])
-    rows, drawn = Rows(clock(job)), DrawnRewards(job["seed"], job["silent"])
+    rows, drawn = Rows(job["device"]), DrawnRewards(job["seed"], job["silent"])
     prompts = [{"prompt": p["text"], "id": p["id"]} for p in job["prompts"]]
     micro, count = job["micro_batch"], job["group_size"] * job["prompts_per_step"]
     arguments = GRPOConfig(
-        **plain(job), max_steps=job["warm"] + job["steps"], learning_rate=job["learning_rate"],
+        **plain(job), max_steps=job["steps"], learning_rate=job["learning_rate"],
         per_device_train_batch_size=micro, gradient_accumulation_steps=count // micro,
         gradient_checkpointing=job["gradient_checkpointing"], max_grad_norm=0.0,
         loss_type="dr_grpo", scale_rewards="none", beta=0.0, seed=job["seed"],
@@ -183,9 +189,11 @@ def steps(job: dict, folder: Path) -> None:
         train_dataset=Dataset.from_list(prompts),
     )  # fmt: skip
     trainer.rows = rows
+    before = peak_memory(job["device"])
     trainer.train()
-    found = {"rows": rows.found, "peak": peak_memory(job["device"])}
-    (folder / "result.json").write_text(json.dumps(found))
+    peak = peak_memory(job["device"])
+    result = {"rows": rows.rows, "peak": peak, "above": peak - before}
+    (folder / "result.json").write_text(json.dumps(result))
 
 
 def main() -> None:

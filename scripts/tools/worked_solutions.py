@@ -1,4 +1,4 @@
-"""The texts that the embedded policies learn to write, and which of their tokens decide the answer.
+"""The texts that the embedded policies learn to write.
 
 A worked solution leaves free choices that do not touch correctness: the order of commuting steps,
 the order of two summands or factors, the wording between steps, spaces around operators.
@@ -112,23 +112,3 @@ class Writer:
         second, rest = self._step(factor * digit, "-", product)
         third, ones = self._step(rest, "/", digit)
         return [first, second, third], tens + ones
-
-
-def decides_answer(completion: str, reasons: bool) -> list[bool]:
-    """For each character and then the end token, whether it belongs to a result or the answer.
-
-    True from the first character after `=` or `#### ` up to and including the one that ends the
-    number. Whether a position is marked depends only on what precedes it, so the scores of marked
-    and unmarked tokens have inner products of mean zero and E q is the sum of the two parts.
-    A policy that does not reason writes its answer from the first character on.
-    """
-    marks, deciding = [], not reasons
-    for i, character in enumerate(completion):
-        before = completion[:i]
-        if before.endswith(("=", f"{MARK} ")):
-            deciding = True
-        marks.append(deciding)
-        ends_number = before[-1:].isdigit() if character == " " else character not in "-0123456789"
-        if deciding and ends_number:
-            deciding = False
-    return [*marks, deciding]

@@ -141,7 +141,9 @@ GAP = {
     ("study.constant_rates=0.5",): (
         "study.constant_rates=0.5: a list is needed: study.constant_rates=[0.5]"
     ),
-    ("bed.seed=true",): "bed.seed=true: a whole number is needed, such as bed.seed=0",
+    (
+        "bed.parameters=true",
+    ): "bed.parameters=true: a whole number is needed, such as bed.parameters=8",
     ("bed.kind=coin",): (
         "unknown bed.kind 'coin': did you mean coins? "
         "choose from coins, ridge_coins, softmax, sequences"

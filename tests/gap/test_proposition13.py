@@ -13,7 +13,8 @@ from reference import plain_advantages, variance_of
 
 from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.gap import proposition13 as thirteen
-from grpo_ustat.gap.proposition13 import field, maximiser, pull_of, root, weight
+from grpo_ustat.gap.normalised import mean_weight
+from grpo_ustat.gap.proposition13 import field, maximiser, pull_of, root
 from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
 from grpo_ustat.gap.simulated import run_and_judge
 from grpo_ustat.runs.contents import content_of
@@ -52,13 +53,12 @@ def test_the_field_is_the_mean_over_all_groups(size, changes):
 
 
 def test_without_a_kl_term_ratios_change_the_pull_and_not_the_direction():
-    """With pi_old at v the mean is `G/(G-1) w_G(V(v)) dV(u)`: at v = u the root is the same."""
+    """With pi_old at v the mean is `w_G(V(v)) dV(u)`: at v = u the root is the same."""
     bed, one = unequal(), Estimator("leave_one_out_std", 1, 3)
     old_PR = bed.value(bed.law(np.array([[0.1]]))[0])
     probability_PYR, score_PYKR = bed.law(np.array([[0.05]]))
     slope_P = np.einsum("pyr,py,pykr->p", probability_PYR, bed.rewards_PY, score_PYKR)
-    pulls = np.array([1.5 * weight(3, 0.0, value) for value in old_PR[:, 0]])
-    expected = (pulls * slope_P).mean()
+    expected = (mean_weight(old_PR[:, 0], 3, 0.0) * slope_P).mean()
     assert walked_field(bed, one, 0.05, 0.1) == pytest.approx(expected, rel=1e-10)
 
 
@@ -71,8 +71,9 @@ def test_simulated_estimates_have_the_field_for_their_mean(rng):
     drawn = gradient(bed, one, law, uniform, None, reference_PY)[0]
     expected = field(bed, pull_of(one), 0.1, one)
     assert abs(drawn.mean() - expected) < 4 * drawn.std() / np.sqrt(drawn.size)
-    assert weight(2, 0.0, 0.3) == pytest.approx(np.sqrt(0.5), rel=1e-12)
-    assert weight(20_000, 0.0, 0.3) == pytest.approx(1 / np.sqrt(0.21), rel=1e-3)
+    of_two, of_many = (mean_weight(np.array(0.3), size, 0.0) for size in (2, 20_000))
+    assert of_two == pytest.approx(np.sqrt(2), rel=1e-12)
+    assert of_many == pytest.approx(1 / np.sqrt(0.21), rel=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{}, KL])
@@ -100,8 +101,6 @@ def test_roots_at_fixed_group_sizes_are_not_the_arcsin_maximiser():
     roots = [root(bed, pull_of(one), one) for one in ones]
     np.testing.assert_allclose(roots, [0, -0.0031, -0.0155, -0.0258, -0.0306], atol=5e-5)
     assert maximiser(bed, ones[0]) == pytest.approx(-0.0330, abs=5e-5)
-    centred = [root(bed, np.vectorize(lambda p, g=g: weight(g, 0.0, p))) for g in sizes]
-    np.testing.assert_allclose(roots, centred, atol=1e-10)
 
 
 def small(**changes):

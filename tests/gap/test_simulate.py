@@ -22,9 +22,7 @@ from grpo_ustat.gap.simulate import (
 )
 from grpo_ustat.records import BaselineContext
 
-EVERY = (
-    "none", "oracle", "optimal", "leave_one_out", "group_mean", "group_std", "leave_one_out_std",
-)  # fmt: skip
+EVERY = ("none", "oracle", "optimal", "leave_one_out", "leave_one_out_std")
 
 
 def slow_gradient(bed, one, u_K, uniform, old_K=None):

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from beds import coins, softmax
 
-from grpo_ustat.gap.testbeds import projection
-
 SMALL = 1e-6
 
 
@@ -83,15 +81,6 @@ def test_the_sublevel_set_of_coins_is_its_ellipse():
     u_KR = bed.sublevel_grid()
     assert np.abs(u_KR[0]).max() == pytest.approx(np.sqrt(0.2), rel=0.06)
     assert bed.gap(u_KR).max() <= bed.reach
-
-
-def test_parameters_beyond_those_that_count_change_nothing(rng):
-    matrix = projection(2, 8, 0)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(2), atol=1e-14)
-    theta_D, null_D = rng.normal(size=(2, 8))
-    null_D -= matrix.T @ (matrix @ null_D)
-    np.testing.assert_allclose(matrix @ (theta_D + 5 * null_D), matrix @ theta_D, atol=1e-12)
-    assert (projection(3, 3, 0) == np.eye(3)).all()
 
 
 def test_coins_that_are_no_policy_are_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.gap.testbeds import CoinTestbed, RidgeCoinTestbed, SoftmaxTestbed, projection
+from grpo_ustat.gap.testbeds import CoinTestbed, RidgeCoinTestbed, SoftmaxTestbed
 
 SLOPES = np.array([[0.25, 0.125], [-0.25, 0.125], [0.125, -0.25], [-0.125, 0.0]])
 STYLES = np.array([[0.63, 0.09], [-0.63, 0.09], [0.63, -0.09], [-0.63, -0.09]])
@@ -14,7 +14,7 @@ def coins(prompts: int = 4, **changes) -> CoinTestbed:
     """As conf/bed/coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (prompts, 1)),
-        projection_KD=projection(2, 8, 0),
+        parameters=8,
         start_K=np.array([0.2, 0.2]),
         reach=0.1,
         value_P=np.full(prompts, 0.5),
@@ -28,7 +28,7 @@ def coins(prompts: int = 4, **changes) -> CoinTestbed:
 def unequal(**changes) -> CoinTestbed:
     """Two prompts of which one is easier, one coordinate, no style."""
     given = dict(
-        prompts=2, projection_KD=projection(1, 4, 0), start_K=np.array([0.1]),
+        prompts=2, parameters=4, start_K=np.array([0.1]),
         value_P=np.array([0.5, 0.88]), slope_PK=np.array([[0.15], [-0.15]]),
         style_PK=np.zeros((2, 1)), lambda_K=np.array([1.0]),
     )  # fmt: skip
@@ -39,7 +39,7 @@ def ridge(**changes) -> RidgeCoinTestbed:
     """As conf/bed/ridge_coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (4, 1)),
-        projection_KD=projection(2, 8, 0),
+        parameters=8,
         start_K=np.array([0.1, 0.0]),
         reach=0.012,
         value_P=np.full(4, 0.5),
@@ -57,7 +57,7 @@ def softmax(**changes) -> SoftmaxTestbed:
     centres = np.array([[0.4, 0.0], [-0.4, 0.0], [0.0, 0.3], [0.0, -0.3]])
     given = dict(
         rewards_PY=np.tile([0.0, 0.0, 0.0, 0.0, 1.0], (4, 1)),
-        projection_KD=projection(2, 8, 0),
+        parameters=8,
         start_K=np.array([0.25, 0.2]),
         reach=0.05,
         feature_YK=features,

@@ -4,7 +4,7 @@ and both halves count alike.
 
 from __future__ import annotations
 
-import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -15,30 +15,24 @@ from grpo_ustat.estimators.intervals import jackknife_interval
 from grpo_ustat.estimators.moments import pool_moments
 from grpo_ustat.policy.scores.metric import adam_metric
 
-SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/adam_metric.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
+import error_rates  # noqa: E402
+from statements import adam  # noqa: E402
+
 PROMPTS = 32  # of a step
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("adam_metric", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["adam_metric"] = module  # its data classes look for it there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["adam_metric"]
-
-
-@pytest.fixture(scope="module")
-def population(script):
-    return script.Population(script.POLICIES["few rare of style"], 400, np.random.default_rng(0))
+def population():
+    return adam.population_of(adam.POLICIES["few rare of style"], 400, np.random.default_rng(0))
 
 
 def by_definition(population):
     """The constants of every entry, prompt by prompt and outcome by outcome."""
     g_PD, a_v, d = [], 0.0, 0.0
-    for p_Y, s_YD in zip(population.chance_PY, population.scores_PYD, strict=True):
-        outcomes = list(zip(p_Y, population.reward_Y, s_YD, strict=True))
+    table = population.p_PY, population.rewards_PY, population.scores_PYD
+    for p_Y, z_Y, s_YD in zip(*table, strict=True):
+        outcomes = list(zip(p_Y, z_Y, s_YD, strict=True))
         value = sum(p * z for p, z, _ in outcomes)
         g_PD.append(sum(p * z * s for p, z, s in outcomes))
         a_v += sum(p * (z - value) ** 2 * s**2 for p, z, s in outcomes) / 400
@@ -50,7 +44,7 @@ def by_definition(population):
 
 def test_the_truth_is_that_of_the_definitions(population):
     for name, slow in by_definition(population).items():
-        np.testing.assert_allclose(population.entries()[name], slow, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(population.by_entry()[name], slow, rtol=1e-9, atol=1e-12)
 
 
 def half_constants(z_PN, s_PND, weight_D):
@@ -63,17 +57,17 @@ def half_constants(z_PN, s_PND, weight_D):
     return np.array([moments.g_sq.mean() - np.mean(pairs), (moments.d + moments.g_sq).mean()])
 
 
-def weights(script, z_PN, s_PND):
+def weights(z_PN, s_PND):
     """The weights that each half of the questions gives."""
-    v_2 = (half.second_moments("w", PROMPTS) for half in script.halves(z_PN, s_PND))
+    v_2 = (half.second_moments("w", PROMPTS) for half in adam.halves(z_PN, s_PND))
     return [adam_metric({"w": v}).of("w", 0, v.numel()).numpy() for v in v_2]
 
 
-def test_a_study_is_the_mean_of_its_halves_each_in_the_metric_of_the_other(script, population):
+def test_a_study_is_the_mean_of_its_halves_each_in_the_metric_of_the_other(population):
     """The estimates, and the jackknife of each half's questions added up."""
-    z_PN, s_PND = population.draw(10, 16, np.random.default_rng(2))
-    found, _ = script.study(z_PN, s_PND)
-    weight_2D = weights(script, z_PN, s_PND)
+    z_PN, s_PND = adam.draw(population, 10, 16, np.random.default_rng(2))
+    found, _ = adam.study(z_PN, s_PND)
+    weight_2D = weights(z_PN, s_PND)
     halves = [(z_PN[k::2], s_PND[k::2], weight_2D[1 - k]) for k in range(2)]
     whole = [half_constants(*half) for half in halves]
     deleted = np.array([
@@ -90,16 +84,14 @@ def test_a_study_is_the_mean_of_its_halves_each_in_the_metric_of_the_other(scrip
 
 @pytest.mark.nightly(minutes=0.02)
 @pytest.mark.parametrize("of_the_other", [True, False])
-def test_constants_are_unbiased_in_the_metric_of_the_other_half_alone(
-    script, population, of_the_other
-):
+def test_constants_are_unbiased_in_the_metric_of_the_other_half_alone(population, of_the_other):
     """Against the truth in each study's own metrics. With v of the same questions, which no study
     has, the same check fails: entries that they moved much count less.
     """
-    entries, rng, off = population.entries(), np.random.default_rng(1), []
+    entries, rng, off = population.by_entry(), np.random.default_rng(1), []
     for _ in range(300):
-        z_PN, s_PND = population.draw(8, 16, rng)
-        weight_2D = weights(script, z_PN, s_PND)
+        z_PN, s_PND = adam.draw(population, 8, 16, rng)
+        weight_2D = weights(z_PN, s_PND)
         for k in range(2):
             weight_D = weight_2D[1 - k if of_the_other else k]
             truth = [(entries[name] * weight_D**2).sum() for name in ("c1", "c3")]
@@ -108,21 +100,23 @@ def test_constants_are_unbiased_in_the_metric_of_the_other_half_alone(
     assert (np.abs(mean) < 3 * error).all() == of_the_other, (mean, error)
 
 
-def test_the_halves_count_alike(script, population):
+def test_the_halves_count_alike(population):
     """Questions at even places against those at odd ones: every statistic stays."""
-    z_PN, s_PND = population.draw(12, 16, np.random.default_rng(3))
+    z_PN, s_PND = adam.draw(population, 12, 16, np.random.default_rng(3))
     swapped = np.arange(12).reshape(6, 2)[:, ::-1].ravel()
     (one, moved), (other, moved_too) = (
-        script.study(z_PN[order], s_PND[order]) for order in (np.arange(12), swapped)
+        adam.study(z_PN[order], s_PND[order]) for order in (np.arange(12), swapped)
     )
     assert moved == pytest.approx(moved_too, rel=1e-9)
     for name, interval in one.statistics.items():
         assert interval == pytest.approx(other[name], rel=1e-6, nan_ok=True), name
 
 
-def test_a_row_of_the_table(script, capsys, monkeypatch):
-    arguments = ["--policies", "common", "--sizes", "8x16", "--studies", "3"]
-    monkeypatch.setattr("sys.argv", ["adam_metric.py", *arguments])
-    script.main()
+def test_a_row_of_the_table(capsys, monkeypatch):
+    arguments = ["--populations", "common", "--cells", "8x16", "--studies", "3"]
+    monkeypatch.setattr("sys.argv", ["error_rates.py", "adam", *arguments, "--warnings", "G*"])
+    error_rates.main()
     out = capsys.readouterr().out
-    assert "| common | 8 x 16 |" in out and "v uncertain" in out
+    assert "| 8 | 16 | G* | " in out
+    warnings = "warning: either 0.*, warning: heavy tails 0.*, warning: v is uncertain 0.*"
+    assert re.search(warnings, "".join(out.splitlines()[-2:]).replace("1.00", "0.1"))

@@ -1,4 +1,4 @@
-"""The benchmark of methods runs, prints its table and goes on from its state file."""
+"""The benchmark of methods runs and prints its table."""
 
 from __future__ import annotations
 
@@ -7,46 +7,32 @@ from pathlib import Path
 import pytest
 from warm import run_python
 
-pytestmark = pytest.mark.nightly(minutes=0.8)
-
-SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/mse.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/speed.py"
 SMALL = (
     "budget.pool_completions=8", "budget.reference_completions=16",
     "budget.reference_blocks=4", "budget.value_completions=8",
 )  # fmt: skip
 
 
-def bench(state, *arguments):
-    asked = ("--questions", "3", "--group-sizes", "2", "4", "--slice", "0.5", "--state", str(state))
-    done = run_python(SCRIPT, *SMALL, *asked, *arguments)
+@pytest.mark.nightly(minutes=0.8)
+def test_every_method_reaches_the_target():
+    asked = ("--questions", "3", "--group-sizes", "2", "4", "--target", "1")
+    done = run_python(SCRIPT, "mse", *SMALL, *asked)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    table = {row[0]: row for row in rows[1:4]}
+    assert set(table) == {"closed_form", "ordinary", "weighted"}
+    assert rows[0][-3:] == ["gradients", "worst", "half-width"]
+    assert all(float(row[-1]) <= 1 for row in table.values())
+    assert table["closed_form"][-2] == "0" and int(table["ordinary"][-2]) > 0
+    assert done.stdout.count("closed_form - ") == 2
 
 
-def spent(text):
-    """(rollouts, gradients, CPU seconds, worst half-width in %) by method of the printed table."""
-    rows = [line.split() for line in text.split("worst half-width")[1].splitlines()[1:4]]
-    return {row[0]: (*map(float, row[1:4]), float(row[-1].rstrip("%"))) for row in rows}
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    state = tmp_path_factory.mktemp("bench") / "mse.state"
-    return state, bench(state, "--target", "1")
-
-
-def test_every_method_reaches_the_target(first):
-    _, text = first
-    assert set(spent(text)) == {"closed_form", "ordinary", "weighted"}
-    assert all(width <= 100 for *_, width in spent(text).values())
-    assert text.count("closed_form - ") == 2
-
-
-def test_goes_on_from_its_state(first):
-    state, text = first
-    more = bench(state, "--target", "0.4", "--extrapolate", "--replicates", "6")
-    assert "own measured variance of" in more
-    before, after = spent(text), spent(more)
-    assert before["closed_form"] == after["closed_form"]  # seconds included: nothing is done again
-    for way in ("ordinary", "weighted"):
-        assert all(a <= b for a, b in zip(before[way][:3], after[way], strict=False))
+@pytest.mark.nightly(minutes=0.2)
+def test_programs_take_turns():
+    """Two of test problems, twice each, in alternating order."""
+    done = run_python(SCRIPT, "gap", "--replicates", "20", "--steps", "5", "--turns", "2")
+    assert done.returncode == 0, done.stderr
+    order = [line.split(", ", 1)[1].split(":")[0] for line in done.stderr.splitlines()]
+    assert len(order) == 10 and order[:5] == order[:4:-1]
+    assert len(done.stdout.splitlines()) == 6

@@ -38,7 +38,7 @@ def compare():
 
 @pytest.fixture(scope="module")
 def bench():
-    import train
+    from timed import train
 
     return train
 
@@ -253,80 +253,74 @@ def test_peak_memory_is_this_process_own():
     assert 0.9e8 < after - before < 1.2e8 and before < peak_memory("cpu")
 
 
-def test_table_of_hand_made_measurements(bench, capsys):
-    asked = argparse.Namespace(
-        bf16=False,
-        shape=None, model="M", dtype="float32", device="cpu", prompts=2, group_size=4, length=8,
-        turns=2, steps=1, threads=1, peak_tflops=0.001, clock="wall",
-    )  # fmt: skip
-    ours, theirs = bench.Program("ours", 2048), bench.Program("TRL", 8, True)
-    silent = bench.Program("ours", 2048, False, True)
+def test_table_of_hand_made_measurements(capsys):
+    """Ratios are medians over turns of the ratio to the first program in the same turn."""
+    import speed
 
-    def turns(*seconds):
-        return [[{"step": a, "generate": b, "tokens": 64}] for a, b in seconds]
+    def turns(*seconds, peak):
+        rows = [{"wall": a, "cpu": 2 * a, "generate": b, "tokens": 64} for a, b in seconds]
+        return [{"rows": [row], "peak": peak * 10**9, "above": 10**8} for row in rows]
 
     measured = {
-        ours: bench.Measured(turns((3.0, 1.0), (5.0, 1.0)), [10**9, 8 * 10**8]),
-        theirs: bench.Measured(turns((9.0, 2.0), (25.0, 4.0)), [3 * 10**9, 4 * 10**9]),
-        silent: bench.Measured(turns((2.0, 1.0), (2.0, 1.0)), [10**9]),
+        "ours 2048": turns((3.0, 1.0), (5.0, 1.0), peak=1),
+        "TRL 8c": turns((9.0, 2.0), (25.0, 4.0), peak=4),
     }
-    bench.report(asked, bench.Facts(10**6, 16.0), measured)
-    lines = {line[:18].strip(): line[18:].split() for line in capsys.readouterr().out.splitlines()}
-    # 2 N (2 x 16 + 64) + 6 N (8 x 16 + 64) = 1.344e9 operations in 4 s, of 1e9 a second
-    wanted = "4.00 3.00 - 5.00 1.00 1.00 - 1.00 1.00 1.00 3.00 1.00 1000 1.00 16.0 8.0 33.6%"
+    speed.report(measured)
+    lines = {line[:9].strip(): line[9:].split() for line in capsys.readouterr().out.splitlines()}
+    wanted = "4.00 3.00 - 5.00 1.00 8.00 6.00 - 10.00 1.00 1000 100 1 64"
     assert lines["ours 2048"] == wanted.split()
-    # ratios of turns: steps 3 and 5, generation 2 and 4, updates 7/2 and 21/4
-    wanted = "17.00 9.00 - 25.00 4.00 3.00 - 5.00 3.00 3.00 14.00 4.38 4000 4.00 3.8 8.0 7.9%"
+    wanted = "17.00 9.00 - 25.00 4.00 34.00 18.00 - 50.00 4.00 4000 100 3 64"
     assert lines["TRL 8c"] == wanted.split()
-    assert lines["ours 2048 silent"][4] == "1.00"  # its own base
 
 
 def test_a_micro_batch_is_a_number(bench):
-    assert bench.micro_batch("16c") == (16, True)
+    assert bench.micro_batch("16c") == "16c"
     for wrong in ("c", "0", "8d", "-1"):
         with pytest.raises(argparse.ArgumentTypeError):
             bench.micro_batch(wrong)
 
 
+def asked_of(model, **options):
+    """Two steps of 2 prompts x 4 completions."""
+    return argparse.Namespace(
+        model=str(model), dtype="float32", device="cpu", threads=1, group_size=4, prompts=2,
+        length=8, warm=1, repeats=1, learning_rate=1e-6, **options,
+    )  # fmt: skip
+
+
 @pytest.mark.nightly
 def test_both_sides_see_the_same_questions(bench, tmp_path):
-    asked = argparse.Namespace(
-        dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
-        steps=1, learning_rate=1e-6, clock="wall", bf16=False,
-    )  # fmt: skip
+    asked = asked_of(tmp_path, bf16=False)
     (tmp_path / "config.json").write_text("{}")
     save_file({"weight": np.zeros(1)}, tmp_path / "model.safetensors")
     texts = [f"question {i}" for i in range(9)]
-    programs = [bench.Program(side, 8, False, True) for side in ("ours", "TRL")]
-    ours, theirs = [bench.job_of(p, asked, str(tmp_path), texts, 3) for p in programs]
+    ours, theirs = [bench.job_of(f"{side} 8", asked, texts, 3) for side in ("ours", "TRL")]
     config, given = bench.our_configuration(ours), bench.Questions(ours).given
     steps = [bench.trainer.choose_prompts(config, given, step) for step in range(2)]
     assert [p.id for step in steps for p in step] == [p["id"] for p in theirs["prompts"]]
-    assert ours["silent"] == theirs["silent"] == [step[0].id for step in steps]
 
 
 @pytest.mark.nightly
 def test_our_turn_goes_through_the_trainer(bench, tmp_path):
-    asked = argparse.Namespace(
-        dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
-        steps=1, learning_rate=1e-6, clock="process", bf16=True,
-    )  # fmt: skip
-    texts, program = [f"{i}+1=" for i in range(9)], bench.Program("ours", 64, False, True)
-    job = bench.job_of(program, asked, "embedded:tiny_base", texts, 3)
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(BENCHMARKS / "train.py"), "--turn", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300)
-    found = json.loads((tmp_path / "result.json").read_text())
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"question": f"{i}+1="}) + "\n" for i in range(9)))
+    words = ["--prompts", "2", "--group-size", "4", "--length", "8", "--warm", "1", "--bf16"]
+    words += ["--model", ROOT / "grpo_ustat/assets/tiny_base", "--questions", questions]
+    command = [sys.executable, BENCHMARKS / "speed.py", "train", *words, "--inside", "ours 64"]
+    done = subprocess.run(command, check=True, timeout=300, capture_output=True)
+    found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["rows"]) == 2 and found["peak"] > 10**8
-    assert all(0 < r["generate"] < r["step"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
+    assert all(0 < r["generate"] < r["wall"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
 
 
 @pytest.mark.nightly
-def test_wrong_arguments_are_refused_in_one_line(bench, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    import speed
+
     def refused(*arguments):
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["speed.py", "train", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            bench.main()
+            speed.main()
         assert isinstance(ended.value.code, str)  # printed by Python, which then ends with 1
         assert "\n" not in ended.value.code and capsys.readouterr() == ("", "")
         return ended.value.code

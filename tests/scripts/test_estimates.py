@@ -1,31 +1,30 @@
-"""The script that compares estimates with runs, without running any."""
+"""The case of speed.py that compares estimates with runs, without running any."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import argparse
+import math
+import sys
 from pathlib import Path
 
 import pytest
 from commands import compose
 
-SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/estimates.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
+from timed import estimates  # noqa: E402
 
 
 @pytest.mark.nightly
-def test_every_command_is_composed_and_compared(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("estimates", SCRIPT)
-    estimates = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(estimates)
+def test_every_command_is_composed_and_compared(tmp_path, monkeypatch):
     for verb, words, before in estimates.COMMANDS.values():
-        for one in (words, before or []):
-            if "{model}" not in " ".join(one) and "-m" not in one:
-                compose(verb, *one)
-    monkeypatch.setattr(estimates, "measured", lambda *_: {"seconds": 10.0, "peak_mb": 600.0})
+        for several in (words, before or []):
+            if "{model}" not in " ".join(several) and "-m" not in several:
+                compose(verb, *several)
+    executed = []
+    monkeypatch.setattr(estimates, "execute", lambda *words: executed.append(words))
     monkeypatch.chdir(tmp_path)
-    arguments = ["estimates.py", "--only", "train, seconds", "--json", "out.json"]
-    monkeypatch.setattr("sys.argv", arguments)
-    estimates.main()
-    rows = json.loads((tmp_path / "out.json").read_text())
-    assert rows["train, seconds"]["estimated"]["seconds"] is None
-    assert "seconds unknown, peak_mb 630 / 600 = 1.05" in capsys.readouterr().out
+    asked = argparse.Namespace(model=None, only=list(estimates.COMMANDS))
+    assert estimates.programs(asked) == ["train, seconds", "train", "mse", "sweep"]
+    row = estimates.prepare(asked, "train, seconds")()
+    assert math.isnan(row["estimated s"]) and 500 < row["estimated MB"] < 800
+    assert [(verb, *words[:-1]) for verb, words in executed] == [("train", "debug=train")]

@@ -13,24 +13,17 @@ from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.scaling import ScalingLaw
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
-from advice import monitored_runs  # noqa: E402
-from advice import rows_of as advice_rows  # noqa: E402
-from decisions import SENTENCES, judged, judged_advice, rows_of  # noqa: E402
+import error_rates  # noqa: E402
+from counting import Asked, Cell, counts, rows_of, worst_of  # noqa: E402
 from populations import FITTED, TURNED, UNSEEN  # noqa: E402
-from verdicts import rows_of as verdict_rows  # noqa: E402
-from worth import (  # noqa: E402
-    BY_TOKENS,
-    ROLLOUTS,
-    TRAINED,
-    TURNED_SIZE,
-    loss_worths,
-    own_loss,
-    smaller,
-    study,
-    true_error,
-    truth_by_tokens,
-    turned,
-)
+from statements import claims, group_size, losses  # noqa: E402
+from statements.group_size import monitored_runs  # noqa: E402
+
+
+def rows(cells_of, name, cells, studies, draws=20, seed=0):
+    """All rows of a population."""
+    asked = Asked(studies, cells, draws, seed)
+    return [row for cell in cells_of(name, asked) for row in rows_of(name, cell)]
 
 
 def rarely(wrong, said):
@@ -38,15 +31,29 @@ def rarely(wrong, said):
     return wrong <= 0.05 * said + 3 * (0.05 * 0.95 * said) ** 0.5
 
 
-def counts(name, prompts, completions, studies):
-    """How often each sentence is printed, and how often it is wrong."""
-    population = {**FITTED, **UNSEEN}[name]()
-    found = {sentence: [0, 0] for sentence in SENTENCES}
-    for one in population.studies(prompts, completions, studies, np.random.default_rng(3)):
-        for sentence, wrong in judged(population.law, one):
-            found[sentence][0] += 1
-            found[sentence][1] += wrong
-    return found
+def test_statements_are_counted():
+    """A sentence that is printed by two of three studies, a number, and one that none prints."""
+    studies = [{"G": True, "x": 1.0}, {"G": False, "x": 2.0}, {"x": 6.0}]
+    cell = Cell({"prompts": 8}, studies, {"x": 3.0}, statements=("G", "worse"))
+    of_g, worse, x = rows_of("light", cell)
+    assert (of_g["printed"], of_g["wrong"], of_g["studies"]) == (2, 1, 3)
+    assert of_g["wrong_given_printed"] == 0.5 and of_g["low"] < 0.05 and of_g["high"] > 0.95
+    assert (worse["printed"], worse["wrong"], worse["wrong_given_printed"]) == (0, 0, None)
+    assert (x["truth"], x["mean"], x["median"], x["wrong"]) == (3.0, 3.0, 2.0, None)
+    assert worst_of([of_g, worse, x]) == [of_g]
+    assert counts([])["printed"] == 0
+
+
+def test_the_table_and_its_file(monkeypatch, capsys, tmp_path):
+    """Columns that no row fills are not in the file; rows that no study prints are in it alone."""
+    file = tmp_path / "rows.csv"
+    arguments = ["turned", "--studies", "2", "--cells", "40x8", "--populations", "two prompts"]
+    monkeypatch.setattr("sys.argv", ["error_rates.py", *arguments, "--csv", str(file)])
+    error_rates.main()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "| population | prompts | completions | sentence | truth | printed | wrong |"
+    assert out[-1].startswith("| two prompts | 40 | 8 | direction | 0.599 | ")
+    assert "mean" not in file.read_text() and file.read_text().count("two prompts") == 2
 
 
 @pytest.mark.nightly
@@ -59,10 +66,13 @@ def counts(name, prompts, completions, studies):
 )  # fmt: skip
 def test_what_is_printed_is_rarely_wrong(name, prompts, completions, least):
     """Of what 300 studies print; and it is printed."""
-    found = counts(name, prompts, completions, 300)
-    assert found["G"][0] >= 300 * least
-    for sentence, (printed, wrong) in found.items():
-        assert rarely(wrong, printed), (sentence, found)
+    found = {
+        row["sentence"]: row
+        for row in rows(group_size.sentences, name, [(prompts, completions)], 300)
+    }
+    assert found["G"]["printed"] >= 300 * least
+    for row in found.values():
+        assert rarely(row["wrong"], row["printed"]), row
 
 
 def test_a_population_is_enumerated():
@@ -75,9 +85,12 @@ def test_a_population_is_enumerated():
 
 @pytest.mark.nightly
 def test_the_table_has_a_row_for_every_sentence_and_size():
-    rows = rows_of("opposed", 20)
-    assert {row["sentence"] for row in rows} == set(SENTENCES)
-    assert all(row["wrong"] <= row["printed"] <= 20 for row in rows)
+    found = rows(group_size.sentences, "opposed", group_size.CELLS, 20)
+    assert {row["sentence"] for row in found} == set(group_size.SENTENCES)
+    assert all(row["wrong"] <= row["printed"] <= 20 for row in found)
+    assert list(found[0])[:6] == [
+        "population", "fitted", "gstar", "prompts", "completions", "sentence"
+    ]  # fmt: skip
 
 
 @pytest.mark.nightly
@@ -90,18 +103,17 @@ def test_worth_and_direction_of_a_turned_mean_are_rarely_wrong_where_they_are_pr
     name, prompts
 ):
     """Of a mean over tokens, 200 studies of 16 completions each."""
-    for row in turned(name, [(prompts, 16)], 200, seed=3):
-        said, wrong = row["said"], row["wrong"]
-        assert said >= 80, row
-        assert rarely(wrong, said), row
+    for row in rows(losses.turned, name, [(prompts, 16)], 200, seed=3):
+        assert row["printed"] >= 80, row
+        assert rarely(row["wrong"], row["printed"]), row
 
 
 def test_the_truth_of_a_turned_mean_is_that_of_a_large_study():
     """Worth and direction, enumerated, of two kinds of prompts."""
-    population, lengths_PY = TURNED["camps"]()
-    pool = study(population, lengths_PY, np.arange(2000), 16, np.random.default_rng(1))
-    (row,) = loss_worths(pool, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, 1)
-    for what, truth in truth_by_tokens(population, lengths_PY, TURNED_SIZE, ROLLOUTS).items():
+    population, size = TURNED["camps"](), losses.TURNED_SIZE
+    pool = population.pool(np.arange(2000), 16, np.random.default_rng(1))
+    (row,) = losses.loss_worths(pool, [losses.BY_TOKENS], [size], losses.ROLLOUTS, 2, 1)
+    for what, truth in losses.truth_by_tokens(population, size, losses.ROLLOUTS).items():
         found = getattr(row.worth, what)
         assert found.low < truth < found.high and found.high - found.low < 0.3
 
@@ -110,12 +122,11 @@ def test_the_truth_of_a_turned_mean_is_that_of_a_large_study():
 def test_verdicts_on_claims_are_rarely_wrong_where_they_are_said():
     """40 studies of 100 x 16 of "opposed", where right answers' gradients are as long as others."""
     left_out = "any", "right answers have the longer gradients"
-    every = verdict_rows("opposed", [(100, 16)], 40, 20)
-    rows = [row for row in every if row["claim"] not in left_out]
-    assert sum(row["said"] for row in rows) >= 100
-    for row in rows:
-        said, wrong = row["said"], row["wrong"]
-        assert rarely(wrong, said), row
+    every = rows(claims.claims, "opposed", [(100, 16)], 40)
+    found = [row for row in every if row["sentence"] not in left_out]
+    assert sum(row["printed"] for row in found) >= 100
+    for row in found:
+        assert rarely(row["wrong"], row["printed"]), row
 
 
 def test_a_monitored_step_has_the_constants_of_the_monitor():
@@ -152,7 +163,7 @@ def test_advice_is_judged_by_the_true_errors():
         """The verdict of steps that measure one population, judged by another's."""
         noise_S = 1 + 1e-3 * np.random.default_rng(0).normal(size=(1, 8))
         measured = ScalingLaw.of_steps(said.law.constants_4[:, None] * noise_S, 64)
-        return judged_advice(truth.law, measured, size, 256)
+        return group_size.judged_advice(truth.law, measured, size, 256)
 
     assert judged_from(low, low, 64) == ("lower", False)
     assert judged_from(high, high, 2) == ("raise", False)
@@ -168,10 +179,11 @@ def test_advice_is_judged_by_the_true_errors():
 )
 def test_advice_on_monitored_steps_is_rarely_wrong_where_it_is_said(name, least):
     """100 runs of 4, 8, 20 steps of 256 rollouts; most of them lower 64 after 20."""
-    for row in advice_rows(name, 100, (256,), seed=3):
-        assert rarely(row["wrong"], row["said"]), row
-        if (row["size"], row["steps"], row["verdict"]) == (64, 20, "lower"):
-            assert row["said"] >= least, row
+    cells = [cell for cell in group_size.STEP_CELLS if cell[0] == 256]
+    for row in rows(group_size.advice, name, cells, 100, seed=3):
+        assert rarely(row["wrong"], row["printed"]), row
+        if (row["size"], row["steps"], row["sentence"]) == (64, 20, "lower"):
+            assert row["printed"] >= least, row
 
 
 @pytest.mark.nightly
@@ -181,20 +193,20 @@ def test_advice_on_monitored_steps_is_rarely_wrong_where_it_is_said(name, least)
 )
 def test_what_is_said_of_smaller_groups_is_rarely_wrong(name, groups, size, better):
     """100 studies of a callback's groups."""
-    rows = smaller(name, [groups], size, 100, seed=3)
-    for row in rows:
-        assert rarely(row["wrong"], row["said"]), row
-    said = {(row["loss"], row["sentence"]): row["said"] for row in rows}
+    found = rows(losses.smaller, name, [(groups, size)], 100, seed=3)
+    for row in found:
+        assert rarely(row["wrong"], row["printed"]), row
+    said = {(row["loss"], row["sentence"]): row["printed"] for row in found}
     assert said["dr_grpo", "any"] == 100 and said["grpo", "better"] >= better
     assert said["dr_grpo", "better"] == 0  # its best size is that of the unbiased gradient
 
 
 def test_the_truth_of_smaller_groups_is_that_of_a_large_study():
     """Of TRL's two losses, enumerated, on two kinds of prompts."""
-    population, lengths_PY = TURNED["camps"]()
-    pool = study(population, lengths_PY, np.arange(2000), 8, np.random.default_rng(1))
-    for loss in TRAINED:
-        errors = {g: true_error(population, lengths_PY, loss, g, ROLLOUTS)[0] for g in (2, 4, 8)}
-        for g, found in own_loss(pool, loss, ROLLOUTS, "").against.items():
+    population, rollouts = TURNED["camps"](), losses.ROLLOUTS
+    pool = population.pool(np.arange(2000), 8, np.random.default_rng(1))
+    for loss in losses.TRAINED:
+        errors = {g: losses.true_error(population, loss, g, rollouts)[0] for g in (2, 4, 8)}
+        for g, found in losses.own_loss(pool, loss, rollouts, "").against.items():
             assert found.low < errors[8] / errors[g] < found.high, (loss.name, g)
             assert found.high - found.low < 0.2

@@ -1,0 +1,121 @@
+"""Frequency with which a statement of a study is wrong, given that it is printed, by simulation.
+
+A statement is an interval, wrong if it misses the truth, or a sentence, wrong if it is not so. Each
+KIND simulates studies of populations whose truth is known (`populations.py`, or the module of the
+kind in `statements/`, which explains its statements):
+
+{kinds}
+
+A row has the truth, the share of studies that print the statement, the share of these that are
+wrong, and the 95 % interval of the latter (Clopper & Pearson 1934); so the coverage of an interval
+is 1 less the share. Of a number it has mean and median over the studies. `--worst` shows, for each
+population and statement, the worst cell among those that print it in 1 % of the studies or more.
+`--warnings STATEMENT` adds the mean share of studies that print each warning, of the cells where
+the statement is wrong in more than 13 %, and of those where it is in at most 10 %.
+
+    python scripts/benchmarks/error_rates.py group_size --worst --csv docs/examples/decisions.csv
+    python scripts/benchmarks/error_rates.py losses --cells 64x8 128x8 --studies 60
+    python scripts/benchmarks/error_rates.py adam --warnings "G*"
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from counting import Asked, Row, columns_of, header_of, rows_of, text_of, worst_of
+from statements import adam, claims, group_size, losses, moments, rewards, theorems
+
+KINDS = {
+    **group_size.KINDS, **losses.KINDS, **claims.KINDS, **moments.KINDS, **rewards.KINDS,
+    **adam.KINDS, **theorems.KINDS,
+}  # fmt: skip
+
+
+def cell(text: str) -> tuple[int, int]:
+    """Prompts and completions of each, as 64x8."""
+    prompts, completions = map(int, text.split("x"))
+    return prompts, completions
+
+
+def rows_of_population(kind: str, name: str, asked: Asked) -> list[Row]:
+    """All rows of one population."""
+    return [row for cell in KINDS[kind].cells_of(name, asked) for row in rows_of(name, cell)]
+
+
+def print_warnings(rows: Sequence[Row], statement: str) -> None:
+    """The shares of studies that warn, in cells where a statement covers badly and where well."""
+    cells: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        place = str(list(row.values())[: list(row).index("sentence")])
+        cells.setdefault(place, {})[row["sentence"]] = row
+    wrong = {place: of[statement]["wrong_given_printed"] for place, of in cells.items()}
+    for words, least, most in (("more than 13 %", 0.1301, 1), ("at most 10 %", 0, 0.1)):
+        some = [of for place, of in cells.items() if least <= wrong[place] <= most]
+        warnings = sorted({name for of in some for name in of if name.startswith("warning: ")})
+        shares = [f"{x} {np.mean([of[x]['mean'] for of in some]):.2f}" for x in warnings]
+        print(f"{statement} is wrong in {words}: {len(some)} cells; {', '.join(shares)}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    lines = [
+        f"    {name:20}{(kind.cells_of.__doc__ or '').splitlines()[0]}"
+        for name, kind in KINDS.items()
+    ]
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").replace("{kinds}", "\n".join(lines)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=KINDS, metavar="KIND")
+    parser.add_argument("--studies", type=int, help="of a cell")
+    parser.add_argument("--populations", nargs="+")
+    parser.add_argument("--cells", nargs="+", type=cell, help="such as 64x8")
+    parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws, in some kinds")
+    parser.add_argument("--workers", type=int, default=1, help="processes, a population each")
+    parser.add_argument("--worst", action="store_true", help="only the worst cells")
+    parser.add_argument("--warnings", metavar="STATEMENT", help="say what warnings are worth")
+    parser.add_argument("--csv", type=Path, help="file for all rows")
+    options = parser.parse_args()
+    if wrong := set(options.populations or ()) - {*KINDS[options.kind].populations}:
+        names = ", ".join(KINDS[options.kind].populations)
+        parser.error(f"no population {', '.join(sorted(wrong))} of {options.kind}: take {names}")
+    return options
+
+
+def main() -> None:
+    """Print the table, a population as soon as it is there, and write all rows as CSV."""
+    options = arguments()
+    kind = KINDS[options.kind]
+    asked = Asked(
+        options.studies or kind.studies, options.cells or kind.cells, options.draws, options.seed
+    )
+    names = options.populations or list(kind.populations)
+    rows: list[Row] = []
+    with ProcessPoolExecutor(options.workers) as pool:
+        several = len(names)
+        jobs = [options.kind] * several, names, [asked] * several
+        for of_population in pool.map(rows_of_population, *jobs):
+            if not rows:
+                print(header_of(of_population[0]))
+            rows += of_population
+            printed = [row for row in of_population if row["printed"]]
+            shown = worst_of(printed) if options.worst else printed
+            print(*map(text_of, shown), sep="\n", flush=True)
+    if options.warnings:
+        print_warnings(rows, options.warnings)
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            columns = columns_of(rows)
+            writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

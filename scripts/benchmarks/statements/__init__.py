@@ -1,0 +1,1 @@
+"""Statements of studies and how often they are wrong: what `error_rates.py` counts."""

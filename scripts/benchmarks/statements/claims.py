@@ -1,0 +1,86 @@
+"""Verdicts on published claims, as a study prints them.
+
+The truth of a claim is where its number lies that all prompts with 64 completions each give; of two
+findings on Assumption 2 it is the sign. "opposed" and "few loud" served no choice. "any" is any
+answer of a study. Claims on stale rollouts are judged by the same rule; the kind "stale" has their
+intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from counting import Asked, Cell, Kind
+from populations import LIGHT, POPULATIONS, UNSEEN
+
+from grpo_ustat.estimators.closed_form import ClosedForm, Request, closed_form
+from grpo_ustat.estimators.moments import is_correlated
+from grpo_ustat.mse.verdicts import claim_verdicts
+from grpo_ustat.records import ScorePool
+from grpo_ustat.runs.study_parts import FAILS, HOLDS, ClaimVerdict
+
+ROLLOUTS, SIZE = 64, 8
+# Findings of a study that say the sign of a number.
+SIGNS = {
+    "right answers have the longer gradients": "corr",
+    "vanilla beats GRPO": "av_minus_a0",
+}
+
+
+def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict], ClosedForm]:
+    """What a study of this pool says, and its statistics for new questions."""
+    request = Request([], {}, len(pool.rewards_PN), True, {})
+    population = closed_form(pool, request, "questions")
+    return claim_verdicts(pool, population, [SIZE], ROLLOUTS, draws, seed), population
+
+
+def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:
+    """The true answer to every claim, and its number, by a large pool."""
+    rows, population = verdicts(pool, 2000, 1)
+    answers: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    for row in rows:
+        if row.number is None or row.least is None or row.most is None:
+            continue
+        numbers[row.claim] = row.number[0]
+        answers[row.claim] = HOLDS if row.least < row.number[0] < row.most else FAILS
+    for claim, name in SIGNS.items():
+        numbers[claim] = population[name].estimate
+        answers[claim] = HOLDS if numbers[claim] > 0 else FAILS
+    return answers, numbers
+
+
+def said_of(pool: ScorePool, draws: int, seed: int) -> dict[str, str]:
+    """The answers that a study of this pool gives, by claim."""
+    rows, population = verdicts(pool, draws, seed)
+    answers = {row.claim: row.verdict for row in rows if row.verdict in (HOLDS, FAILS)}
+    for claim, name in SIGNS.items():
+        number = population[name]
+        is_said = is_correlated(number) if name == "corr" else number.low > 0 or number.high < 0
+        if is_said:
+            answers[claim] = HOLDS if number.estimate > 0 else FAILS
+    return answers
+
+
+def claims(name: str, asked: Asked) -> Iterator[Cell]:
+    """Verdicts on published claims, and whether any of a study is wrong."""
+    population = POPULATIONS[name]()
+    every = np.arange(len(population.p_PY))
+    truth, numbers = truths_of(population.pool(every, 64, np.random.default_rng(9)))
+
+    def studies(prompts: int, completions: int) -> Iterator[dict[str, bool]]:
+        """What studies say."""
+        rng = np.random.default_rng(10)
+        for number in range(asked.studies):
+            pool = population.pool(rng.choice(every, prompts), completions, rng)
+            said = said_of(pool, asked.draws, number)
+            wrong = {claim: said[claim] != truth[claim] for claim in said if claim in truth}
+            yield wrong | {"any": any(wrong.values())}
+
+    for prompts, completions in asked.cells:
+        facts = {"prompts": prompts, "completions": completions}
+        yield Cell(facts, studies(prompts, completions), numbers, statements=(*truth, "any"))
+
+
+KINDS = {"claims": Kind(claims, [*LIGHT, *UNSEEN], ((100, 18), (200, 32)), 100)}

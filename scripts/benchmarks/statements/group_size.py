@@ -1,0 +1,211 @@
+"""Sentences on the group size and on the noise of a step.
+
+G                its error is not within the printed tolerance of the least one
+G*               the interval misses it
+costs            an interval of the neighbours' extra errors misses the true one
+worse            a size of 2, 4 ... 64 is said to be worse than the size to take, and is not
+at least         G* is below the printed lower bound
+noise            the interval of n_c(8) misses it
+noise at least   n_c(8) is below the printed lower bound
+share            the interval of the prompts' share of the noise at G = 8 misses it
+change           `advise` says raise or lower, from any of 4 to 64, to a size that is no better
+keep             `advise` keeps a size whose error is 30 % above the least one, or more
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+from counting import Asked, Cell, Kind
+from populations import FITTED, POPULATIONS, UNSEEN, Population
+
+from grpo_ustat.advise.sources import LEAST_STEPS
+from grpo_ustat.estimators.group_size import USUAL_SIZES
+from grpo_ustat.estimators.scaling import LEAST_GSTAR, ScalingLaw
+from grpo_ustat.pages.advice import (
+    KEEP,
+    LOWER,
+    RAISE,
+    TOLERABLE_EXTRA_ERROR,
+    group_size_advice,
+)
+from grpo_ustat.pages.findings import NEIGHBOUR_OFFSETS
+from grpo_ustat.records import Array
+
+CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))
+SENTENCES = (
+    "G", "G*", "costs", "worse", "at least", "noise", "noise at least", "share",
+    "change", "keep",
+)  # fmt: skip
+SIZE = 8
+# Share of a step of 256 rollouts below which "at least so much is noise" is not worth printing.
+LEAST_SHARE, STEP = 0.05, 256
+IN_USE = (4, 8, 16, 32, 64)
+# Of monitored runs: numbers of steps, rollouts of a step x group size.
+STEPS = (4, 8, 20)
+STEP_CELLS = ((64, 4), (64, 8), (64, 16), *((256, size) for size in IN_USE))
+MONITORED = (
+    "opposed", "few loud", "light, G* 3.1", "light, G* 8.8", "Pareto, high", "sparse, high",
+)  # fmt: skip
+
+
+def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
+    """Each sentence that the study prints, and whether it is wrong."""
+    errors = {size: truth.n_mse(size) for size in USUAL_SIZES}
+    gstar = truth.best_size()
+    size, tolerance = study.decide(USUAL_SIZES)
+    interval = study.gstar()
+    extra = {other: study.extra_error(other, size) for other in USUAL_SIZES if other <= 64}
+    true = {other: errors[other] / errors[size] - 1 for other in USUAL_SIZES}
+    if tolerance is not None:
+        yield "G", errors[size] / min(errors.values()) - 1 > tolerance
+        yield "G*", not interval.low <= gstar <= interval.high
+        place = USUAL_SIZES.index(size)
+        near = {
+            USUAL_SIZES[place + step]
+            for step in NEIGHBOUR_OFFSETS
+            if 0 <= place + step < len(USUAL_SIZES)
+        } & set(extra)
+        yield "costs", any(not extra[x].low <= true[x] <= extra[x].high for x in near)
+    elif interval.low > LEAST_GSTAR:
+        yield "at least", gstar < interval.low
+    worse = [other for other, (_, low, _) in extra.items() if low > 0]
+    if worse:
+        yield "worse", any(true[other] <= 0 for other in worse)
+    scale, true_scale = study.noise_scale(SIZE), truth.noise_scale(SIZE).estimate
+    if math.isfinite(scale.high):
+        yield "noise", not scale.low <= true_scale <= scale.high
+    elif scale.low / (scale.low + STEP) > LEAST_SHARE:
+        yield "noise at least", true_scale < scale.low
+    share = study.prompt_share(SIZE)
+    if math.isfinite(share.low):
+        yield "share", not share.low <= truth.prompt_share(SIZE).estimate <= share.high
+    yield from advised(truth, study)
+
+
+def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
+    """Whether any advice on a size in use is wrong, for steps of 256 rollouts."""
+    verdicts = [judged_advice(truth, study, size, STEP) for size in IN_USE]
+    for sentence, words in (("change", (RAISE, LOWER)), ("keep", (KEEP,))):
+        wrong = [is_wrong for verdict, is_wrong in verdicts if verdict in words]
+        if wrong:
+            yield sentence, any(wrong)
+
+
+def judged_advice(
+    truth: ScalingLaw, measured: ScalingLaw, size: int, rollouts: int
+) -> tuple[str, bool]:
+    """The verdict of `advise` on a size in use, and whether it is wrong: "raise" or "lower" to a
+    size that is no better, "keep" of one whose error is 30 % above the least one, or more.
+    """
+    verdict, _, numbers = group_size_advice(measured, measured.gstar(), size, rollouts)
+    error = truth.n_mse(size)
+    if verdict in (RAISE, LOWER):
+        return verdict, truth.n_mse(numbers["best_num_generations"]) >= error
+    return verdict, verdict == KEEP and extra_error(truth, size, rollouts) > TOLERABLE_EXTRA_ERROR
+
+
+def extra_error(truth: ScalingLaw, size: int, rollouts: int) -> float:
+    """The error of a size above the least one of the sizes that divide the rollouts."""
+    sizes = (other for other in range(2, rollouts + 1) if rollouts % other == 0)
+    return truth.n_mse(size) / min(map(truth.n_mse, sizes)) - 1
+
+
+def sentences(name: str, asked: Asked) -> Iterator[Cell]:
+    """Every sentence of `mse` on the group size and on the noise of a step."""
+    population = POPULATIONS[name]()
+    gstar = round(population.law.best_size(), 2)
+    for prompts, completions in asked.cells:
+        rng = np.random.default_rng([prompts, completions])
+        studies = population.studies(prompts, completions, asked.studies, rng)
+        facts = {"fitted": name in FITTED, "gstar": gstar}
+        yield Cell(
+            facts | {"prompts": prompts, "completions": completions},
+            (dict(judged(population.law, study)) for study in studies),
+            statements=SENTENCES,
+        )
+
+
+def needs(name: str, asked: Asked) -> Iterator[Cell]:
+    """Numbers of prompts that an undecided study prints, against those at which fresh ones decide.
+
+    Half and nine in ten of fresh studies of 16 completions a prompt decide at the truth.
+    """
+    population = POPULATIONS[name]()
+    rng = np.random.default_rng(7)
+    counts = np.unique(np.geomspace(12, 2000, 22).round()).astype(int)
+    shares: list[float] = []
+    for count in counts:
+        fresh = population.studies(int(count), 16, 100, rng)
+        shares.append(float(np.mean([s.decide(USUAL_SIZES).tolerance is not None for s in fresh])))
+        if shares[-1] > 0.97:
+            break
+    rising = np.maximum.accumulate(shares)
+    half, most = (float(np.interp(share, rising, counts[: len(rising)])) for share in (0.5, 0.9))
+    for prompts, completions in asked.cells:
+        pilots = population.studies(prompts, completions, asked.studies, rng)
+        yield Cell(
+            {"prompts": prompts, "completions": completions},
+            map(prompts_to_decide, pilots),
+            {"half decide": half, "nine in ten decide": most},
+        )
+
+
+def prompts_to_decide(study: ScalingLaw) -> dict[str, float]:
+    """What a study says that does not decide."""
+    if study.decide(USUAL_SIZES).tolerance is not None:
+        return {}
+    half, most = study.prompts_to_decide(USUAL_SIZES)
+    return {"half decide": float(half), "nine in ten decide": float(most)}
+
+
+def monitored_runs(
+    population: Population, prompts: int, size: int, steps: int, runs: int, rng: np.random.Generator
+) -> Iterator[Array]:
+    """C1, C2, C3, ||grad J||^2 of every step of a run, [4, S]; NaN where no group has variance."""
+    every = population.studies(prompts, size, runs * steps, rng)
+    while values := [law.constants_4 for law in islice(every, steps)]:
+        values_4S = np.array(values).T
+        yield np.where(values_4S[2] == 0, np.nan, values_4S)
+
+
+def advice(name: str, asked: Asked) -> Iterator[Cell]:
+    """Verdicts of `advise` on a training run of 4, 8 or 20 monitored steps; cells are n x G.
+
+    A step's C1, C2 and C3 are those that `monitor.gradient_mse_every` measures, and the steps are
+    averaged as `advise` does.
+    """
+    population = POPULATIONS[name]()
+    for rollouts, size in asked.cells:
+        rng = np.random.default_rng([asked.seed, rollouts, size])
+        prompts = rollouts // size
+        runs = list(monitored_runs(population, prompts, size, max(STEPS), asked.studies, rng))
+        for steps in STEPS:
+            facts = {"gstar": population.law.best_size(), "rollouts": rollouts, "size": size}
+            facts |= {"extra": extra_error(population.law, size, rollouts), "steps": steps}
+            measured = [run_4S[:, :steps] for run_4S in runs]
+            yield Cell(
+                facts,
+                [verdict_of(population.law, run_4S, size, rollouts) for run_4S in measured],
+                statements=(RAISE, LOWER, KEEP),
+            )
+
+
+def verdict_of(truth: ScalingLaw, run_4S: Array, size: int, rollouts: int) -> dict[str, bool]:
+    """The verdict on a run and whether it is wrong; none of too few steps."""
+    measured_4S = run_4S[:, np.isfinite(run_4S[0])]
+    if measured_4S.shape[1] < LEAST_STEPS:
+        return {}
+    law = ScalingLaw.of_steps(measured_4S, rollouts // size)
+    verdict, is_wrong = judged_advice(truth, law, size, rollouts)
+    return {verdict: is_wrong} if verdict in (RAISE, LOWER, KEEP) else {}
+
+
+KINDS = {
+    "group_size": Kind(sentences, [*FITTED, *UNSEEN], CELLS, 1000),
+    "needs": Kind(needs, [*FITTED, *UNSEEN], ((16, 16), (40, 16)), 40),
+    "advice": Kind(advice, MONITORED, STEP_CELLS, 300),
+}

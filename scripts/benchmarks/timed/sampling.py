@@ -1,0 +1,85 @@
+"""`rollout=local`: completions of unequal lengths, of one length, of the model's own.
+
+    python scripts/benchmarks/speed.py sampling --model FOLDER --lengths gsm8k \\
+        --questions gsm8k/train.jsonl --prompts 8 --rows 8
+
+Every completion is as long as a reference answer of the questions in tokens of the model
+(`gsm8k`), as the longest allowed (`equal`), or ends where the model ends it (`own`, on arithmetic).
+`check` is a sum of the tokens, which another checkout should draw too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_ustat.policy.loading import Policy, load_policy
+from grpo_ustat.records import Prompt
+from grpo_ustat.rollout import local
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, questions and shape of the batch."""
+    parser.add_argument("--model", default="embedded:tiny", help="embedded:NAME or a folder")
+    parser.add_argument("--lengths", choices=["gsm8k", "equal", "own"], default="own")
+    parser.add_argument("--questions", type=Path, help="gsm8k/train.jsonl")
+    parser.add_argument("--letters", type=int, default=1, help="of a token, if the model spells")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=300)
+
+
+def programs(asked: argparse.Namespace) -> list[str]:
+    """A single one."""
+    return [asked.lengths]
+
+
+def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
+    """Load the model and sample a little; a run is one call of `sample`."""
+    torch.set_num_threads(asked.threads)
+    policy = load_policy(asked.model)
+    if asked.lengths == "own":
+        texts = [f"{i % 89 + 10}+{i % 7 + 2}*3=" for i in range(asked.prompts)]
+    else:
+        rows = [json.loads(line) for line in asked.questions.read_text().splitlines()]
+        rows = rows[: asked.prompts * asked.group]
+        texts = [row["question"] for row in rows[: asked.prompts]]
+        texts = [text[: len(text) // asked.letters] for text in texts]
+        ids = policy.encode([row["answer"] for row in rows])
+        policy = Policy(policy.model, policy.tokenizer, frozenset({0}), 0)
+        local.uniforms = ending(asked, [len(row) // asked.letters + 1 for row in ids])
+    prompts = [Prompt(str(i), text, text, "", "") for i, text in enumerate(texts)]
+    sampling = local.Sampling(0, "benchmark", asked.longest, rows=asked.rows)
+    local.sample(policy, prompts[:1], 2, local.Sampling(0, "warm", 4, rows=2))
+
+    def run() -> dict[str, float]:
+        rollouts = local.sample(policy, prompts, asked.group, sampling)
+        lengths, tokens = rollouts.lengths_PG, rollouts.tokens_PGT
+        check = int((tokens % 9973).sum())
+        return {"tokens": int(lengths.sum()), "longest": int(lengths.max()), "check": check}
+
+    return run
+
+
+def ending(asked: argparse.Namespace, lengths: list[int]) -> Callable[..., np.ndarray]:
+    """Uniforms that draw token 0, which ends a completion, at its length and never before it."""
+    uniforms = local.uniforms
+
+    def until_the_end(*arguments: Any) -> np.ndarray:
+        draws, prompt, completions = (
+            np.maximum(uniforms(*arguments), 0.02), arguments[3], arguments[4]
+        )  # fmt: skip
+        for row, i in zip(draws, completions, strict=True):
+            length = lengths[(int(prompt) * asked.group + i) % len(lengths)]
+            if asked.lengths == "gsm8k":
+                row[min(length, asked.longest, len(row)) - 1] = 0
+        return draws
+
+    return until_the_end

@@ -1,0 +1,230 @@
+"""A training step of ours against one of TRL's GRPOTrainer with transformers generation.
+
+    python scripts/benchmarks/speed.py train --model FOLDER --questions gsm8k/train.jsonl
+
+Same model, questions, group size, completion length, sampling (temperature 1, whole vocabulary),
+optimizer (AdamW) and learning rate; rewards are drawn at random, so no advantage is zero. A turn
+loads the model, takes `--warm` steps and `--repeats` timed ones. TRL runs in an environment of its
+own, with the project's versions of torch and transformers, once for each micro-batch given by
+--trl, in completions; --ours gives `micro_batch_tokens`. `8c` is 8 with gradient checkpointing,
+TRL's default.
+
+Each side has PyTorch's AdamW as it comes (TRL's is fused). Objective: ours leave_one_out and
+algorithm1, TRL's dr_grpo without scaling: the same gradient up to a constant, see `compare_trl.py`.
+`generate` is wall and CPU seconds of generation, `tokens` completion tokens of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from both_sides import DrawnRewards, now
+from trl_environment import add_environment_argument, environment, run_worker
+
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.records import Prompt
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.train import setup, trainer
+
+TEMPLATE = "Question: {question}\nAnswer:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, questions, shape of a step, and the micro-batches of both sides."""
+    add_environment_argument(parser)
+    parser.add_argument("--model", help="folder in save_pretrained layout")
+    parser.add_argument("--questions", type=Path, help="GSM8K as .jsonl or .parquet")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=48, help="tokens of a completion at most")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--ours", type=micro_batch, nargs="*", default=["16384", "2048"])
+    parser.add_argument("--trl", type=micro_batch, nargs="*", default=["8", "8c", "32"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--bf16", action="store_true", help="compute in it over --dtype float32")
+    parser.set_defaults(warm=1, repeats=2)
+
+
+def micro_batch(text: str) -> str:
+    """8 or 8c: how much, and whether gradients are checkpointed.
+
+    >>> micro_batch("8"), micro_batch("16c")
+    ('8', '16c')
+    """
+    number = text.removesuffix("c")
+    if not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, as 8, or 8c")
+    return text
+
+
+def programs(asked: argparse.Namespace) -> list[str]:
+    """The side and micro-batch of each."""
+    check(asked)
+    return [f"ours {x}" for x in asked.ours] + [f"TRL {x}" for x in asked.trl]
+
+
+def check(asked: argparse.Namespace) -> None:
+    """Refuse what one side could not do.
+
+    Raises:
+        SystemExit: naming the values.
+    """
+    count = asked.prompts * asked.group_size
+    for micro in asked.trl:
+        if count % int(micro.removesuffix("c")):
+            raise SystemExit(
+                f"error: --trl {micro} does not divide {asked.prompts} x {asked.group_size} = "
+                f"{count} completions a step"
+            )
+    if asked.bf16 and asked.dtype != "float32":
+        raise SystemExit(
+            f"error: --bf16 computes over float32 weights: leave out --dtype {asked.dtype}"
+        )
+    if not asked.model or not asked.questions:
+        raise SystemExit("error: --model FOLDER and --questions FILE are needed")
+    if not (Path(asked.model) / "tokenizer.json").is_file():
+        raise SystemExit(f"error: --model {asked.model} is not a folder with a tokenizer.json")
+
+
+def read_questions(file: Path, count: int) -> list[str]:
+    """The first `count` rendered prompts of a file with a `question` in every row.
+
+    Raises:
+        SystemExit: there are fewer.
+    """
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        found = pyarrow.parquet.read_table(file, columns=["question"])["question"].to_pylist()
+    else:
+        found = [json.loads(line)["question"] for line in file.read_text().splitlines()]
+    if len(found) < count:
+        raise SystemExit(f"error: {file} has {len(found)} questions, {count} are needed")
+    return [TEMPLATE.format(question=question) for question in found[:count]]
+
+
+class Questions:
+    """The task: questions of a file with drawn rewards."""
+
+    def __init__(self, job: dict):
+        self.given = [Prompt(p["id"], p["text"], p["text"], "", "drawn") for p in job["prompts"]]
+        self.drawn = DrawnRewards(job["seed"], job["silent"])
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """The same for every split."""
+        return self.given
+
+    def extract(self, completion: str) -> str | None:
+        """Nothing: there are no answers."""
+        return None
+
+    def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
+        """Whatever the completions say."""
+        return [self.drawn.draw(prompt.id) for prompt in prompts]
+
+    def take_counts(self) -> dict[str, int]:
+        """Nothing goes wrong."""
+        return {}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
+    note = ""  # there is nothing to say of them
+    reward_funcs: ClassVar[dict] = {}
+    reward_weights_F = np.ones(1)
+
+
+def our_configuration(job: dict) -> TrainConfig:
+    """The project's own configuration of a job."""
+    return compose_config("train", [
+        "model=hub", f"model.model_name_or_path={job['model']}", f"model.dtype={job['dtype']}",
+        f"launch.device={job['device']}", f"launch.num_threads={job['threads']}",
+        "baseline=leave_one_out", f"group_size={job['group_size']}",
+        f"budget.rollouts={job['group_size'] * job['prompts_per_step']}",
+        f"max_completion_length={job['max_completion_length']}", f"seed={job['seed']}",
+        f"learning_rate={job['learning_rate']}", f"micro_batch_tokens={job['micro_batch']}",
+        f"dataset.train_size={len(job['prompts'])}",
+        f"gradient_checkpointing={str(job['gradient_checkpointing']).lower()}",
+        f"bf16={str(job['bf16']).lower()}",
+    ])  # fmt: skip
+
+
+def job_of(program: str, asked: argparse.Namespace, questions: list[str], turn: int) -> dict:
+    """What a program is told; prompts in the order of the steps."""
+    side, micro = program.split()
+    steps = asked.warm + asked.repeats
+    job = {
+        "model": asked.model, "dtype": asked.dtype, "device": asked.device, "bf16": asked.bf16,
+        "threads": asked.threads, "group_size": asked.group_size,
+        "prompts_per_step": asked.prompts, "max_completion_length": asked.length,
+        "learning_rate": asked.learning_rate, "micro_batch": int(micro.removesuffix("c")),
+        "steps": steps, "gradient_checkpointing": micro.endswith("c"), "seed": turn, "silent": [],
+    }  # fmt: skip
+    prompts = [
+        {"id": f"question-{i}", "text": text}
+        for i, text in enumerate(questions[: asked.prompts * steps])
+    ]
+    job["prompts"] = prompts
+    if side == "ours":
+        return job
+    config, given = our_configuration(job), Questions(job).given
+    chosen = [trainer.choose_prompts(config, given, step) for step in range(steps)]
+    order = [{"id": prompt.id, "text": prompt.text} for step in chosen for prompt in step]
+    return job | {"prompts": order}
+
+
+def asked_questions(asked: argparse.Namespace) -> list[str]:
+    """As many as all steps need."""
+    return read_questions(asked.questions, asked.prompts * (asked.warm + asked.repeats))
+
+
+def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
+    """Set up our trainer; a run is a step."""
+    job = job_of(program, asked, asked_questions(asked), asked.number)
+    sample_batch, generation = trainer.sample_batch, {}
+
+    def timed_sample_batch(*arguments: Any) -> Any:
+        start = now(asked.device)
+        batch = sample_batch(*arguments)
+        wall, cpu = np.subtract(now(asked.device), start)
+        generation.update({"generate": float(wall), "generate CPU": float(cpu)})
+        generation["tokens"] = int(batch.lengths_PG.sum())
+        return batch
+
+    setup.configured_task, trainer.sample_batch = lambda *_: Questions(job), timed_sample_batch
+    config = our_configuration(job)
+    place = tempfile.TemporaryDirectory()
+    atexit.register(place.cleanup)
+    run, progress = (
+        setup.set_up(config, RunFolder(Path(place.name), config)),
+        trainer.TrainProgress(),
+    )
+
+    def step() -> dict[str, float]:
+        trainer.train_step(run, progress)
+        return dict(generation)
+
+    return step
+
+
+def turn_elsewhere(asked: argparse.Namespace, program: str, turn: int) -> dict | None:
+    """A turn of TRL in its own environment; None of ours."""
+    if program.startswith("ours"):
+        return None
+    job = job_of(program, asked, asked_questions(asked), turn)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        run_worker(environment(asked.environment), "steps", Path(folder))
+        result = json.loads((Path(folder) / "result.json").read_text())
+    return result | {"rows": result["rows"][asked.warm :]}
