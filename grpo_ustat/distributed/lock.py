@@ -120,6 +120,7 @@ class Lock:
             watched = _seen_dead(self.path)
 
     def _own(self, descriptor: int, previous: bytes, settle: bool) -> None:
+        """Write this process into the locked file, and keep it alive from a thread."""
         if previous:
             _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
         os.pwrite(descriptor, self._content, 0)  # first: an empty file would be nobody's

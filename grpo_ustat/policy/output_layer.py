@@ -127,6 +127,7 @@ class Head:
         return scores_NV if self.temperature == 1 else scores_NV / self.temperature
 
     def _chunks(self, hidden_ND: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield parts of N positions whose logits fit into `CHUNK_BYTES`, with their place."""
         vocabulary = self.layer.head.weight.shape[0]
         entry = widen(hidden_ND[:0]).element_size()
         size = max(1, CHUNK_BYTES[hidden_ND.device.type] // (entry * vocabulary))

@@ -1,4 +1,4 @@
-"""Where a model's files are, errors of reading them, and what its config.json says."""
+"""Source of a model: its folder or hub id, errors of reading it, facts of its config.json."""
 
 from __future__ import annotations
 

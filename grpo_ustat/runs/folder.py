@@ -316,6 +316,7 @@ class RunFolder:
             own.release()
 
     def _take_lock(self) -> None:
+        """Lock the folder for this process, see `lock.Lock`."""
         own = lock.Lock(self.path)
         try:
             own.take()
@@ -422,6 +423,7 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(source: Path, *arguments: str) -> str | None:
+    """Return what git says in the source's folder; None if it fails or is not there."""
     try:
         process = subprocess.run(
             ["git", *arguments], cwd=source, capture_output=True, text=True, timeout=10

@@ -148,6 +148,7 @@ def sweeps_in(place: Path) -> list[Sweep]:
 
 
 def _read_sweep(file: Path) -> Sweep:
+    """Read the file of a sweep; refuse one that is damaged or no such file."""
     try:
         content = parsed_json(text_of(file.parent, file.name))
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]

@@ -203,6 +203,7 @@ class Meter:
         return join_texts(f"{self.completed:,}/{self.total:,}", self._time())
 
     def _time(self) -> str:
+        """Return the time that it took, or the time that is left by the present rate."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         if self._ended:
             return f"in {clock_text(seconds)}"
@@ -223,6 +224,7 @@ class Meter:
             self.print(line)
 
     def _bars(self) -> rich.progress.Progress:
+        """Make rich's bar of the work, and a line for what goes on beside it."""
         wide = self._console.width >= NARROW_COLUMNS
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:

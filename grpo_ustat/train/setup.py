@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
-from transformers import get_scheduler
+from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from grpo_ustat.config.train import ENDING_SCHEDULES, TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main, main_only
@@ -54,17 +54,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         config.policy_options, config.sampler_options, tokenizer, train_prompts + test_prompts
     )
 
-    policy = configured_policy(config.policy_options, device, tokenizer)
-    if config.lora.r:
-        adapted = with_adapters(
-            config.lora, policy.model, seed=config.seed, revision=config.model.revision,
-            rollout=config.rollout.name,
-        )  # fmt: skip
-        policy = replace(policy, model=adapted)
-    if config.gradient_checkpointing:
-        checkpoint_layers(policy.model)
-    policy = replace(policy, bf16=config.bf16)
-
+    policy = _trained_policy(config, device, tokenizer)
     sharded_policy = None
     if fsdp2.is_configured(accelerator):
         if config.objective.top_entropy_quantile < 1:
@@ -100,6 +90,20 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         share_prompts=shares_prompts(config, policy),
         contiguous=can_read_contiguous(policy),
     )
+
+
+def _trained_policy(config: TrainConfig, device: str, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    """Load the policy that is trained: with new adapters, checkpointed layers, in bfloat16."""
+    policy = configured_policy(config.policy_options, device, tokenizer)
+    if config.lora.r:
+        adapted = with_adapters(
+            config.lora, policy.model, seed=config.seed, revision=config.model.revision,
+            rollout=config.rollout.name,
+        )  # fmt: skip
+        policy = replace(policy, model=adapted)
+    if config.gradient_checkpointing:
+        checkpoint_layers(policy.model)
+    return replace(policy, bf16=config.bf16)
 
 
 def join_ranks(config: TrainConfig) -> Accelerator:

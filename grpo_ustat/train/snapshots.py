@@ -131,6 +131,7 @@ def _seal(staging: Path, step: int) -> None:
 
 
 def _manifest(snapshot: Path) -> dict[str, Any]:
+    """Return the content of a snapshot's manifest; refuse a damaged one, or another format."""
     if not (snapshot / MANIFEST).is_file():
         raise DamagedSnapshot(
             f"{MANIFEST} is missing: it is not whole, or of a version that wrote no manifest"

@@ -156,6 +156,7 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
 
 
 def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
+    """Yield whole gradients of FSDP1, every `world`-th parameter; all ranks must go through it."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     if not all(m._use_orig_params for m in FSDP.fsdp_modules(model)):

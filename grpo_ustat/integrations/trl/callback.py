@@ -88,7 +88,7 @@ RATIOS = ("gstar", "noise_scale", "noise_scale_best")  # that may have no upper 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked at the start, see `GradientNoiseCallback`."""
+    """Options of the measurement, fixed at the start; see `GradientNoiseCallback`."""
 
     every: int
     audit_every: int | None
@@ -108,7 +108,7 @@ class Options:
 
 @dataclass
 class AuditProgress:
-    """How far the comparison of applied and declared gradients has come."""
+    """Progress of the comparison of applied and declared gradients."""
 
     # Update from which on the next one is compared, and the one that was announced last.
     due: float = 0

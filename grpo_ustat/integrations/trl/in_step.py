@@ -110,6 +110,7 @@ class LayersInStep:
 
     @contextmanager
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
+        """Give a layer its whole weights within the block."""
         places, self._reserve = self._places[layer], []
         for place in places:  # FSDP1 would take a stand-in for a weight that was changed
             place.put(place.sharded)
@@ -171,6 +172,7 @@ class _Place:
 
 
 def _places(layer: nn.Module) -> list[_Place]:
+    """Return the places of a layer's trainable parameters; a shared one has one stand-in."""
     stand_ins: dict[int, nn.Parameter] = {}
     places: list[_Place] = []
     for module in layer.modules():

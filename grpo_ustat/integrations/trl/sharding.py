@@ -146,6 +146,7 @@ def _whole(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _zero3(trainer: Any) -> tuple[Any, Gather]:
+    """Return ZeRO-3's module, and a function that gathers whole weights."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:

@@ -43,7 +43,7 @@ class ScoredGroup:
 
 @dataclass
 class OpenWindow:
-    """What the generation batches since the last window have given."""
+    """Groups of the generation batches since the last window."""
 
     groups: list[ScoredGroup] = field(default_factory=list)
     batches: int = 0

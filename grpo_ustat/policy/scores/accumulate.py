@@ -161,6 +161,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _square(self, flat_NC: torch.Tensor, rows) -> None:
+        """Add the squared norms, or all inner products, of N flat gradients."""
         if self.gram_BB is None:
             self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
             return
@@ -170,6 +171,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _squares_are_cheaper(self, factors: Factors) -> bool:
+        """Return True if T x T products cost less than the gradients themselves, see above."""
         if self.features is not None or self.metric is not None:
             return False
         rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
@@ -187,7 +189,10 @@ class Accumulator:
         whole += (tokens + count * pooled) * rows * columns
         return squares < whole
 
-    def _squares(self, name, shape, factors: Factors, first_row: int, rows) -> None:
+    def _squares(
+        self, name: str, shape: torch.Size, factors: Factors, first_row: int, rows
+    ) -> None:
+        """Add gradients through T x T products; only their weighted sums are formed themselves."""
         if self.gram_BB is None:
             norms = []
             for left_NTR, right_NTC in factors:
@@ -198,21 +203,9 @@ class Accumulator:
             self._add_norms(_together(norms), rows)
         else:
             assert rows is None
-            left_1MR, right_1MC = (
-                _together([x.flatten(0, 1) for x in side])[None]
-                for side in zip(*factors, strict=True)
-            )
-            with full_products():
-                both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))[0]
-            for _ in range(2):  # the tokens of each completion, along both sides
-                blocks = both.split([left.shape[0] * left.shape[1] for left, _ in factors])
-                sums = [
-                    block.unflatten(0, left.shape[:2]).sum(dim=1)
-                    for block, (left, _) in zip(blocks, factors, strict=True)
-                ]
-                both = _together(sums).T
-            self.gram_BB += both
-            self.sq_norm_B += both.diagonal()
+            products = _products_of_all_tokens(factors)
+            self.gram_BB += products
+            self.sq_norm_B += products.diagonal()
         if self.weights_KB is not None:
             columns, wide = factors[0][1].shape[2], [(widen(a), widen(b)) for a, b in factors]
             weights_KN = self._weights(rows, wide[0][0].dtype)
@@ -237,6 +230,7 @@ class Accumulator:
             self.sq_norm_B[rows] += norms_N.double()
 
     def _pool(self, name, shape, values_KC: torch.Tensor, start: int, first: int = 0) -> None:
+        """Add weighted sums of gradients, or their sketches, from weight vector `first` on."""
         if self.pooled is not None:
             assert self.pooled_KR is not None
             self.pooled.add(self.pooled_KR[first : first + len(values_KC)], name, start, values_KC)
@@ -249,6 +243,23 @@ class Accumulator:
         if name not in self.gradients_K[k]:
             self.gradients_K[k][name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self.gradients_K[k][name]
+
+
+def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
+    """Return <G_i, G_j> of all completions, [N, N], from the products of all tokens with all."""
+    left_1MR, right_1MC = (
+        _together([x.flatten(0, 1) for x in side])[None] for side in zip(*factors, strict=True)
+    )
+    with full_products():
+        both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))[0]
+    for _ in range(2):  # the tokens of each completion, along both sides
+        blocks = both.split([left.shape[0] * left.shape[1] for left, _ in factors])
+        sums = [
+            block.unflatten(0, left.shape[:2]).sum(dim=1)
+            for block, (left, _) in zip(blocks, factors, strict=True)
+        ]
+        both = _together(sums).T
+    return both
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -145,6 +145,8 @@ class LayerByLayer:
             torch.autograd.backward(ends, grads, inputs=below)
 
     def _first(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward pass without a graph, which keeps its call for the backward pass."""
+
         def compute(*args: Any, **kwargs: Any) -> Any:
             """Return the layer's output, at the bottom of a new graph."""
             inputs, structure = tree_flatten((args, kwargs))
