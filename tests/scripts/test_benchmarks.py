@@ -34,5 +34,5 @@ def test_programs_take_turns():
     done = run_python(SCRIPT, "gap", "--replicates", "20", "--steps", "5", "--turns", "2")
     assert done.returncode == 0, done.stderr
     order = [line.split(", ", 1)[1].split(":")[0] for line in done.stderr.splitlines()]
-    assert len(order) == 10 and order[:5] == order[:4:-1]
+    assert len(order) == 10 and order[:5] == order[:4:-1], done.stderr
     assert len(done.stdout.splitlines()) == 6

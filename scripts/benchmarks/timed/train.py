@@ -69,6 +69,7 @@ def micro_batch(text: str) -> str:
 def programs(asked: argparse.Namespace) -> list[str]:
     """The side and micro-batch of each."""
     check(asked)
+    asked_questions(asked)
     return [f"ours {x}" for x in asked.ours] + [f"TRL {x}" for x in asked.trl]
 
 
