@@ -23,7 +23,15 @@ from frameworks import (
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.rows import Options, read_rollouts
+from grpo_ustat.logs.rows import Options, read_rollouts, reward_columns
+
+
+def test_a_column_may_hold_rewards_where_most_of_its_values_are_numbers():
+    columns = {
+        "right": [1.0, 0.0, "failed", None], "note": [1, 2, "x", "y", "z"], "half": [1, "x"],
+        "form": [None, None], "step": [3, 3],
+    }  # fmt: skip
+    assert reward_columns(columns, {"step"}) == (["right"], ["form"])
 
 
 def test_a_reward_that_was_not_scored_drops_its_row(tmp_path):

@@ -81,15 +81,6 @@ def compose_without(config):
     return replace(config, prompt=replace(config.prompt, max_length=None))
 
 
-@pytest.mark.slow
-def test_a_prompt_of_just_the_limit_stays(tmp_path):
-    config = configured("train", tmp_path, "prompt.max_length=51")
-    assert configured_task(config.task_options, config.model).dropped == {}
-    task = configured_task(config.task_options, config.model)
-    task.prompts("train")
-    assert task.dropped == {}
-
-
 @pytest.mark.slow(minutes=0.02)
 def test_the_turns_of_a_chat_count(tmp_path):
     """Its own special tokens once, none added: what the policy reads."""

@@ -24,9 +24,9 @@ from grpo_ustat.policy.prompt_sharing import (
 PARTS = ([0, 1, 2, 3, 4], [5, 8], [6, 7, 9, 10, 11])  # of prompts 0; 1; 1 and 2, with gaps
 
 
-def case(name, tied=True):
+def case(name, tied=True, longest=7):
     lengths = [5, 5, 5] if name in UNPADDED else [2, 6, 4]
-    rollouts = random_rollouts(lengths, group_size=4, longest=7, vocab=VOCAB)
+    rollouts = random_rollouts(lengths, group_size=4, longest=longest, vocab=VOCAB)
     return Policy(build(name, tied), LetterTokenizer(), frozenset({1}), 0), rollouts
 
 
@@ -96,6 +96,21 @@ def test_gradients_are_those_of_a_plain_pass(name, tied, monkeypatch):
         grads, found = read(policy, rollouts, factors, 0.7, way)
         torch.testing.assert_close(found, logprobs, rtol=1e-10, atol=1e-10)
         assert_equal(grads, expected)
+
+
+def test_completions_of_one_token_are_read_from_their_prompts_alone(monkeypatch):
+    """Of which nothing is read after the prompt."""
+    policy, rollouts = case("llama", longest=1)
+    expected, logprobs = plain(policy, rollouts, coefficients(), 0.7)
+    lengths, own = [], SharedPromptReader._read
+    monkeypatch.setattr(
+        SharedPromptReader, "_read",
+        lambda self, ids_BT, *rest: lengths.append(ids_BT.shape[1]) or own(self, ids_BT, *rest),
+    )  # fmt: skip
+    grads, found = read(policy, rollouts, coefficients(), 0.7, SharedPromptReader)
+    torch.testing.assert_close(found, logprobs, rtol=1e-10, atol=1e-10)
+    assert_equal(grads, expected)
+    assert len(lengths) == 1 and lengths[0] > 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from commands import compose
 
 from grpo_ustat.records import Question
-from grpo_ustat.tasks.base import warn_of_prompt
+from grpo_ustat.tasks.base import Fitting, warn_of_prompt
 from grpo_ustat.tasks.prompts import Prompting, render
 
 QUESTION = Question("id", "How many {x}?", "7", "kind", "3+4=7 #### 7")
@@ -32,6 +32,15 @@ def test_a_prompt_is_the_examples_then_the_question():
     )  # fmt: skip
     assert (prompt.id, prompt.question, prompt.answer) == ("id", "How many {x}?", "7")
     assert Prompting("{question}=").prompt(QUESTION).text == "How many {x}?="
+
+
+def test_a_prompt_as_long_as_it_may_be_is_kept():
+    """Lengths are letters here: 1+1= has four, 10+1= five."""
+    questions = [replace(QUESTION, text=text) for text in ("1+1", "10+1", "1+10")]
+    source = SimpleNamespace(questions=lambda split: questions)
+    fitting = Fitting(source, Prompting("{question}="), lambda texts: [*map(len, texts)], 4)
+    assert [question.text for question in fitting.questions("study")] == ["1+1"]
+    assert fitting.counts.total() == 2
 
 
 @pytest.mark.parametrize("texts, template, warned", [

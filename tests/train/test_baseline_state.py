@@ -17,9 +17,15 @@ from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import batch as batch_module
 from grpo_ustat.train.baseline_state import first_completions, make_baseline_state
 from grpo_ustat.train.batch import gather_by_prompt, optimal_baseline, sample_extra
+from grpo_ustat.train.context import SamplingCost
 
 FEW = ("max_steps=2", "dataset.test_size=2", "budget.value_completions=3")
 EXTRA = {"oracle": 24, "optimal": 24, "remax": 8}  # 2 steps of 4 prompts, 3 completions each or 1
+
+
+def test_a_rank_without_prompts_costs_nothing(monkeypatch):
+    monkeypatch.setattr(batch_module, "gather_object", lambda mine: [(6, 40), *mine])
+    assert sample_extra(None, [], 3, 0) == (None, SamplingCost(6, 40))
 
 
 READERS = ["leave_one_out", *(name for name, rule in BASELINES.items() if rule.needs)]
