@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hydra.core.utils import configure_log
 
 from grpo_ustat.cli.compose import Invocation, check_cuda, composing, parse
 from grpo_ustat.cli.hydra_api import parse_arguments, show_hydra
 from grpo_ustat.config.command_line import note_typed
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environment, is_main
-from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.slurm import join_tasks
-from grpo_ustat.launch.command import Command
-from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
-from grpo_ustat.launch.submitit import leave
-from grpo_ustat.launch.torchrun import RanksFailed
+from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.runs.faults import NotSaved, fault_line
-from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
-from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import tell
+
+# What help and a refused line do not wait for is imported where it is used.
+if TYPE_CHECKING:
+    from grpo_ustat.runs.status import PlannedRun
 
 
 def main(command: Command) -> None:
@@ -37,10 +35,11 @@ def main(command: Command) -> None:
     try:
         join_tasks()
         check_environment()
-        if print_help(command.name):
-            return
-        note_typed(command.name, sys.argv[1:])
-        invocation = parse(command.name, sys.argv[1:])
+        with without_garbage_collection():
+            if print_help(command.name):
+                return
+            note_typed(command.name, sys.argv[1:])
+            invocation = parse(command.name, sys.argv[1:])
         if print_preview(command, invocation.planned_runs):
             return
         for planned in invocation.planned_runs:
@@ -62,6 +61,11 @@ def main(command: Command) -> None:
 
 def _make(command: Command, invocation: Invocation) -> None:
     """Make the one run, or the report, that a command line asks for."""
+    from grpo_ustat.distributed.signals import Stopped
+    from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
+    from grpo_ustat.launch.submitit import leave
+    from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
+
     folder = Path(os.path.abspath(invocation.node.hydra.run.dir))
     create_folder(folder, "hydra.run.dir")
     try:
@@ -86,7 +90,6 @@ def print_help(entry: str) -> bool:
     words = parse_arguments(sys.argv[1:])
     if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
         return False
-    gc.disable()  # a tenth of the time, and the process ends before it matters
     if not is_main():
         return True
     if words.help:
@@ -125,14 +128,20 @@ def _exit(error: Exception) -> NoReturn:
     Raises:
         Exception: the error, if it is neither a refusal nor the system's.
     """
-    if not isinstance(error, ONE_LINE_ERRORS):
-        line = fault_line(error)
-        if line is None:
-            raise error
-        error = NotSaved(line)
+    code = 2
+    if not isinstance(error, ConfigError):
+        from grpo_ustat.launch.run import ONE_LINE_ERRORS
+        from grpo_ustat.launch.torchrun import RanksFailed
+
+        code = 1 if isinstance(error, RanksFailed) else 2
+        if not isinstance(error, ONE_LINE_ERRORS):
+            line = fault_line(error)
+            if line is None:
+                raise error
+            error = NotSaved(line)
     on_all_ranks = isinstance(error, RefusedByRank)
     if not on_all_ranks or is_main():
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
-    raise SystemExit(1 if isinstance(error, RanksFailed) else 2)
+    raise SystemExit(code)

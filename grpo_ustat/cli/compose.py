@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -41,11 +41,11 @@ from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
-from grpo_ustat.launch.run import check_ranks
-from grpo_ustat.logs.pairing import model_to_name
-from grpo_ustat.logs.rows import check_columns
-from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.status import PlannedRun
+from grpo_ustat.launch.sharding import check_ranks
+
+# What help and a refused line do not wait for is imported where it is used.
+if TYPE_CHECKING:
+    from grpo_ustat.runs.status import PlannedRun
 
 # Messages that are shown of a sweep whose runs are refused.
 MOST_MESSAGES = 5
@@ -206,6 +206,9 @@ def _check_log(config: Any, overrides: list[str]) -> None:
     """
     if not getattr(config, "imports_pool", False):
         return
+    from grpo_ustat.logs.pairing import model_to_name
+    from grpo_ustat.logs.rows import check_columns
+
     path = Path(config.pool)
     check_columns(path)
     names = r"\+{0,2}(model|policy|model\.model_name_or_path)="
@@ -291,6 +294,9 @@ def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> Planned
     Args:
         node: Hydra's own.
     """
+    from grpo_ustat.runs.folder import RunFolder
+    from grpo_ustat.runs.status import PlannedRun
+
     try:
         path = Path(node.sweep.dir) / node.sweep.subdir if sweep else Path(node.run.dir)
     except OmegaConfBaseException:

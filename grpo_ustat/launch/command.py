@@ -44,7 +44,7 @@ def load_sweep_report() -> Callable[[Sequence[Any], Path, Sequence[int] | None],
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch off garbage collection while modules are imported.
+    """Switch off garbage collection while modules are imported and configurations composed.
 
     There is no garbage, and looking for it takes a sixth of the time.
     """

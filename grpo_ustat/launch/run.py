@@ -8,19 +8,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.ranks import RefusedByRank, is_main, world
+from grpo_ustat.distributed.ranks import is_main, world
 from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.launch.command import Command, without_garbage_collection
-from grpo_ustat.launch.sharding import check_sharing, export_sharing
+from grpo_ustat.launch.sharding import check_ranks, export_sharing
 from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
@@ -85,29 +84,6 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
         with waiting("starting", visible=is_main()), without_garbage_collection():
             run_command = command.load_run()
         return run_command(config, folder)
-
-
-def check_ranks(config: Any, tasks: int = 1) -> None:
-    """Refuse numbers of processes that contradict each other, or that have nothing to share.
-
-    Args:
-        tasks: processes that a scheduler will start for this run.
-    """
-    own, others = config.launch.num_processes, max(world(), tasks)
-    if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):
-        raise RefusedByRank(
-            f"launch.num_processes={own} in each of {others} processes that a launcher starts: "
-            "use one or the other"
-        )
-    ranks = max(own, others)
-    if getattr(config.launch, "accelerate", None) is not None:
-        check_sharing(config.launch.accelerate, ranks)
-    prompts = getattr(config, "prompts_per_step", ranks)
-    if prompts < ranks:
-        raise RefusedByRank(
-            f"{prompts} prompts a step (budget.rollouts / group_size) for {ranks} processes: raise "
-            "budget.rollouts, or lower group_size or the number of processes"
-        )
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:

@@ -1,13 +1,37 @@
-"""Sharing of a policy among ranks: configurations of accelerate, by name."""
+"""Sharing of a run among ranks: their number, and configurations of accelerate, by name."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from grpo_ustat.distributed.ranks import RefusedByRank
+from grpo_ustat.distributed.ranks import RefusedByRank, world
 
 ACCELERATE_FOLDER = Path(__file__).parent / "accelerate"
+
+
+def check_ranks(config: Any, tasks: int = 1) -> None:
+    """Refuse numbers of processes that contradict each other, or that have nothing to share.
+
+    Args:
+        tasks: processes that a scheduler will start for this run.
+    """
+    own, others = config.launch.num_processes, max(world(), tasks)
+    if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):
+        raise RefusedByRank(
+            f"launch.num_processes={own} in each of {others} processes that a launcher starts: "
+            "use one or the other"
+        )
+    ranks = max(own, others)
+    if getattr(config.launch, "accelerate", None) is not None:
+        check_sharing(config.launch.accelerate, ranks)
+    prompts = getattr(config, "prompts_per_step", ranks)
+    if prompts < ranks:
+        raise RefusedByRank(
+            f"{prompts} prompts a step (budget.rollouts / group_size) for {ranks} processes: raise "
+            "budget.rollouts, or lower group_size or the number of processes"
+        )
 
 
 def check_sharing(name: str, ranks: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from grpo_ustat.cli.app import main as run_command
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.launch.command import Command, Run
-from grpo_ustat.runs.status import PlannedRun
+
+if TYPE_CHECKING:
+    from grpo_ustat.runs.status import PlannedRun
 
 
 def load_run() -> Run:

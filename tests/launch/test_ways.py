@@ -63,21 +63,21 @@ def test_numbers_of_processes_that_contradict_each_other_are_refused(monkeypatch
     as_rank(monkeypatch, there)
     match = f"launch.num_processes=2 in each of {there} processes"
     with pytest.raises(ConfigError, match=match):
-        job.check_ranks(asking(2))
-    job.check_ranks(asking(1))
-    job.check_ranks(asking(there))
+        sharding.check_ranks(asking(2))
+    sharding.check_ranks(asking(1))
+    sharding.check_ranks(asking(there))
 
 
 def test_sharing_is_for_several_processes(monkeypatch):
     match = "launch.accelerate=fsdp2 for one process: add launch.num_processes=2 or more"
     with pytest.raises(ConfigError, match=match):
-        job.check_ranks(asking(1, "fsdp2"))
-    job.check_ranks(asking(2, "fsdp2"))
+        sharding.check_ranks(asking(1, "fsdp2"))
+    sharding.check_ranks(asking(2, "fsdp2"))
     as_rank(monkeypatch, 2)
-    job.check_ranks(asking(1, "fsdp2"))
+    sharding.check_ranks(asking(1, "fsdp2"))
     as_rank(monkeypatch, 1)
     with pytest.raises(ConfigError, match=match):
-        job.check_ranks(asking(1, "fsdp2"))
+        sharding.check_ranks(asking(1, "fsdp2"))
 
 
 TASK = dict(
