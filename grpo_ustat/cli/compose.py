@@ -214,7 +214,7 @@ def _check_log(config: Any, overrides: list[str]) -> None:
         return
     path = Path(config.pool)
     check_columns(path)
-    names = r"\+{0,2}(model|policy|model\.model_name_or_path)="
+    names = r"\+{0,2}(model|model\.model_name_or_path)="
     is_named = any(re.match(names, override) for override in overrides)
     if not is_named and config.model.model_name_or_path.startswith(EMBEDDED):
         raise ConfigError(

@@ -50,7 +50,7 @@ REPORT_NAME_KEYS = ("name", "report.name")
 # Nodes that are not swept; nor are keys that make no run another one.
 UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights")
 # Groups that are no fields of the schema.
-EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}
+EXTRA_GROUPS = {"mse": {"debug"}, "train": {"debug"}}
 
 # Parts of Hydra's own node: a field of each, "" of those that are chosen by a name.
 HYDRA_PARTS = {
@@ -99,9 +99,22 @@ def check_words(words: Sequence[str], schema: type) -> None:
         if key in _groups_of(schema) and no_name:
             raise ConfigError(f"{word}: a name is needed, see --help {key}")
         field = field_at(key, all_fields(schema))
+        if field and field.schema and (CONF / key).is_dir() and key not in _groups_of(schema):
+            raise ConfigError(_group_of_others(key, value, schema))
         number = re.fullmatch(r"-?[\d.]+", value) and value not in ("0", "1")
         if number and field and field.kind == "bool":
             raise ConfigError(wrong_value(field, value, CONF))
+
+
+def _group_of_others(key: str, value: str, schema: type) -> str:
+    """Return the line that refuses a choice of a node that only another command chooses by name."""
+    elsewhere = [x.name for x in CONF.iterdir() if _is_choice(x.name, value, schema)]
+    if elsewhere:
+        return f"{key}={value}: write {' or '.join(f'{group}={value}' for group in elsewhere)}"
+    if (CONF / key / f"{value}.yaml").is_file():
+        owners = [other for other in RUN_SCHEMAS.values() if key in _groups_of(other)]
+        return f"{key}={value} is {_one_of_commands(owners)}"
+    return f"{key}={value}: it has fields of its own, see --help {key}"
 
 
 def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: type) -> str:

@@ -16,7 +16,7 @@ from grpo_ustat.config.schema import ConfigError, distinct, field, node
 OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
-    "figure4": "mse study=figure4_offline",
+    "figure4": "mse experiment=figure4_offline",
     "figure5": "train experiment=figure5_offline",
     "table2": "train experiment=table2_math",
     "best_group_size": "report runs=[outputs/best_group_size,outputs/best_group_size_start]",

@@ -128,12 +128,10 @@ MSE = {
     ("study.questions=many",): (
         "study.questions=many: a whole number is needed, such as study.questions=8"
     ),
-    ("study=figure",): (
-        "unknown study 'figure': did you mean figure4? "
-        "choose from best_group_size_start, figure4, figure4_offline"
-    ),
-    ("study=verdicts",): "unknown study 'verdicts': write experiment=verdicts",
-    ("policy=smollm2_135m",): "unknown policy 'smollm2_135m': write model=smollm2_135m",
+    ("study=figure",): "study=figure: it has fields of its own, see --help study",
+    ("study=3",): "study=3: it has fields of its own, see --help study",
+    ("study=figure4",): "study=figure4: write experiment=figure4",
+    ("study=lemma6",): "study=lemma6 is one of gap's, grpo-ustat gap",
 }
 GAP = {
     ("study.replicates=1e3",): (

@@ -17,11 +17,11 @@ MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a bed h
 LOSSES, TRAINING = ("baseline", "objective"), ("optimizer", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
     **dict.fromkeys((*MODELS, *LOSSES), ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
-    "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
+    "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
 }  # fmt: skip
 OTHER_TAKERS = {  # files that are not as others of their group
-    ("study", "figure4"): ("mse",), ("study", "figure4_offline"): ("mse",),
-    ("study", "best_group_size_start"): ("mse",),
+    ("experiment", "figure4"): ("mse",), ("experiment", "figure4_offline"): ("mse",),
+    ("experiment", "figure4_smollm2"): ("mse",), ("experiment", "best_group_size_start"): ("mse",),
     ("experiment", "algorithm2"): ("mse", "train"),
     ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
     ("experiment", "verdicts"): ("mse",),
