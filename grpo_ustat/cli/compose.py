@@ -37,6 +37,7 @@ from grpo_ustat.config.command_line import command_line, install_line
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.model import EMBEDDED
+from grpo_ustat.config.presets import PRESETS, Preset
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
@@ -168,7 +169,7 @@ def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema, our rules, and two resolvers.
+    """Give Hydra what `conf/` refers to: the schema, our rules and objectives, and two resolvers.
 
     `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
     `${learning_rate:}` is the model's.
@@ -187,11 +188,25 @@ def register(entry: str) -> None:
     if entry in ("mse", "train"):
         for name, node in rules.items():
             ConfigStore.instance().store(name, node, group="baseline")
+        for name, preset in PRESETS.items():
+            _store_objective(name, preset)
     if entry == "mse":  # one node: as many files in a list take 0.2 s
         rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
         ConfigStore.instance().store("mse_rules", {"rules": rules})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
+
+
+def _store_objective(name: str, preset: Preset) -> None:
+    """Give Hydra a choice of `objective=`, which also chooses its rule where no other is typed."""
+    store, rule, defaults = ConfigStore.instance(), preset.baseline, list[dict[str, str]]()
+    if rule is not None:
+        choice = rule.name
+        if rule != baseline_choice(rule.name):  # with options of its own
+            choice = f"objective/{name}"
+            store.store(name, asdict(rule), group="baseline/objective")
+        defaults.append({"override /baseline@_global_.baseline": choice})
+    store.store(name, {"defaults": [*defaults, "_self_"], **asdict(preset.objective)}, "objective")
 
 
 def check_trust(config: Any, overrides: list[str]) -> None:

@@ -21,6 +21,7 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import OTHER_COMMANDS
 from grpo_ustat.config.identity import OPERATIONAL_KEYS
 from grpo_ustat.config.load import NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
@@ -108,7 +109,7 @@ def check_words(words: Sequence[str], schema: type) -> None:
 
 def _group_of_others(key: str, value: str, schema: type) -> str:
     """Return the line that refuses a choice of a node that only another command chooses by name."""
-    elsewhere = [x.name for x in CONF.iterdir() if _is_choice(x.name, value, schema)]
+    elsewhere = [x for x in _groups_of(schema) if _is_choice(x, value, schema)]
     if elsewhere:
         return f"{key}={value}: write {' or '.join(f'{group}={value}' for group in elsewhere)}"
     if (CONF / key / f"{value}.yaml").is_file():
@@ -133,7 +134,7 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
     if groups:
         return f"{word}: write {' or '.join(f'{group}={word}' for group in groups)}"
     if field and field.schema is None:
-        return f"{word} has no value: write {word}={example_value(word, field.kind, CONF) or '...'}"
+        return f"{word} has no value: write {word}={example_value(field, CONF) or '...'}"
     if word in choices:
         return f"{word} has no value: write {word}=NAME, a name that --help {word} lists"
     if schema not in RUN_SCHEMAS.values() and "=" not in word and not cut:
@@ -212,7 +213,7 @@ def one_line(error: Exception, schema: type) -> str:
             return f"{group}= has no value: choose from {', '.join(fit)}"
         if group == "study" and name.lower() in OTHER_COMMANDS:
             return f"study={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
-        elsewhere = [x.name for x in CONF.iterdir() if _is_choice(x.name, name, schema)]
+        elsewhere = [x for x in _groups_of(schema) if _is_choice(x, name, schema)]
         if len(elsewhere) == 1:
             return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"
         known = f"{did_you_mean(name, fit)}choose from {', '.join(fit)}"
@@ -322,7 +323,7 @@ def _own_name(key: str, schema: type, known: Sequence[str]) -> str:
     field = field_at(own or "", all_fields(schema))
     if field is None:
         return ""
-    value = "NAME" if field.schema else example_value(field.path, field.kind, CONF) or "..."
+    value = "NAME" if field.schema else example_value(field, CONF) or "..."
     command = _command_of(schema)
     runs = command_line(command, "-m", f"{own}=...")
     of_each = f", or for a run of each {runs}" if key == f"{own}s" else ""
@@ -331,7 +332,7 @@ def _own_name(key: str, schema: type, known: Sequence[str]) -> str:
 
 def _is_choice(group: str, name: str, schema: type) -> bool:
     """Return True if a group of ours has this choice and the command can take it."""
-    if group == "baseline" and name in BASELINES:
+    if name in {"baseline": BASELINES, "objective": PRESETS}.get(group, ()):
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
     return file.is_file() and fits(file, schema)

@@ -18,6 +18,7 @@ from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.load import KIND_SCHEMAS, SCHEMAS
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import FieldInfo, fields_of
 from grpo_ustat.config.values import typed_value
@@ -113,8 +114,8 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
                 else GROUP_MEANINGS.get(group, "")
             )
             words_of = {file.stem: first_comment(file) for file in files}
-            if group == "baseline":
-                words_of = {name: short(rule.words) for name, rule in BASELINES.items()} | words_of
+            ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, {})
+            words_of = {name: short(one.words) for name, one in ours.items()} | words_of
             choices = tuple(Choice(name, words_of[name]) for name in sorted(words_of))
             groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
         launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]

@@ -53,7 +53,7 @@ class DatasetConfig:
         "of a completion, where max_completion_length is not set; null: it must be",
         "tokens",
         positive=True,
-        factory=lambda: None,
+        default=None,
     )
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class MseConfig(Common):
         RolloutConfig, "what writes completions; the model itself scores them"
     )
     budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
-    rules: dict[str, BaselineConfig] = field("the options of each baseline", factory=dict)
+    rules: dict[str, BaselineConfig] = field("the options of each baseline")
     objective: ObjectiveConfig = node(
         ObjectiveConfig, "the loss of whose rollouts the worth is measured, as train applies it"
     )

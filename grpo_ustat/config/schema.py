@@ -11,7 +11,6 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING as WITHOUT
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -44,9 +43,9 @@ def field(
     at_least: float = -math.inf,
     below: float = math.inf,
     entries: Mapping[str, str] | None = None,
-    factory: Any = WITHOUT,
+    default: Any = UNSET,
 ) -> Any:
-    """Declare a field of a schema; its value is in `conf/`, and `check_fields` enforces its limits.
+    """Declare a field of a schema; `check_fields` enforces its limits.
 
     Args:
         meaning: in a few words, `null: ...` if it may be null.
@@ -57,13 +56,11 @@ def field(
         at_least: the smallest allowed number; a number must then be finite.
         below: a number must be smaller than this.
         entries: meaning of each entry of a dictionary of options.
-        factory: makes the value of a field that is not in `conf/`.
+        default: value of a field that is not in `conf/`; without one it must be there.
     """
     limits = Limits(choices, plugins, positive, at_least, below)
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
-    if factory is not WITHOUT:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=UNSET, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,8 @@ class FieldInfo:
     unit: str
     choices: tuple[str, ...]
     entries: Mapping[str, str]
+    # Value without a file; `UNSET`: a file must give it.
+    default: Any
     # Schema of a node; None for fields.
     schema: type | None
 
@@ -162,6 +161,7 @@ def fields_of(
             unit=metadata.get("unit", ""),
             choices=metadata.get("limits", Limits()).choices,
             entries=metadata.get("entries", {}),
+            default=declared.default,
             schema=nested,
         )
         if nested:

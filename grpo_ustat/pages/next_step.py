@@ -14,7 +14,7 @@ import yaml
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.data import STUDY_QUESTIONS, JsonlConfig
 from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.objective import OBJECTIVES, preset
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import METHODS
 from grpo_ustat.estimators.baselines import BASELINES
@@ -241,11 +241,12 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the objective and its baseline, of a study or a training run."""
     objective, rule = config.get("objective") or {}, config.get("baseline") or {}
-    if objective.get("name") not in OBJECTIVES or rule.get("name") not in BASELINES:
+    if objective.get("name") not in PRESETS or rule.get("name") not in BASELINES:
         return []  # a folder of another version, or with a rule of its own
-    shipped, chosen = preset(objective["name"])
+    preset = PRESETS[objective["name"]]
+    chosen = preset.baseline
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
-    words += _changes(objective, asdict(shipped), "objective.")
+    words += _changes(objective, asdict(preset.objective), "objective.")
     options = chosen.options if chosen else {}
     if rule["name"] != (chosen.name if chosen else "leave_one_out"):
         words.append(f"baseline={rule['name']}")

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import SCHEMAS, all_fields
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, quote_for_shell
 
@@ -222,9 +223,10 @@ def test_right_words_are_left_alone(words):
 
 
 def test_examples_are_values_of_the_files():
-    assert example_value("seed", "int", CONF) == "0"
-    assert example_value("group_sizes", "list of int", CONF) == "[2,4,8]"
-    assert example_value("no.such", "int", CONF) is None
+    fields = {field.path: field for field in all_fields(SCHEMAS["mse"])}
+    assert example_value(fields["seed"], CONF) == "0"
+    assert example_value(fields["group_sizes"], CONF) == "[2,4,8]"
+    assert example_value(fields["objective.epsilon"], CONF) is None
 
 
 def test_a_value_with_a_dollar_is_quoted_so_that_no_shell_reads_it():

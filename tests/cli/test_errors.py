@@ -70,7 +70,7 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not find 'bed/x' Available options in 'bed': coins none softmax Config search path": (
         "gap", "unknown bed 'x': choose from coins, none, softmax"
     ),
-    "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config search": (
+    "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config s": (
         "gap", "unknown experiment 'x': choose from theorems"
     ),
     "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (

@@ -16,7 +16,7 @@ import trl_room  # noqa: F401  # pages name grpo_ustat.integrations.trl, which w
 import yaml
 from readme import PAGES, ROOT, anchor, headings, links, prose
 
-from grpo_ustat.config.recipes import RECIPES
+from grpo_ustat.config.presets import RECIPES
 from grpo_ustat.estimators.baselines import BASELINES, Baseline
 from grpo_ustat.pages.symbols import SYMBOLS, legend
 

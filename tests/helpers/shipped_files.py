@@ -7,6 +7,7 @@ from commands import CONF
 
 from grpo_ustat.config.load import GapConfig
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.estimators.baselines import BASELINES
 
@@ -39,7 +40,8 @@ def takers(group, name):
 def group_files():
     """Each file and each of our rules with each command that takes it; at push with the first."""
     files = [(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")]
-    for group, name in sorted([*files, *(("baseline", name) for name in BASELINES)]):
+    ours = [("baseline", name) for name in BASELINES] + [("objective", name) for name in PRESETS]
+    for group, name in sorted(files + ours):
         for entry in SCHEMAS:
             if entry not in takers(group, name) or name in ("own", "jsonl"):
                 continue  # tests/docs/test_own_task.py, tests/tasks/test_jsonl.py
