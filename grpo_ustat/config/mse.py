@@ -97,7 +97,8 @@ class MseConfig(Common):
         source = (
             f"the rollouts of {self.pool}"
             if self.imports_pool
-            else f"{self.dataset.name}: {questions or 'all'} questions x {completions} completions"
+            else f"{self.dataset.name}: {questions or 'all'} question{'s' * (questions != 1)} x "
+            f"{completions} completions"
         )
         sizes = ", ".join(map(str, self.group_sizes))
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
