@@ -17,10 +17,9 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from grpo_ustat.config.command_line import command_line, install_line, program
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import OTHER_COMMANDS
 from grpo_ustat.config.identity import OPERATIONAL_KEYS
-from grpo_ustat.config.load import NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
+from grpo_ustat.config.load import CONF, NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, did_you_mean

@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 
 from grpo_ustat import __version__
 from grpo_ustat.cli.errors import refuse_words
-from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import CONF
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.folder import create_folder
 from grpo_ustat.terminal.console import tell

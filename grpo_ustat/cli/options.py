@@ -16,8 +16,7 @@ from grpo_ustat.cli.compose import whole_node
 from grpo_ustat.cli.errors import fits, is_overlay
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import KIND_SCHEMAS, SCHEMAS
+from grpo_ustat.config.load import CONF, KIND_SCHEMAS, SCHEMAS
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import FieldInfo, fields_of

@@ -8,8 +8,7 @@ import shlex
 import pytest
 
 from grpo_ustat.cli.compose import parse
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import SCHEMAS, all_fields
+from grpo_ustat.config.load import CONF, SCHEMAS, all_fields
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, quote_for_shell
 

@@ -6,8 +6,7 @@ import pytest
 
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.cli.errors import fits, is_overlay, one_line
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import SCHEMAS
+from grpo_ustat.config.load import CONF, SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 
 FILES = {  # file: the entries that know all it sets
