@@ -37,10 +37,7 @@ class ModelSize:
         "width of its hidden states; null: unknown", "numbers", positive=True, default=None
     )
     inner: int | None = field(
-        "width of its feed-forward layers; null: unknown",
-        "numbers",
-        positive=True,
-        default=None,
+        "width of its feed-forward layers; null: unknown", "numbers", positive=True, default=None
     )
 
 
@@ -62,9 +59,7 @@ class ModelConfig:
         default="float32",
     )
     attn_implementation: str | None = field(
-        "of attention, by transformers' name; null: its own choice",
-        choices=ATTENTION,
-        default=None,
+        "of attention, by transformers' name; null: its own choice", choices=ATTENTION, default=None
     )
     trust_remote_code: bool = field(
         "run code that comes with the model; only ever on the command line", default=False

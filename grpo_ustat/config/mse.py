@@ -30,7 +30,7 @@ from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
-from grpo_ustat.config.schema import ConfigError, check_distinct, field, node
+from grpo_ustat.config.schema import ConfigError, field, node
 from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, own_rules
 from grpo_ustat.estimators.coupled_losses import prompts_needed
@@ -71,13 +71,17 @@ class MseConfig(Common):
     objectives: list[str] = field(
         "further losses to measure, presets with the advantages that they set, or with baseline",
         choices=OBJECTIVES,
+        distinct=True,
     )
     baselines: list[str] = field(
         "the rules to compare, with their options under rules",
         choices=STUDIED_BASELINES,
         plugins=own_rules,
+        distinct=True,
     )
-    group_sizes: list[int] = field("in a group, every G of the curves", "completions")
+    group_sizes: list[int] = field(
+        "in a group, every G of the curves", "completions", distinct=True
+    )
     pool: str | None = field(
         "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
         "elsewhere; null: in the run folder"
@@ -213,11 +217,6 @@ class MseConfig(Common):
             if name in BASELINES and BASELINES[name].only_trains:
                 raise _only_trains(name)
         super().check()
-        lists = {"baselines": self.baselines, "group_sizes": self.group_sizes}
-        lists["objectives"] = self.objectives
-        lists["study.methods"] = self.study.methods
-        for path, values in lists.items():
-            check_distinct(path, values)
         if not (self.baselines and self.group_sizes and self.study.methods):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
         self._check_metric()

@@ -86,12 +86,7 @@ class ObjectiveConfig:
         at_least=0,
         default=0.0,
     )
-    num_iterations: int = field(
-        "over each batch",
-        "passes",
-        positive=True,
-        default=1,
-    )
+    num_iterations: int = field("over each batch", "passes", positive=True, default=1)
     num_minibatches: int = field(
         "of equally many prompts that a batch is split into, an update for each; where "
         "minibatch_size is given, that counts instead",
@@ -100,16 +95,10 @@ class ObjectiveConfig:
         default=1,
     )
     minibatch_size: int | None = field(
-        "of an update; null: n / num_minibatches",
-        "completions",
-        positive=True,
-        default=None,
+        "of an update; null: n / num_minibatches", "completions", positive=True, default=None
     )
     epsilon: float | None = field(
-        "ratios are clipped below at 1 - epsilon; null: not",
-        positive=True,
-        below=1,
-        default=None,
+        "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1, default=None
     )
     epsilon_high: float | None = field(
         "ratios are clipped above at 1 + epsilon_high, with loss_type=cispo at epsilon_high "
@@ -118,25 +107,15 @@ class ObjectiveConfig:
         default=None,
     )
     beta: float = field(
-        "coefficient of the penalty for leaving the reference model",
-        at_least=0,
-        default=0.0,
+        "coefficient of the penalty for leaving the reference model", at_least=0, default=0.0
     )
     kl_estimator: str | None = field(
-        "of that penalty; null: none",
-        choices=KL_ESTIMATORS,
-        default=None,
+        "of that penalty; null: none", choices=KL_ESTIMATORS, default=None
     )
     kl_in: str | None = field(
-        "where that penalty counts; null: nowhere",
-        choices=KL_PLACES,
-        default=None,
+        "where that penalty counts; null: nowhere", choices=KL_PLACES, default=None
     )
-    entropy_coef: float = field(
-        "coefficient of the bonus for entropy",
-        at_least=0,
-        default=0.0,
-    )
+    entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0, default=0.0)
 
     @property
     def rows(self) -> RowFilter:

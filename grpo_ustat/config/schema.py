@@ -42,6 +42,7 @@ def field(
     positive: bool = False,
     at_least: float = -math.inf,
     below: float = math.inf,
+    distinct: bool = False,
     entries: Mapping[str, str] | None = None,
     default: Any = UNSET,
 ) -> Any:
@@ -55,10 +56,11 @@ def field(
         positive: a number, or each of a list, must be above 0 and finite.
         at_least: the smallest allowed number; a number must then be finite.
         below: a number must be smaller than this.
+        distinct: a list must not name a value twice.
         entries: meaning of each entry of a dictionary of options.
         default: value of a field that is not in `conf/`; without one it must be there.
     """
-    limits = Limits(choices, plugins, positive, at_least, below)
+    limits = Limits(choices, plugins, positive, at_least, below, distinct)
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -72,6 +74,7 @@ class Limits:
     positive: bool = False
     at_least: float = -math.inf
     below: float = math.inf
+    distinct: bool = False
 
     def check(self, path: str, value: Any) -> None:
         """Refuse a value, or a list with an entry, that is not allowed; null is allowed."""
@@ -95,6 +98,8 @@ class Limits:
                 elif isinstance(entry, float):
                     allowed += " and finite"
                 raise ConfigError(f"{named} must be {allowed}")
+        if self.distinct and value is not None:
+            check_distinct(path, entries)
 
 
 def check_fields(node: Any, prefix: str = "") -> None:
@@ -216,6 +221,3 @@ def did_you_mean(word: str, names: Collection[str]) -> str:
     begun = [name for name in names if word and name.startswith(word)]
     near = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.7)
     return f"did you mean {near[0]}? " if near else ""
-
-
-positive, distinct, one_of = check_positive, check_distinct, check_choice
