@@ -72,9 +72,10 @@ def check_rollouts(
 def check_turn_numbers(
     place: object, name: str, groups: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Refuse rewards whose rows differ in the number of a turn within a group.
+    """Refuse rows that differ in the number of a turn within a group.
 
-    Without completions nothing else tells turns of one rollout from several rollouts.
+    Nothing else tells turns from rollouts where there are only rewards, or where every turn is
+    logged with the question as its prompt.
 
     Args:
         place: place of the rows, for messages.
@@ -85,8 +86,8 @@ def check_turn_numbers(
     for column, values in columns.items():
         if not SINGLE_TURN_NAME.fullmatch(column.lower()):
             continue
-        first: dict[Any, Any] = {}
-        for group, value in zip(groups, values, strict=True):
+        first: dict[str, Any] = {}
+        for group, value in zip(map(repr, groups), values, strict=True):
             if value is not None and first.setdefault(group, value) != value:
                 raise ConfigError(
                     f"{place}: rows of one {name} have {column} {first[group]} and {value}: each "
