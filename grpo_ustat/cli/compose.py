@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +185,23 @@ def register(entry: str) -> None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
 
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
-    rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
     if entry in ("mse", "train"):
-        for name, node in rules.items():
-            ConfigStore.instance().store(name, node, group="baseline")
-        for name, preset in PRESETS.items():
-            _store_objective(name, preset)
+        _store_choices()
     if entry == "mse":  # one node: as many files in a list take 0.2 s
+        rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
         rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
         ConfigStore.instance().store("mse_rules", {"rules": rules})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
+
+
+@cache
+def _store_choices() -> None:
+    """Give Hydra the choices of `baseline=` and `objective=`, once in a process."""
+    for name in BASELINES:
+        ConfigStore.instance().store(name, asdict(baseline_choice(name)), group="baseline")
+    for name, preset in PRESETS.items():
+        _store_objective(name, preset)
 
 
 def _store_objective(name: str, preset: Preset) -> None:
