@@ -44,7 +44,7 @@ def field(
     below: float = math.inf,
     distinct: bool = False,
     entries: Mapping[str, str] | None = None,
-    default: Any = UNSET,
+    default: object = UNSET,
 ) -> Any:
     """Declare a field of a schema; `check_fields` enforces its limits.
 
@@ -139,7 +139,7 @@ class FieldInfo:
     choices: tuple[str, ...]
     entries: Mapping[str, str]
     # Value without a file; `UNSET`: a file must give it.
-    default: Any
+    default: object
     # Schema of a node; None for fields.
     schema: type | None
 

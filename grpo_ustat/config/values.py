@@ -81,7 +81,7 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
     return None
 
 
-def _values_in_files(path: str, conf: Path) -> Iterator[Any]:
+def _values_in_files(path: str, conf: Path) -> Iterator[object]:
     """Yield a field's value in each configuration file, those of whole commands first."""
     node, _, name = path.rpartition(".")
     own, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))

@@ -70,7 +70,7 @@ def check_rollouts(
 
 
 def check_turn_numbers(
-    place: object, name: str, groups: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+    place: object, name: str, groups: Sequence[object], columns: Mapping[str, Sequence[object]]
 ) -> None:
     """Refuse rows that differ in the number of a turn within a group.
 
@@ -86,7 +86,7 @@ def check_turn_numbers(
     for column, values in columns.items():
         if not SINGLE_TURN_NAME.fullmatch(column.lower()):
             continue
-        first: dict[str, Any] = {}
+        first: dict[str, object] = {}
         for group, value in zip(map(repr, groups), values, strict=True):
             if value is not None and first.setdefault(group, value) != value:
                 raise ConfigError(
