@@ -143,6 +143,7 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
         entry: `train`, `mse` or `gap`.
         overrides: as on the command line.
     """
+    check_words(overrides, SCHEMAS[entry])
     with composing(entry):
         config = _checked(_compose(entry, hydra_overrides(overrides)), SCHEMAS[entry])
     check_trust(config, overrides)
