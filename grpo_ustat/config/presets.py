@@ -84,10 +84,10 @@ _add(
     # its section 4.2
     beta=0.04,
 )
-# "Understanding R1-Zero-like training", arXiv 2503.20783; its advantage is baseline=group_mean.
 _add(
     "dr_grpo",
-    "Zichen Liu et al. 2025: clipped ratios of tokens, tokens divided by a constant, no penalty.",
+    "Zichen Liu et al. 2025: clipped ratios of tokens, tokens divided by a constant, no penalty. "
+    '"Understanding R1-Zero-like training", arXiv 2503.20783; its advantage is baseline=group_mean.',
     "grpo",
     # its section 3.2; the constant is max_completion_length in its code
     loss_type="dr_grpo",
@@ -98,13 +98,13 @@ _add(
     epsilon=0.2,
     epsilon_high=0.2,
 )
-# arXiv 2503.14476; its advantage is baseline=group_std. Its dynamic sampling is
+# Its dynamic sampling is
 # zero_variance_groups=replace, which mse measures and train, which samples once, refuses; its
 # penalty for overlong answers is not part of an objective and not here.
 _add(
     "dapo",
     "Yu et al. 2025: clipping wider above than below, all tokens of the update weigh the same, no "
-    "penalty.",
+    "penalty. arXiv 2503.14476; its advantage is baseline=group_std.",
     "grpo",
     # its section 3.3
     loss_type="dapo",
@@ -115,11 +115,11 @@ _add(
     # its section 2.3
     beta=0.0,
 )
-# arXiv 2507.18071; its advantage is baseline=group_std. The ratio's gradient divides a completion's
-# score by its length.
+# The ratio's gradient divides a completion's score by its length.
 _add(
     "gspo",
-    "Zheng et al. 2025: one clipped ratio a completion, the geometric mean of its tokens' ratios.",
+    "Zheng et al. 2025: one clipped ratio a completion, the geometric mean of its tokens' ratios. "
+    "arXiv 2507.18071; its advantage is baseline=group_std.",
     "grpo",
     # its equations 7 and 10, 1/|y_i|
     importance_sampling_level="sequence",
@@ -236,12 +236,12 @@ _add(
     epsilon_high=None,
 )
 
-# verl 0.9.1, the defaults of its actor.yaml. verl also bounds ratios above 3 where the advantage is
+# verl also bounds ratios above 3 where the advantage is
 # negative (clip_ratio_c), which one update of a batch never meets; that is not here.
 _add(
     "verl_token_mean",
     "verl's loss as it comes, loss_agg_mode=token-mean, with adv_estimator=grpo: clipped ratios of "
-    "tokens, no penalty.",
+    "tokens, no penalty. verl 0.9.1, the defaults of its actor.yaml.",
     "grpo",
     # norm_adv_by_std_in_grpo=true, with the epsilon of compute_grpo_outcome_advantage
     BaselineConfig("group_std", {"epsilon": 1e-6}),
@@ -257,21 +257,21 @@ _add(
 _add(
     "verl_seq_mean_token_sum",
     "verl's loss_agg_mode=seq-mean-token-sum: tokens of a completion added up, otherwise as "
-    "verl_token_mean.",
+    "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     loss_type="sum",
 )
 _add(
     "verl_seq_mean_token_mean",
     "verl's loss_agg_mode=seq-mean-token-mean: each completion's tokens averaged, otherwise as "
-    "verl_token_mean.",
+    "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     loss_type="grpo",
 )
 _add(
     "verl_seq_mean_token_sum_norm",
     "verl's loss_agg_mode=seq-mean-token-sum-norm: tokens divided by a constant, otherwise as "
-    "verl_token_mean.",
+    "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     # norm_adv_by_std_in_grpo=false, as verl's page on GRPO writes Dr. GRPO
     baseline_choice("group_mean"),
