@@ -87,7 +87,8 @@ _add(
 _add(
     "dr_grpo",
     "Zichen Liu et al. 2025: clipped ratios of tokens, tokens divided by a constant, no penalty. "
-    '"Understanding R1-Zero-like training", arXiv 2503.20783; its advantage is baseline=group_mean.',
+    '"Understanding R1-Zero-like training", arXiv 2503.20783; its advantage is '
+    "baseline=group_mean.",
     "grpo",
     # its section 3.2; the constant is max_completion_length in its code
     loss_type="dr_grpo",
