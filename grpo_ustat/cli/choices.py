@@ -9,14 +9,14 @@ from typing import get_type_hints
 
 import yaml
 
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import SCHEMAS, kinds_of
+from grpo_ustat.config.load import CONF, SCHEMAS, kinds_of
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.estimators.baselines import BASELINES
 
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
 # Groups that are no fields of the schema.
-EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}
+EXTRA_GROUPS = {"mse": {"debug"}, "train": {"debug"}}
 
 
 def command_of(schema: type) -> str:
@@ -36,7 +36,7 @@ def top_names(schema: type) -> set[str]:
 
 def is_choice(group: str, name: str, schema: type) -> bool:
     """Return True if a group of ours has this choice and the command can take it."""
-    if group == "baseline" and name in BASELINES:
+    if name in {"baseline": BASELINES, "objective": PRESETS}.get(group, ()):
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
     return file.is_file() and fits(file, schema)

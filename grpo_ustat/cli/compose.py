@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from grpo_ustat.config.command_line import command_line, install_line, is_instal
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.model import EMBEDDED
+from grpo_ustat.config.presets import PRESETS, Preset
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
@@ -162,7 +164,7 @@ def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema, our rules, and two resolvers.
+    """Give Hydra what `conf/` refers to: the schema, our rules and objectives, and two resolvers.
 
     `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
     `${learning_rate:}` is the model's.
@@ -177,15 +179,35 @@ def register(entry: str) -> None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
 
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
-    rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
     if entry in ("mse", "train"):
-        for name, node in rules.items():
-            ConfigStore.instance().store(name, node, group="baseline")
+        _store_choices()
     if entry == "mse":  # one node: as many files in a list take 0.2 s
+        rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
         rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
         ConfigStore.instance().store("mse_rules", {"rules": rules})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
+
+
+@cache
+def _store_choices() -> None:
+    """Give Hydra the choices of `baseline=` and `objective=`, once in a process."""
+    for name in BASELINES:
+        ConfigStore.instance().store(name, asdict(baseline_choice(name)), group="baseline")
+    for name, preset in PRESETS.items():
+        _store_objective(name, preset)
+
+
+def _store_objective(name: str, preset: Preset) -> None:
+    """Give Hydra a choice of `objective=`, which also chooses its rule where no other is typed."""
+    store, rule, defaults = ConfigStore.instance(), preset.baseline, list[dict[str, str]]()
+    if rule is not None:
+        choice = rule.name
+        if rule != baseline_choice(rule.name):  # with options of its own
+            choice = f"objective/{name}"
+            store.store(name, asdict(rule), group="baseline/objective")
+        defaults.append({"override /baseline@_global_.baseline": choice})
+    store.store(name, {"defaults": [*defaults, "_self_"], **asdict(preset.objective)}, "objective")
 
 
 def check_trust(config: Any, overrides: list[str]) -> None:
@@ -211,7 +233,7 @@ def _check_log(config: Any, overrides: list[str]) -> None:
 
     path = Path(config.pool)
     check_columns(path)
-    names = r"\+{0,2}(model|policy|model\.model_name_or_path)="
+    names = r"\+{0,2}(model|model\.model_name_or_path)="
     is_named = any(re.match(names, override) for override in overrides)
     if not is_named and config.model.model_name_or_path.startswith(EMBEDDED):
         raise ConfigError(

@@ -27,10 +27,9 @@ from grpo_ustat.cli.choices import (
 )
 from grpo_ustat.cli.verbs import VERBS
 from grpo_ustat.config.command_line import command_line, install_line, program
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import OTHER_COMMANDS
 from grpo_ustat.config.identity import OPERATIONAL_KEYS
-from grpo_ustat.config.load import NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
+from grpo_ustat.config.load import CONF, NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
 from grpo_ustat.terminal.streams import single_line
@@ -81,10 +80,23 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
         if key in groups_of(schema) and not is_name and not override.is_delete():
             raise ConfigError(f"{line}: a name is needed, see --help {key}")
         field = field_at(key, all_fields(schema))
+        if field and field.schema and (CONF / key).is_dir() and key not in groups_of(schema):
+            raise ConfigError(_group_of_others(key, str(value), schema))
         # OmegaConf would take any other number as true.
         is_number = isinstance(value, int | float) and value not in (0, 1)
         if field and field.kind == "bool" and is_number:
             raise ConfigError(wrong_value(field, str(value), CONF))
+
+
+def _group_of_others(key: str, value: str, schema: type) -> str:
+    """Return the line that refuses a choice of a node that only another command chooses by name."""
+    elsewhere = [x for x in groups_of(schema) if is_choice(x, value, schema)]
+    if elsewhere:
+        return f"{key}={value}: write {' or '.join(f'{group}={value}' for group in elsewhere)}"
+    if (CONF / key / f"{value}.yaml").is_file():
+        owners = [other for other in RUN_SCHEMAS.values() if key in groups_of(other)]
+        return f"{key}={value} is {_one_of_commands(owners)}"
+    return f"{key}={value}: it has fields of its own, see --help {key}"
 
 
 def several_values(override: Override, schema: type) -> str:
@@ -151,7 +163,7 @@ def _no_value(word: str, schema: type) -> str:
     field = field_at(key.lstrip("+~"), all_fields(schema))
     is_text = key == "model" or field is None or field.kind.startswith(("str", "any"))
     if not equals and field and field.schema is None:
-        return f"{word} has no value: write {word}={example_value(word, field.kind, CONF) or '...'}"
+        return f"{word} has no value: write {word}={example_value(field, CONF) or '...'}"
     if not equals and word in groups_of(schema):
         return f"{word} has no value: write {word}=NAME, a name that --help {word} lists"
     if not equals:
@@ -175,7 +187,7 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
         return f"{group}= has no value: choose from {', '.join(fit)}"
     if group == "study" and name.lower() in OTHER_COMMANDS:
         return f"study={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
-    elsewhere = [folder.name for folder in CONF.iterdir() if is_choice(folder.name, name, schema)]
+    elsewhere = [x for x in groups_of(schema) if is_choice(x, name, schema)]
     if len(elsewhere) == 1:
         return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"
     places = ", or write model=org/name or model=FOLDER" if group == "model" else ""

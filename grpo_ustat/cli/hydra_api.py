@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from grpo_ustat import __version__
 from grpo_ustat.cli.errors import unknown_flag
-from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import CONF
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import SURROGATE, single_line

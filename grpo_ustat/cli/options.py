@@ -16,8 +16,8 @@ from grpo_ustat.cli.choices import fits, is_overlay
 from grpo_ustat.cli.compose import whole_node
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import KIND_SCHEMAS, SCHEMAS
+from grpo_ustat.config.load import CONF, KIND_SCHEMAS, SCHEMAS
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import FieldInfo, fields_of
 from grpo_ustat.config.values import typed_value
@@ -26,8 +26,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 LAUNCHER = "hydra/launcher"
 # Of groups that set fields of several nodes, or that have no node of their name.
 GROUP_MEANINGS = {
-    "policy": "model, data set, prompt and length together, for sweeps",
-    "study": "a study of the paper, or of ours",
+    "study": "a result of the paper, on the test problem that suits it",
     "experiment": "everything that one figure, table or check needs",
     "debug": "a run that ends in seconds",
     LAUNCHER: "where a sweep (-m) starts its runs",
@@ -114,8 +113,8 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
                 else GROUP_MEANINGS.get(group, "")
             )
             words_of = {file.stem: first_comment(file) for file in files}
-            if group == "baseline":
-                words_of = {name: short(rule.words) for name, rule in BASELINES.items()} | words_of
+            ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, {})
+            words_of = {name: short(one.words) for name, one in ours.items()} | words_of
             choices = tuple(Choice(name, words_of[name]) for name in sorted(words_of))
             groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
         launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]

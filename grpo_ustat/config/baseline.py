@@ -8,9 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import yaml
-
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, field
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, own_rules
 from grpo_ustat.estimators.baselines import check_options as check_option_names
@@ -121,13 +118,8 @@ class BaselineConfig:
 
 
 def baseline_choice(name: str) -> BaselineConfig:
-    """Return the rule that `baseline=NAME` chooses.
-
-    It is one of ours with the defaults of its options, or else that of `conf/baseline/NAME.yaml`.
-    """
-    if name in BASELINES:
-        return BaselineConfig(name, dict(BASELINES[name].options))
-    return BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{name}.yaml").read_text()))
+    """Return the rule of ours that `baseline=NAME` chooses, with the defaults of its options."""
+    return BaselineConfig(name, dict(BASELINES[name].options))
 
 
 def complete_own_rule(rule: BaselineConfig, key: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ustat.config.schema import ConfigError, field, positive
+from grpo_ustat.config.schema import ConfigError, field
 
 MOST_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
 
@@ -35,10 +35,12 @@ class PlaneConfig(BedConfig):
         "D, of theta; those that u does not see leave a flat set of maximisers", "numbers"
     )
     start: list[float] = field("u of the first policy, which has as many coordinates")
-    reach: float = field("J* - J at the border of the set where theory is asked to hold")
+    reach: float = field(
+        "J* - J at the border of the set where theory is asked to hold", positive=True
+    )
 
     def check(self) -> None:
-        """Refuse a start that the parameters cannot have, and a reach that is not above 0."""
+        """Refuse a start that the parameters cannot have."""
         if not self.start:
             raise ConfigError("bed.start=[] has no coordinate: give one number for each of u")
         if self.parameters < len(self.start):
@@ -46,7 +48,6 @@ class PlaneConfig(BedConfig):
                 f"bed.parameters={self.parameters} with {len(self.start)} coordinates in bed.start"
                 f": use bed.parameters={len(self.start)} or more"
             )
-        positive(self, "reach", prefix="bed.")
 
 
 @dataclass
@@ -90,10 +91,10 @@ class RidgeCoinsConfig(CoinPlaneConfig):
     slopes: list[float] = field("of that probability in v, for each prompt; their mean is 0")
     styles: list[float] = field("slopes in v of what earns nothing, the score's noise, at w = 0")
     along: list[float] = field("slopes in w of what earns nothing, for each prompt")
-    curvature: float = field("of -J along v at w = 0, above 0")
+    curvature: float = field("of -J along v at w = 0, above 0", positive=True)
     bend: float = field("what curvature grows by with w, as a share of it")
     spread: float = field("what styles grow by with w, as a share of them")
-    width: float = field("of the ridge: |w| stays within")
+    width: float = field("of the ridge: |w| stays within", positive=True)
 
     def check(self) -> None:
         """Refuse numbers of wrong shapes, and a start outside the ridge."""
@@ -106,7 +107,6 @@ class RidgeCoinsConfig(CoinPlaneConfig):
                     f"bed.{name} has {len(getattr(self, name))} numbers, bed.values has "
                     f"{len(self.values)}: give one for each prompt"
                 )
-        positive(self, "curvature", "width", prefix="bed.")
         if abs(self.start[1]) > self.width:
             raise ConfigError(
                 f"bed.start={self.start} has a w larger than bed.width={self.width}: start within"
@@ -134,11 +134,11 @@ class SoftmaxConfig(PlaneConfig):
 class SequencesConfig(BedConfig):
     """A policy that writes token by token, see `gap.sequences`."""
 
-    prompts: int = field("that share the parameters", "prompts")
-    vocabulary: int = field("that can come next", "tokens")
-    length: int = field("of every completion", "tokens")
-    spread: float = field("standard deviation of the parameters, which are drawn")
-    apart: float = field("of what the reference policy's parameters differ by")
+    prompts: int = field("that share the parameters", "prompts", positive=True)
+    vocabulary: int = field("that can come next", "tokens", positive=True)
+    length: int = field("of every completion", "tokens", positive=True)
+    spread: float = field("standard deviation of the parameters, which are drawn", positive=True)
+    apart: float = field("of what the reference policy's parameters differ by", positive=True)
     reward_levels: int = field("of rewards, even steps from 0 to 1; 2: right or wrong", "levels")
     difficulties: list[float] = field(
         "of each prompt: a completion's rank among all, to this power, is its reward"
@@ -147,7 +147,6 @@ class SequencesConfig(BedConfig):
 
     def check(self) -> None:
         """Refuse sizes that are too small or too large to enumerate."""
-        positive(self, "prompts", "vocabulary", "length", "spread", "apart", prefix="bed.")
         if self.vocabulary < 2 or self.vocabulary**self.length > MOST_COMPLETIONS:
             raise ConfigError(
                 f"bed.vocabulary={self.vocabulary} bed.length={self.length}: use 2 tokens or more, "

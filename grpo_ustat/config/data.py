@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.own_functions import TASKS, check_entry_point, check_reward
-from grpo_ustat.config.row_files import read_rows, split_files
+from grpo_ustat.config.row_files import Row, read_rows, split_files
 from grpo_ustat.config.schema import ConfigError, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
@@ -31,6 +31,8 @@ OTHER_COLUMNS = {  # of questions and answers, as files of others name them
     "answer": ("answer", "ground_truth", "solution", "expected_answer", "final_answer", "gold",
                "target", "label", "response", "completion", "output"),
 }  # fmt: skip
+MARK = "####"  # before the answer at the end of a solution
+LARGEST_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
@@ -53,7 +55,7 @@ class DatasetConfig:
         "of a completion, where max_completion_length is not set; null: it must be",
         "tokens",
         positive=True,
-        factory=lambda: None,
+        default=None,
     )
 
     def check(self) -> None:
@@ -234,7 +236,7 @@ class JsonlConfig(DatasetConfig):
     )
 
     def check(self) -> None:
-        """Refuse missing files and sizes beyond their rows; set sizes that are null.
+        """Refuse missing files, broken rows and sizes beyond them; set sizes that are null.
 
         See `DatasetConfig.check`.
         """
@@ -244,6 +246,9 @@ class JsonlConfig(DatasetConfig):
             if place is not None and not Path(place).expanduser().exists():
                 raise ConfigError(f"dataset.{name}={place}: there is no such file or folder")
         rows, test_rows = self.row_counts()
+        for file in (*self.train_files, *self.test_files):
+            for row in read_rows(file):
+                self.question_and_answer(row)
         if not rows:
             raise ConfigError(f"dataset.path={self.path} holds no row")
         quarter = min(MOST_HELD_OUT_QUESTIONS, max(1, rows // 4))
@@ -285,6 +290,20 @@ class JsonlConfig(DatasetConfig):
             f"group_size): {fix}{lower}"
         )
 
+    def question_and_answer(self, row: Row) -> tuple[str, str]:
+        """Return question and answer of a row as texts, with the white space at their ends.
+
+        A row without them is refused; the expected answer follows the last `MARK`, if there is one.
+        """
+        text, answer = row.text(self.question), row.value(self.answer)
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise row.refused(self.answer, answer, "a text or a number")
+        if isinstance(answer, float) and answer.is_integer() and abs(answer) < LARGEST_EXACT_FLOAT:
+            answer = int(answer)
+        if not str(answer).rpartition(MARK)[2].strip():
+            raise row.refused(self.answer, answer, "a text that is not empty")
+        return text, str(answer)
+
     def row_counts(self) -> tuple[int, int | None]:
         """Count the rows to study and train on, and the test rows.
 
@@ -296,7 +315,7 @@ class JsonlConfig(DatasetConfig):
 
     def _count(self, name: str, file: Path) -> int:
         rows = read_rows(file, f"dataset.{name}")
-        count, columns = len(rows), [*rows[0][1]] if rows else []
+        count, columns = len(rows), [*rows[0].fields] if rows else []
         missing = [key for key in ("question", "answer") if getattr(self, key) not in columns]
         if not columns or not missing:
             return count

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from grpo_ustat.config.beds import MOST_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
-from grpo_ustat.config.schema import ConfigError, distinct, field, node
+from grpo_ustat.config.schema import ConfigError, field, node
 
 OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
-    "figure4": "mse study=figure4_offline",
+    "figure4": "mse experiment=figure4_offline",
     "figure5": "train experiment=figure5_offline",
     "table2": "train experiment=table2_math",
     "best_group_size": "report runs=[outputs/best_group_size,outputs/best_group_size_start]",
@@ -48,7 +48,6 @@ class SimulatedConfig(TheoryConfig):
 
 
 def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
-    distinct(key, group_sizes)
     if not group_sizes or any(rollouts % size for size in group_sizes):
         typed = group_sizes if key.endswith("s") else group_sizes[0]
         raise ConfigError(f"{key}={typed} with study.rollouts={rollouts}: use divisors of it")
@@ -104,24 +103,24 @@ class Theorem7Config(SimulatedConfig):
     title = "Theorem 7, the best group size"
 
     rollouts: list[int] = field(
-        "of a step, every n = B G, compared at each T", "completions", positive=True
+        "of a step, every n = B G, compared at each T", "completions", positive=True, distinct=True
     )
     totals: list[int] = field(
-        "of a whole run, n T: at each T a step has n = total / T", "completions", positive=True
+        "of a whole run, n T: at each T a step has n = total / T",
+        "completions",
+        positive=True,
+        distinct=True,
     )
     group_sizes: list[int] = field(
-        "in a group, every G; those count that divide n", "completions", at_least=2
+        "in a group, every G; those count that divide n", "completions", at_least=2, distinct=True
     )
     constant_rates: list[float] = field("learning rates, each below 2 / L", positive=True)
     steps: list[int] = field("at which gaps are compared, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse sizes, steps and totals that do not divide each other, or that are given twice."""
+        """Refuse sizes, steps and totals that do not divide each other."""
         super().check()
         _check_steps(self.steps)
-        distinct("study.rollouts", self.rollouts)
-        distinct("study.totals", self.totals)
-        distinct("study.group_sizes", self.group_sizes)
         if not self.rollouts and not self.totals:
             raise ConfigError("study.rollouts=[] study.totals=[]: name rollouts of a step or a run")
         for total in self.totals:
@@ -146,7 +145,10 @@ class Theorem8Config(SimulatedConfig):
 
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "of GRPO, in a group; the first also of the others", "completions", at_least=2
+        "of GRPO, in a group; the first also of the others",
+        "completions",
+        at_least=2,
+        distinct=True,
     )
     steps: list[int] = field("at which laws are compared; the last decides", "steps", positive=True)
 
@@ -164,7 +166,7 @@ class CorollariesConfig(SimulatedConfig):
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
-    group_sizes: list[int] = field("in a group, every G", "completions", at_least=2)
+    group_sizes: list[int] = field("in a group, every G", "completions", at_least=2, distinct=True)
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
@@ -197,6 +199,7 @@ class Proposition13Config(SimulatedConfig):
         "in a group, every G at which there are variants with KL term, minibatches, both",
         "completions",
         at_least=2,
+        distinct=True,
     )
     steps: int = field("updates of each run, T; 4 or more", "steps", at_least=4)
 
@@ -207,7 +210,6 @@ class Proposition13Config(SimulatedConfig):
             raise ConfigError(f"study.group_sizes={self.group_sizes}: name sizes, ascending")
         _check_doubling(self.limit_sizes)
         _check_minibatches(self.num_prompts, self.minibatches)
-        distinct("study.variant_sizes", self.variant_sizes)
 
 
 @dataclass
@@ -235,6 +237,7 @@ class Theorem12Config(TheoryConfig):
     normalisations: list[str] = field(
         "what advantages are divided by along the updates: nothing, or the group's std + epsilon",
         choices=NORMALISATIONS,
+        distinct=True,
     )
     epsilon: float = field("added to a group's standard deviation", positive=True)
     floor: float = field(
@@ -249,7 +252,7 @@ class Theorem12Config(TheoryConfig):
         "in a group, G, of the updates; one of group_sizes", "completions", at_least=2
     )
     group_sizes: list[int] = field(
-        "in a group, every G at learning rate 0", "completions", at_least=2
+        "in a group, every G at learning rate 0", "completions", at_least=2, distinct=True
     )
     limit_sizes: list[int] = field(
         "three, each twice the one before, from which limits in G are extrapolated", "completions"
@@ -263,7 +266,6 @@ class Theorem12Config(TheoryConfig):
 
     def check(self) -> None:
         """Refuse sizes that do not fit each other, and a study without normalisations."""
-        distinct("study.normalisations", self.normalisations)
         if not self.normalisations:
             raise ConfigError(
                 f"study.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
@@ -283,7 +285,6 @@ class Theorem12Config(TheoryConfig):
                 f"study.group_size={self.group_size} with study.group_sizes={self.group_sizes}: "
                 "use one of them"
             )
-        distinct("study.group_sizes", self.group_sizes)
         _check_doubling(self.limit_sizes)
 
 

@@ -1,7 +1,7 @@
 """The schema of each command, and the construction of a configuration from composed values.
 
-Values live in `conf/`; there is no default here. Nothing in this file imports torch, so a wrong
-configuration is refused before anything slow happens.
+Values live in `conf/`, what its files leave out in the schemas. Nothing in this file imports torch,
+so a wrong configuration is refused before anything slow happens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
@@ -22,7 +24,6 @@ from omegaconf.errors import (
 from grpo_ustat.config.baseline import BaselineConfig, complete_own_rule
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.data import DATASETS
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import STUDIES, GapConfig
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.run import ReportEntry
@@ -39,6 +40,9 @@ from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import own_rules
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel, or in a checkout.
+CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "bed": BEDS,
@@ -86,6 +90,22 @@ def build_config(config: Any, schema: type) -> Any:
             complete_own_rule(rule, "baselines")
     result.check()
     return result
+
+
+def values_of(group: str, name: str) -> dict[str, Any]:
+    """Return the fields of a node of `train` as `group=name` sets them.
+
+    They are those of the file, of the files on which it is based, and of the schema.
+
+    >>> values_of("dataset", "math500")["path"], values_of("prompt", "bare")["shots"]
+    ('DigitalLearningGmbH/MATH-lighteval', 0)
+    """
+    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    schema = get_type_hints(TrainConfig).get(group, Any)
+    values: dict[str, Any] = {} if schema is Any else asdict(schema())
+    for base in content.pop("defaults", ()):
+        values |= values_of(group, base)
+    return values | content
 
 
 def _literal(value: Any) -> Any:

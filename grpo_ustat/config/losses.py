@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_ustat.config.baseline import BaselineConfig
-from grpo_ustat.config.objective import ObjectiveConfig, preset
-from grpo_ustat.config.schema import ConfigError, check_distinct
+from grpo_ustat.config.objective import ObjectiveConfig
+from grpo_ustat.config.presets import PRESETS
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import StudyConfig
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
@@ -40,8 +41,8 @@ class MeasuredLosses:
         """Every objective with its loss at a batch's first update."""
         pairs = [(self.objective, self.baseline)]
         for name in self.objectives:
-            objective, rule = preset(name)
-            pairs.append((objective, rule or self.baseline))
+            preset = PRESETS[name]
+            pairs.append((preset.objective, preset.baseline or self.baseline))
         length = self.max_completion_length
         return [(objective, objective.loss(rule, length)) for objective, rule in pairs]
 
@@ -103,7 +104,6 @@ class MeasuredLosses:
     def check(self) -> None:
         """Refuse invalid losses, and those that a study of this pool cannot measure."""
         self.objective.check()
-        check_distinct("study.corrections", self.study.corrections)
         if self.objective.name in self.objectives:
             raise ConfigError(
                 f"objectives={self.objectives} names objective={self.objective.name} again: leave "

@@ -22,22 +22,22 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 class ModelSize:
     """Sizes behind costs; read from config.json if the model is a folder."""
 
-    parameters: int | None = field("how many it has; null: unknown", positive=True)
-    layers: int | None = field("how many it has; null: unknown", positive=True)
+    parameters: int | None = field("how many it has; null: unknown", positive=True, default=None)
+    layers: int | None = field("how many it has; null: unknown", positive=True, default=None)
     kv_width: int | None = field(
         "that a token leaves in one layer's keys: key-value heads x their width; null: unknown",
         "numbers",
         positive=True,
+        default=None,
     )
-    vocabulary: int | None = field("that it knows; null: unknown", "tokens", positive=True)
+    vocabulary: int | None = field(
+        "that it knows; null: unknown", "tokens", positive=True, default=None
+    )
     hidden: int | None = field(
-        "width of its hidden states; null: unknown", "numbers", positive=True, factory=lambda: None
+        "width of its hidden states; null: unknown", "numbers", positive=True, default=None
     )
     inner: int | None = field(
-        "width of its feed-forward layers; null: unknown",
-        "numbers",
-        positive=True,
-        factory=lambda: None,
+        "width of its feed-forward layers; null: unknown", "numbers", positive=True, default=None
     )
 
 
@@ -50,23 +50,29 @@ class ModelConfig:
         "embedded:NAME, cached:NAME (made by a script), a folder with a model or with LoRA "
         "adapters of one, or org/name on the hub"
     )
-    revision: str | None = field("branch, tag or commit on the hub; null: its main branch")
-    dtype: str = field("of the weights", choices=DTYPES)
+    revision: str | None = field(
+        "branch, tag or commit on the hub; null: its main branch", default=None
+    )
+    dtype: str = field(
+        "of the weights; in bfloat16 AdamW's small steps are lost, bf16=true computes in it",
+        choices=DTYPES,
+        default="float32",
+    )
     attn_implementation: str | None = field(
-        "of attention, by transformers' name; null: its own choice", choices=ATTENTION
+        "of attention, by transformers' name; null: its own choice", choices=ATTENTION, default=None
     )
     trust_remote_code: bool = field(
-        "run code that comes with the model; only ever on the command line"
+        "run code that comes with the model; only ever on the command line", default=False
     )
     learning_rate: float | None = field(
         "of training all its parameters, where learning_rate is not set; null: it must be",
         positive=True,
-        factory=lambda: None,
+        default=None,
     )
     lora_learning_rate: float | None = field(
         "of training adapters (lora=r16), where learning_rate is not set; null: it must be",
         positive=True,
-        factory=lambda: None,
+        default=None,
     )
     size: ModelSize = node(
         ModelSize, "what costs are estimated from, where the model is no folder that says it"
@@ -85,33 +91,37 @@ class PromptConfig:
     name: str = field("of the prompt, in messages")
     template: str = field("a question as the model reads it, with {question}")
     reply: str | None = field(
-        "how an example goes on after its question, with {answer} or {solution}; null: no examples"
+        "how an example goes on after its question, with {answer} or {solution}; null: no examples",
+        default=None,
     )
     shots: int = field(
         "with their solutions before the question, the same for all questions, from outside train, "
         "test and study",
         "examples",
         at_least=0,
+        default=0,
     )
-    seed: int = field("which examples are drawn")
+    seed: int = field("which examples are drawn", default=0)
     chat: bool | None = field(
         "write turns in the model's own chat format; null: where the model has one"
     )
-    system: str | None = field("the system turn of a chat; null: the format's own")
+    system: str | None = field("the system turn of a chat; null: the format's own", default=None)
     stop: str | None = field(
         "every token that contains it ends a completion, as its last; null: the model's end tokens "
-        "alone"
+        "alone",
+        default=None,
     )
     max_length: int | None = field(
         "of a prompt, examples included; questions with a longer one are left out of train, test "
         "and study; null: no limit",
         "tokens",
         positive=True,
+        default=None,
     )
     template_options: Any = field(  # OmegaConf merges no mapping into null of a narrower type
         "keyword arguments of the model's chat template, such as {enable_thinking: false}; null: "
         "none",
-        factory=lambda: None,
+        default=None,
     )
 
     @property

@@ -31,7 +31,7 @@ from grpo_ustat.config.own_functions import MEASUREMENTS, check_entry_point
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
-from grpo_ustat.config.schema import ConfigError, check_distinct, field, node
+from grpo_ustat.config.schema import ConfigError, field, node
 from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, own_rules
 from grpo_ustat.estimators.coupled_losses import prompts_needed
@@ -64,7 +64,7 @@ class MseConfig(Common):
         RolloutConfig, "what writes completions; the model itself scores them"
     )
     budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
-    rules: dict[str, BaselineConfig] = field("the options of each baseline", factory=dict)
+    rules: dict[str, BaselineConfig] = field("the options of each baseline")
     objective: ObjectiveConfig = node(
         ObjectiveConfig, "the loss of whose rollouts the worth is measured, as train applies it"
     )
@@ -72,13 +72,17 @@ class MseConfig(Common):
     objectives: list[str] = field(
         "further losses to measure, presets with the advantages that they set, or with baseline",
         choices=OBJECTIVES,
+        distinct=True,
     )
     baselines: list[str] = field(
         "the rules to compare, with their options under rules",
         choices=STUDIED_BASELINES,
         plugins=own_rules,
+        distinct=True,
     )
-    group_sizes: list[int] = field("in a group, every G of the curves", "completions")
+    group_sizes: list[int] = field(
+        "in a group, every G of the curves", "completions", distinct=True
+    )
     pool: str | None = field(
         "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
         "elsewhere; null: in the run folder"
@@ -98,7 +102,8 @@ class MseConfig(Common):
         source = (
             f"the rollouts of {self.pool}"
             if self.imports_pool
-            else f"{self.dataset.name}: {questions or 'all'} questions x {completions} completions"
+            else f"{self.dataset.name}: {questions or 'all'} question{'s' * (questions != 1)} x "
+            f"{completions} completions"
         )
         sizes = ", ".join(map(str, self.group_sizes))
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
@@ -213,12 +218,6 @@ class MseConfig(Common):
             if name in BASELINES and BASELINES[name].only_trains:
                 raise _only_trains(name)
         super().check()
-        lists = {"baselines": self.baselines, "group_sizes": self.group_sizes}
-        lists["objectives"] = self.objectives
-        lists["study.methods"] = self.study.methods
-        lists["study.measurements"] = self.study.measurements
-        for path, values in lists.items():
-            check_distinct(path, values)
         if not (self.baselines and self.group_sizes and self.study.methods):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
         for name in self.study.measurements:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
-import yaml
-
-from grpo_ustat.config.baseline import BaselineConfig, baseline_choice
-from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.schema import ConfigError, field
 from grpo_ustat.estimators.row_weights import (
     DROP,
@@ -34,92 +30,92 @@ LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
 UNCLIPPED = ("sapo", "vespo")  # loss types with a smooth weight in place of clipping
 KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
-ALGORITHM1 = {  # what the paper's Algorithm 1 has none of
-    "importance_sampling_level": "none",
-    "loss_type": "sum",
-    "micro_batch_size": None,
-    "mask_truncated_completions": False,
-    "top_entropy_quantile": 1.0,
-    "zero_variance_groups": KEEP,
-    "reward_variance_share": 1.0,
-    "advantage_threshold": 0.0,
-    "num_iterations": 1,
-    "num_minibatches": 1,
-    "minibatch_size": None,
-    "epsilon": None,
-    "epsilon_high": None,
-    "beta": 0.0,
-    "kl_estimator": None,
-    "kl_in": None,
-    "entropy_coef": 0.0,
-}
 
 
 @dataclass
 class ObjectiveConfig:
-    """The gradient from advantages and log-probabilities; formulas in train/objective.py."""
+    """The gradient from advantages and log-probabilities; formulas in train/objective.py.
+
+    The defaults are those of the paper's Algorithm 1.
+    """
 
     name: str = field("in the run folder's name; choose by objective=NAME", choices=OBJECTIVES)
     importance_sampling_level: str = field(
         "what the ratio to the sampling policy is of: none, each token, sequence (the geometric "
         "mean of its tokens' ratios), whole_sequence (their product)",
         choices=LEVELS,
+        default="none",
     )
     loss_type: str = field(
         "what divides the sum over tokens: sum and luspo, the n completions of the update; "
         "dr_grpo, n x max_completion_length; dapo, cispo and vespo, all tokens of the update; grpo "
         "and sapo, n x each completion's own; bnpo, those of its micro-batch x their number",
         choices=LOSS_TYPES,
+        default="sum",
     )
     micro_batch_size: int | None = field(
         "of a micro-batch, whose tokens divide with loss_type=bnpo; null with any other",
         "completions",
         positive=True,
+        default=None,
     )
     mask_truncated_completions: bool = field(
-        "completions without an end token add nothing; they count in n and in the baseline"
+        "completions without an end token add nothing; they count in n and in the baseline",
+        default=False,
     )
     top_entropy_quantile: float = field(
         "share of the update's tokens that count, those of highest entropy; what divides them and "
         "the penalty are of all tokens",
         at_least=0,
+        default=1.0,
     )
     zero_variance_groups: str = field(
         "groups whose rewards are all equal: keep; drop, they count neither in n nor in the "
         "tokens; replace, in mse alone, groups drawn until rewards differ (DAPO)",
         choices=ZERO_VARIANCE,
+        default=KEEP,
     )
     reward_variance_share: float = field(
         "only the groups of largest reward variance count, the fewest that hold this share of the "
         "update's (RAGEN-2); 1: all",
         positive=True,
+        default=1.0,
     )
     advantage_threshold: float = field(
         "completions of smaller |advantage| count neither in n nor in the tokens; 0: all count",
         at_least=0,
+        default=0.0,
     )
-    num_iterations: int = field("over each batch", "passes", positive=True)
+    num_iterations: int = field("over each batch", "passes", positive=True, default=1)
     num_minibatches: int = field(
         "of equally many prompts that a batch is split into, an update for each; where "
         "minibatch_size is given, that counts instead",
         "minibatches",
         positive=True,
+        default=1,
     )
     minibatch_size: int | None = field(
-        "of an update; null: n / num_minibatches", "completions", positive=True
+        "of an update; null: n / num_minibatches", "completions", positive=True, default=None
     )
     epsilon: float | None = field(
-        "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1
+        "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1, default=None
     )
     epsilon_high: float | None = field(
         "ratios are clipped above at 1 + epsilon_high, with loss_type=cispo at epsilon_high "
         "itself; null: not",
         positive=True,
+        default=None,
     )
-    beta: float = field("coefficient of the penalty for leaving the reference model", at_least=0)
-    kl_estimator: str | None = field("of that penalty; null: none", choices=KL_ESTIMATORS)
-    kl_in: str | None = field("where that penalty counts; null: nowhere", choices=KL_PLACES)
-    entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0)
+    beta: float = field(
+        "coefficient of the penalty for leaving the reference model", at_least=0, default=0.0
+    )
+    kl_estimator: str | None = field(
+        "of that penalty; null: none", choices=KL_ESTIMATORS, default=None
+    )
+    kl_in: str | None = field(
+        "where that penalty counts; null: nowhere", choices=KL_PLACES, default=None
+    )
+    entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0, default=0.0)
 
     @property
     def rows(self) -> RowFilter:
@@ -162,8 +158,9 @@ class ObjectiveConfig:
         """Refuse an invalid objective; the formulas are in train/objective.py."""
         level, passes = self.importance_sampling_level, self.num_iterations
         if self.name == "algorithm1":
-            for name, neutral in ALGORITHM1.items():
-                if getattr(self, name) != neutral:
+            for declared in fields(self)[1:]:
+                name = declared.name
+                if getattr(self, name) != declared.default:
                     raise ConfigError(
                         "objective=algorithm1 is a sum over tokens with one update, no ratio and "
                         f"no penalty, but objective.{name}={getattr(self, name)}: use "
@@ -328,23 +325,3 @@ class ObjectiveConfig:
                 "an older policy, which needs a ratio: use "
                 "objective.importance_sampling_level=token, or one update"
             )
-
-
-def preset(name: str) -> tuple[ObjectiveConfig, BaselineConfig | None]:
-    """Return a preset as in `conf/objective/NAME.yaml`, and the rule that it sets or None."""
-    fields, rule = _fields(name), None
-    if chosen := fields.pop("baseline", None):
-        rule = baseline_choice(chosen)
-    return ObjectiveConfig(**fields), rule
-
-
-def _fields(name: str) -> dict[str, Any]:
-    """Return the fields of a preset and of its bases, and the `baseline` that they choose."""
-    own = yaml.safe_load((CONF / "objective" / f"{name}.yaml").read_text())
-    fields: dict[str, Any] = {}
-    for default in own.pop("defaults", ()):
-        if isinstance(default, str):
-            fields |= _fields(default)
-        else:
-            fields["baseline"] = default["override /baseline@_global_.baseline"]
-    return fields | own

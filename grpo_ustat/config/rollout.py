@@ -16,14 +16,18 @@ class RolloutConfig:
 
     name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
     gpu_memory_utilization: float | None = field(
-        "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
+        "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice",
+        default=None,
     )
     max_model_len: int | None = field(
         "of prompt and completion that vLLM has room for; null: prompt.max_length and "
         "max_completion_length, or what the model has positions for",
         "tokens",
+        default=None,
     )
-    enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
+    enforce_eager: bool | None = field(
+        "vLLM without CUDA graphs; null: its own choice", default=None
+    )
 
     def check(self) -> None:
         """Refuse vLLM's options without vLLM."""

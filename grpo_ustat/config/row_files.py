@@ -1,4 +1,7 @@
-"""Rows of files: json lines, json, CSV or Parquet, plain or compressed in a format of fsspec."""
+"""Rows of files: json lines, json, CSV or Parquet, plain or compressed in a format of fsspec.
+
+An unusable value is refused with its file, row (from 1; blank lines count) and field.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import math
 import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -19,13 +23,50 @@ from grpo_ustat.config.command_line import is_installed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-# Each with its number, from 1; blank lines count.
-Rows = list[tuple[int, dict[str, Any]]]
 # Of the cells of a CSV row that have no column.
 TOO_MANY = "more fields than the header"
 
 
-def read_rows(file: Path, key: str = "") -> Rows:
+@dataclass(frozen=True)
+class Row:
+    """One row of a data set."""
+
+    fields: dict[str, Any]
+    # File, or hub id and split, and the number of the row.
+    where: str
+
+    def has(self, name: str) -> bool:
+        """Return True if the row has a value in the field of this name."""
+        return self.fields.get(name) is not None
+
+    def value(self, *names: str) -> Any:
+        """Return the field of the first of these names that the row has."""
+        for name in names:
+            if self.has(name):
+                value = self.fields[name]
+                if isinstance(value, str) and SURROGATE.search(value):
+                    raise self.refused(name, value, "a text of whole characters")
+                return value
+        present = ", ".join(name for name in self.fields if self.has(name)) or "none"
+        raise ConfigError(
+            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {present}"
+        )
+
+    def text(self, *names: str) -> str:
+        """Return the field as a text that is not blank, with the white space at its ends."""
+        value = self.value(*names)
+        if not isinstance(value, str) or not value.strip():
+            raise self.refused(" or ".join(names), value, "a text that is not empty")
+        return value
+
+    def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
+        """Return the error for a field whose value does not meet a requirement."""
+        return ConfigError(
+            f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
+        )
+
+
+def read_rows(file: Path, key: str = "") -> list[Row]:
     """Return the rows of a file, which is read once.
 
     Numbers are as Python's json reader returns them; those of single precision in a Parquet file
@@ -45,7 +86,7 @@ def read_rows(file: Path, key: str = "") -> Rows:
 
 
 @lru_cache(maxsize=8)
-def _rows(file: Path, modified_ns: int) -> Rows:
+def _rows(file: Path, modified_ns: int) -> list[Row]:
     """Read the rows of a file as it was at `modified_ns`."""
     if file.suffix == ".zst" and not is_installed("zstandard"):
         raise ValueError("pip install zstandard, or use .gz")
@@ -92,29 +133,25 @@ def _parquet(content: bytes) -> list[dict[str, Any]]:
     return rows
 
 
-def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> Rows:
+def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
     """Check that each row is an object of finite numbers and whole characters; return the rows."""
-    numbered: Rows = list(rows)
-    for number, row in numbered:
-        if not isinstance(cast(Any, row), dict):
+    checked: list[Row] = []
+    for number, fields in rows:
+        row = Row(fields, f"{file} row {number}")
+        if not isinstance(fields, dict):
             raise ConfigError(
-                f"{file} row {number} is {row!r:.60}, it must be an object with named fields"
+                f"{row.where} is {fields!r:.60}, it must be an object with named fields"
             )
-        if TOO_MANY in row:
-            raise ConfigError(f"{file} row {number} has more fields than the header names")
-        for name, value in row.items():
+        if TOO_MANY in fields:
+            raise ConfigError(f"{row.where} has more fields than the header names")
+        for name, value in row.fields.items():
             for part in (name, *_parts(value)):
                 if isinstance(part, float) and not math.isfinite(part):
-                    raise ConfigError(
-                        f"{file} row {number}: field {name} is {part}, it must be a finite "
-                        "number, or null"
-                    )
+                    raise row.refused(name, part, "a finite number, or null")
                 if isinstance(part, str) and SURROGATE.search(part):
-                    raise ConfigError(
-                        f"{file} row {number}: field {name} is {part!r}, it must be a text of "
-                        "whole characters"
-                    )
-    return numbered
+                    raise row.refused(name, part, "a text of whole characters")
+        checked.append(row)
+    return checked
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -175,3 +212,8 @@ def quiet_datasets() -> Generator[str]:
 def reason_of(error: Exception) -> str:
     """Return the message of an error of reading, in one line."""
     return single_line(error.__cause__ or error, 200) or "no row was found"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -83,9 +83,7 @@ class Shared:
         "what to do with a folder that this run has already; resume: go on, or show the result",
         choices=ON_EXISTING,
     )
-    output_root: str = field(
-        "the folder below which outputs are written", factory=lambda: "outputs"
-    )
+    output_root: str = field("the folder below which outputs are written", default="outputs")
     dry_run: bool = field("print what would run and what it costs, and end")
     report: ReportConfig = node(ReportConfig, "what a sweep leaves beside its runs")
     logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what the run folder holds")
@@ -131,9 +129,7 @@ class ReportEntry:
 
     runs: Any = field("folders of runs, or patterns of them: one, or a list")
     name: str = field("of the report's folder")
-    output_root: str = field(
-        "the folder below which outputs are written", factory=lambda: "outputs"
-    )
+    output_root: str = field("the folder below which outputs are written", default="outputs")
     steps: list[int] | None = field("at which evaluations are shown; null: at all", "steps")
 
     @property

@@ -11,7 +11,6 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING as WITHOUT
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -43,10 +42,11 @@ def field(
     positive: bool = False,
     at_least: float = -math.inf,
     below: float = math.inf,
+    distinct: bool = False,
     entries: Mapping[str, str] | None = None,
-    factory: Any = WITHOUT,
+    default: object = UNSET,
 ) -> Any:
-    """Declare a field of a schema; its value is in `conf/`, and `check_fields` enforces its limits.
+    """Declare a field of a schema; `check_fields` enforces its limits.
 
     Args:
         meaning: in a few words, `null: ...` if it may be null.
@@ -56,14 +56,13 @@ def field(
         positive: a number, or each of a list, must be above 0 and finite.
         at_least: the smallest allowed number; a number must then be finite.
         below: a number must be smaller than this.
+        distinct: a list must not name a value twice.
         entries: meaning of each entry of a dictionary of options.
-        factory: makes the value of a field that is not in `conf/`.
+        default: value of a field that is not in `conf/`; without one it must be there.
     """
-    limits = Limits(choices, plugins, positive, at_least, below)
+    limits = Limits(choices, plugins, positive, at_least, below, distinct)
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
-    if factory is not WITHOUT:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=UNSET, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class Limits:
     positive: bool = False
     at_least: float = -math.inf
     below: float = math.inf
+    distinct: bool = False
 
     def check(self, path: str, value: Any) -> None:
         """Refuse a value, or a list with an entry, that is not allowed; null is allowed."""
@@ -98,6 +98,8 @@ class Limits:
                 elif isinstance(entry, float):
                     allowed += " and finite"
                 raise ConfigError(f"{named} must be {allowed}")
+        if self.distinct and value is not None:
+            check_distinct(path, entries)
 
 
 def check_fields(node: Any, prefix: str = "") -> None:
@@ -136,6 +138,8 @@ class FieldInfo:
     unit: str
     choices: tuple[str, ...]
     entries: Mapping[str, str]
+    # Value without a file; `UNSET`: a file must give it.
+    default: object
     # Schema of a node; None for fields.
     schema: type | None
 
@@ -163,6 +167,7 @@ def fields_of(
             unit=metadata.get("unit", ""),
             choices=(*limits.choices, *sorted(limits.plugins())),
             entries=metadata.get("entries", {}),
+            default=declared.default,
             schema=nested,
         )
         if nested:
@@ -217,6 +222,3 @@ def did_you_mean(word: str, names: Collection[str]) -> str:
     begun = [name for name in names if word and name.startswith(word)]
     near = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.7)
     return f"did you mean {near[0]}? " if near else ""
-
-
-positive, distinct, one_of = check_positive, check_distinct, check_choice

@@ -66,6 +66,7 @@ class StudyConfig:
         "closed_form: the pool alone, by exact formulas, and all its groups for baselines that "
         "have none; monte_carlo: fresh rollouts and real gradients, as the paper",
         choices=METHODS,
+        distinct=True,
     )
     rollouts: int = field(
         "of a training step, n, of which the answer speaks, and at which losses are compared, as "
@@ -110,6 +111,7 @@ class StudyConfig:
         "of the gap between model and the sampler of pool=FILE, beside none at all, as TRL's "
         "vllm_importance_sampling_mode",
         choices=CORRECTIONS,
+        distinct=True,
     )
     correction_cap: float = field(
         "ratio beyond which a correction truncates or masks", positive=True

@@ -20,7 +20,7 @@ from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
-from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
+from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
 # context of a rule that budget.value_completions pays for
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
@@ -90,7 +90,7 @@ class LoraConfig:
 class EvalConfig:
     """Answering of held-out questions."""
 
-    decoding: list[str] = field("one row of eval.csv for each", choices=DECODINGS)
+    decoding: list[str] = field("one row of eval.csv for each", choices=DECODINGS, distinct=True)
     num_generations: int = field(
         "sampled of each test question, for pass@k with k = 1, 2, 4 ... up to it",
         "completions",
@@ -101,7 +101,6 @@ class EvalConfig:
         """Refuse an evaluation that decodes nothing, or samples that no decoding draws."""
         if not self.decoding:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
-        check_distinct("eval.decoding", self.decoding)
         if self.num_generations > 1 and "sampled" not in self.decoding:
             raise ConfigError(
                 f"eval.num_generations={self.num_generations} samples, but eval.decoding="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
     """
     path, kind = field.path, field.kind.removesuffix(" or null")
     typed = f"{path}={value}" if value else f"{path}= has no value"
-    example = example_value(path, kind, conf) or ("[2,4]" if kind == "list of int" else None)
+    example = example_value(field, conf) or ("[2,4]" if kind == "list of int" else None)
     such_as = f", such as {path}={example}" if example else ""
     if field.schema is not None:
         return f"{typed}: it has fields of its own, see --help {path}"
@@ -67,8 +67,22 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
     return f"{typed}: {TYPE_NOUNS.get(kind, kind)} is needed{such_as}"
 
 
-def example_value(path: str, kind: str, conf: Path) -> str | None:
-    """Return a field's value in the first configuration file with one of its kind, as typed."""
+def example_value(field: FieldInfo, conf: Path) -> str | None:
+    """Return a field's value as typed: in the first file with one of its kind, or its default."""
+    values = _values_in_files(field.path, conf)
+    kind = field.kind.removesuffix(" or null")
+    of = kind.removeprefix("list of ")
+    for value in (*values, field.default):
+        entries = cast(list[Any], value)[:3] if isinstance(value, list) else [value]
+        if isinstance(value, list) == kind.startswith("list") and entries:
+            typed = [typed_value(entry) for entry in entries]
+            if all(_is_of_kind(entry, of) for entry in typed):
+                return f"[{','.join(typed)}]" if isinstance(value, list) else typed[0]
+    return None
+
+
+def _values_in_files(path: str, conf: Path) -> Iterator[object]:
+    """Yield a field's value in each configuration file, those of whole commands first."""
     node, _, name = path.rpartition(".")
     own, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *own, *rest]):
@@ -77,14 +91,7 @@ def example_value(path: str, kind: str, conf: Path) -> str | None:
         if not (whole or (node and conf / node in file.parents)):
             continue
         content = cast(dict[str, Any] | None, yaml.safe_load(text)) or {}
-        value = flatten(content).get(path if whole else name)
-        entries = cast(list[Any], value)[:3] if isinstance(value, list) else [value]
-        of = kind.removeprefix("list of ")
-        if isinstance(value, list) == kind.startswith("list") and entries:
-            typed = [typed_value(entry) for entry in entries]
-            if all(_is_of_kind(entry, of) for entry in typed):
-                return f"[{','.join(typed)}]" if isinstance(value, list) else typed[0]
-    return None
+        yield flatten(content).get(path if whole else name)
 
 
 def quote_for_shell(key: str, value: str) -> str:

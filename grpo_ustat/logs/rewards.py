@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
-from grpo_ustat.logs.turns import check_rollouts, is_id
+from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
 from grpo_ustat.records import LARGEST_REWARD, Array, is_number
 
 GROUP_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
@@ -67,7 +67,11 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     rewards, prompts = columns[column], columns[prompt]
     steps = columns.get("step", [None] * len(rewards))
     groups: dict[str, list[float]] = {}
-    for row, (value, name, step) in enumerate(zip(rewards, prompts, steps, strict=True)):
+    keys = [
+        json.dumps(key, sort_keys=True, default=str) for key in zip(steps, prompts, strict=True)
+    ]
+    check_turn_numbers(path, prompt, keys, columns)
+    for row, (value, name, key) in enumerate(zip(rewards, prompts, keys, strict=True)):
         if not is_number(value, LARGEST_REWARD):
             raise ConfigError(
                 f"{path} row {row} (from 0): {column} is {value!r:.40}, not a finite number "
@@ -75,7 +79,6 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             )
         if name is None:
             raise ConfigError(f"{path} row {row} (from 0): {prompt} is null: mend or drop it")
-        key = json.dumps([step, name], sort_keys=True, default=str)
         groups.setdefault(key, []).append(float(value))
     several = [np.array(group) for group in groups.values() if len(group) > 1]
     if not several:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.turns import check_rollouts, is_id
+from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
@@ -255,7 +255,7 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
 def read_rollouts(path: Path) -> list[Rollout]:
     """Read every row of a table of one policy's rollouts, in its order."""
     columns = read_columns(path)
-    check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
+    _check_turns(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
     if set(columns.get("step", ())) == {None}:  # completions of a study, which has no steps
         del columns["step"]
@@ -332,8 +332,17 @@ def check_columns(path: Path) -> None:
         raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    check_rollouts(path, read.get(prompt), {name: read[name] for name in others})
+    _check_turns(path, read.get(prompt), {name: read[name] for name in others})
     _only_reward(path, {name: read.get(name, []) for name in names})
+
+
+def _check_turns(
+    path: Path, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
+) -> None:
+    """Refuse a table whose rows are turns, see `check_rollouts` and `check_turn_numbers`."""
+    check_rollouts(path, prompts, columns)
+    if prompts is not None:
+        check_turn_numbers(path, "prompt", prompts, columns)
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:

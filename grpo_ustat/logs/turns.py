@@ -25,6 +25,8 @@ TURN_NAME = re.compile(
     r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
+# Of a turn itself: `turns` may count those of a rollout, `step_id` the training's steps.
+SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")  # counts anew in every group
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
 CONTENT = frozenset(  # fields that are no ids of rollouts
@@ -65,6 +67,33 @@ def check_rollouts(
             "question of its own: write one row a rollout, the whole conversation as completion_ids"
             " (loss_mask 0 on what the policy did not write) and the reward at its end"
         )
+
+
+def check_turn_numbers(
+    place: object, name: str, groups: Sequence[object], columns: Mapping[str, Sequence[object]]
+) -> None:
+    """Refuse rows that differ in the number of a turn within a group.
+
+    Nothing else tells turns from rollouts where there are only rewards, or where every turn is
+    logged with the question as its prompt.
+
+    Args:
+        place: place of the rows, for messages.
+        name: name of the column that says the group.
+        groups: group of every row.
+        columns: values of every row by name.
+    """
+    for column, values in columns.items():
+        if not SINGLE_TURN_NAME.fullmatch(column.lower()):
+            continue
+        first: dict[str, object] = {}
+        for group, value in zip(map(repr, groups), values, strict=True):
+            if value is not None and first.setdefault(group, value) != value:
+                raise ConfigError(
+                    f"{place}: rows of one {name} have {column} {first[group]} and {value}: each "
+                    "turn would count as a completion; keep one row a completion, such as that of "
+                    f"its last turn, and leave {column} out"
+                )
 
 
 def _comparable(prompts: Sequence[Any]) -> list[Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_ustat.config.recipes import CHANCE, RECIPES
+from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.losses import UNBIASED, LossRow, kept_share, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import worth

@@ -13,8 +13,8 @@ import yaml
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.data import STUDY_QUESTIONS, JsonlConfig
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.objective import OBJECTIVES, preset
+from grpo_ustat.config.load import CONF, values_of
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import METHODS
 from grpo_ustat.estimators.baselines import BASELINES
@@ -192,8 +192,7 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
         shipped = f"{node['name']}.yaml" in {file.name for file in (CONF / group).iterdir()}
         of_kind = "jsonl" if node.get("kind") == "jsonl" else other
         name = node["name"] if shipped else of_kind
-        values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-        changes = list(_changes(node, values, f"{group}."))
+        changes = list(_changes(node, values_of(group, name), f"{group}."))
         if name == "hub" and "/" in node["model_name_or_path"]:
             place = next(x for x in changes if x.startswith("model.model_name_or_path="))
             changes.remove(place)
@@ -222,7 +221,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
         study.pop("methods")
     sizes = {key: x for key, x in config["budget"].items() if key in budget}
     sampler = config["rollout"]["name"]
-    engine = yaml.safe_load((CONF / "rollout" / f"{sampler}.yaml").read_text())
+    engine = values_of("rollout", sampler)
     chosen = {
         key: config[key]
         for key in ("seed", "baselines", "group_sizes", "objectives")
@@ -241,11 +240,12 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the objective and its baseline, of a study or a training run."""
     objective, rule = config.get("objective") or {}, config.get("baseline") or {}
-    if objective.get("name") not in OBJECTIVES or rule.get("name") not in BASELINES:
+    if objective.get("name") not in PRESETS or rule.get("name") not in BASELINES:
         return []  # a folder of another version, or with a rule of its own
-    shipped, chosen = preset(objective["name"])
+    preset = PRESETS[objective["name"]]
+    chosen = preset.baseline
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
-    words += _changes(objective, asdict(shipped), "objective.")
+    words += _changes(objective, asdict(preset.objective), "objective.")
     options = chosen.options if chosen else {}
     if rule["name"] != (chosen.name if chosen else "leave_one_out"):
         words.append(f"baseline={rule['name']}")

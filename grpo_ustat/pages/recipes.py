@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_ustat.config.recipes import CHANCE, RECIPES
+from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save

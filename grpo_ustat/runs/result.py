@@ -102,7 +102,7 @@ class StudyResult(RunResult):
     noise: parts.Noise
     losses: Sometimes[list[parts.LossWorth]] = None
     off_policy: Sometimes[parts.OffPolicy] = None
-    # Published losses, each at its own G, by the names of `config.recipes`; their intervals are
+    # Published losses, each at its own G, by the names of `config.presets`; their intervals are
     # simultaneous, see `mse.recipes`.
     recipes: Sometimes[list[parts.LossWorth]] = None
     # Published claims judged on this policy, if `study.verdicts` asks for them.

@@ -17,7 +17,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-MARK = "####"
+from grpo_ustat.config.data import MARK
+
 BOXES = ("\\boxed{", "\\fbox{")
 THOUGHTS = (  # how chat templates begin and end them
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),

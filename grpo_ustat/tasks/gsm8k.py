@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 
 from grpo_ustat.config.data import Gsm8kConfig
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.answers import MARK, measured, plain
-from grpo_ustat.tasks.rows import Row, train_and_test
+from grpo_ustat.tasks.rows import train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # a calculator's, as in 48/2 = <<48/2=24>>24

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_ustat.config.data import JsonlConfig
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
 from grpo_ustat.tasks.answers import MARK, after_thoughts
 from grpo_ustat.tasks.base import spoken
-from grpo_ustat.tasks.rows import Row, rows_of_file
+from grpo_ustat.tasks.rows import rows_of_file
 from grpo_ustat.tasks.splits import Splits, hold_out, question_id
-
-LARGEST_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
 
 
 class JsonlSource:
@@ -76,17 +75,10 @@ def questions_of(
 
 def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
     """Make a row's question; the text after the last #### of its answer is the expected answer."""
-    text, answer = row.text(dataset.question), row.value(dataset.answer)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise row.refused(dataset.answer, answer, "a text or a number")
-    if isinstance(answer, float) and answer.is_integer() and abs(answer) < LARGEST_EXACT_FLOAT:
-        answer = int(answer)
-    solution = str(answer)
+    text, solution = dataset.question_and_answer(row)
     if not verbatim:
         text, solution = text.strip(), solution.strip()
     expected = solution.rpartition(MARK)[2].strip()
-    if not expected:
-        raise row.refused(dataset.answer, answer, "a text that is not empty")
     others = {k: v for k, v in row.fields.items() if k not in (dataset.question, dataset.answer)}
     name = question_id("jsonl", text, verbatim=verbatim)
     return Question(name, text, expected, "jsonl", solution, others, row.where)

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_ustat.config.data import MathConfig
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.answers import last_boxed
-from grpo_ustat.tasks.rows import Row, train_and_test
+from grpo_ustat.tasks.rows import train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
 

@@ -38,6 +38,7 @@ _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
     (r"^(.+?)\\neq?(?![a-zA-Z])\s*([a-zA-Z])$", r"\2\\ne \1"),
     (r"\\log ?_ ?(?:e(?![a-zA-Z])|\{ ?e ?\})", r"\\ln "),
+    (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
     (rf"\(\s*{_MOD}{_MODULUS}\s*\)|\s*{_MOD}{_MODULUS}", r"\\pmod{\1\2\3\4}"),
     (rf"{_CIS}(\([^()]*\)|\{{[^{{}}]*\}}|[^-+,;()]+)", r"(\\cos(\1)+i\\sin(\1))"),
 )]  # fmt: skip

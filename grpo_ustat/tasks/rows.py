@@ -1,7 +1,4 @@
-"""Rows of a data set: a file, a folder, or a hub id, which the `datasets` library reads.
-
-An unusable value is refused with its file, row (from 1) and field.
-"""
+"""Rows of a data set: a file, a folder, or a hub id, which the `datasets` library reads."""
 
 from __future__ import annotations
 
@@ -11,49 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.data import Gsm8kConfig
-from grpo_ustat.config.row_files import quiet_datasets, read_rows, reason_of, split_files
+from grpo_ustat.config.row_files import Row, quiet_datasets, read_rows, reason_of, split_files
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
-from grpo_ustat.terminal.streams import SURROGATE
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a data set."""
-
-    fields: dict[str, Any]
-    # File, or hub id and split, and the number of the row.
-    where: str
-
-    def has(self, name: str) -> bool:
-        """Return True if the row has a value in the field of this name."""
-        return self.fields.get(name) is not None
-
-    def value(self, *names: str) -> Any:
-        """Return the field of the first of these names that the row has."""
-        for name in names:
-            if self.has(name):
-                value = self.fields[name]
-                if isinstance(value, str) and SURROGATE.search(value):
-                    raise self.refused(name, value, "a text of whole characters")
-                return value
-        present = ", ".join(name for name in self.fields if self.has(name)) or "none"
-        raise ConfigError(
-            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {present}"
-        )
-
-    def text(self, *names: str) -> str:
-        """Return the field as a text that is not blank, with the white space at its ends."""
-        value = self.value(*names)
-        if not isinstance(value, str) or not value.strip():
-            raise self.refused(" or ".join(names), value, "a text that is not empty")
-        return value
-
-    def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
-        """Return the error for a field whose value does not meet a requirement."""
-        return ConfigError(
-            f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
-        )
 
 
 @dataclass(frozen=True)
@@ -124,9 +81,4 @@ def rows_of_file(file: Path, key: str = "") -> list[Row]:
     rows = read_rows(file, key)
     if not rows:
         raise ConfigError(f"{file} cannot be read: it is empty")
-    return [Row(fields, f"{file} row {number}") for number, fields in rows]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return rows

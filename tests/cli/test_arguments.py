@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from grpo_ustat.cli.compose import parse
-from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import CONF, SCHEMAS, all_fields
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, quote_for_shell
 
@@ -127,12 +127,10 @@ MSE = {
     ("study.questions=many",): (
         "study.questions=many: a whole number is needed, such as study.questions=8"
     ),
-    ("study=figure",): (
-        "unknown study 'figure': did you mean figure4? "
-        "choose from best_group_size_start, figure4, figure4_offline"
-    ),
-    ("study=verdicts",): "unknown study 'verdicts': write experiment=verdicts",
-    ("policy=smollm2_135m",): "unknown policy 'smollm2_135m': write model=smollm2_135m",
+    ("study=figure",): "study=figure: it has fields of its own, see --help study",
+    ("study=3",): "study=3: it has fields of its own, see --help study",
+    ("study=figure4",): "study=figure4: write experiment=figure4",
+    ("study=lemma6",): "study=lemma6 is one of gap's, grpo-ustat gap",
 }
 GAP = {
     ("study.replicates=1e3",): (
@@ -220,9 +218,10 @@ def test_right_words_are_left_alone(words):
 
 
 def test_examples_are_values_of_the_files():
-    assert example_value("seed", "int", CONF) == "0"
-    assert example_value("group_sizes", "list of int", CONF) == "[2,4,8]"
-    assert example_value("no.such", "int", CONF) is None
+    fields = {field.path: field for field in all_fields(SCHEMAS["mse"])}
+    assert example_value(fields["seed"], CONF) == "0"
+    assert example_value(fields["group_sizes"], CONF) == "[2,4,8]"
+    assert example_value(fields["objective.epsilon"], CONF) is None
 
 
 def test_a_value_with_a_dollar_is_quoted_so_that_no_shell_reads_it():

@@ -10,7 +10,7 @@ import pytest
 from grpo_ustat.cli import compose
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.cli.hydra_api import hydra_session, split_sweep
-from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import CONF
 from grpo_ustat.config.schema import ConfigError
 
 

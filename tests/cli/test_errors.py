@@ -7,13 +7,12 @@ import pytest
 from grpo_ustat.cli.choices import fits, is_overlay
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.cli.errors import one_line
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import SCHEMAS
+from grpo_ustat.config.load import CONF, SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 
 FILES = {  # file: the entries that know all it sets
-    "study/lemma6": {"gap"}, "study/figure4": {"mse"},
-    "policy/tiny": {"mse", "train"}, "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
+    "study/lemma6": {"gap"}, "experiment/figure4": {"mse"},
+    "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
     "experiment/theorems": {"gap"}, "experiment/smollm2": {"mse"},
     "experiment/table2_math": {"train"}, "logger/wandb": {"mse", "train", "gap"},
 }  # fmt: skip
@@ -64,8 +63,8 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not find 'bed/x' Available options in 'bed': coins none softmax Config search path": (
         "gap", "unknown bed 'x': choose from coins, none, softmax"
     ),
-    "Could not find 'study/x' Available options in 'study': figure4 lemma6 Config search path": (
-        "gap", "unknown study 'x': choose from lemma6"
+    "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config s": (
+        "gap", "unknown experiment 'x': choose from theorems"
     ),
     "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (
         "gap", "study=corollary5 is shown by grpo-ustat mse"

@@ -17,8 +17,7 @@ import grpo_ustat.cli.help
 from grpo_ustat.cli.help import LONGEST_VALUE, show_help
 from grpo_ustat.cli.options import command_options, first_comment, typed_value
 from grpo_ustat.config.baseline import OPTIONS
-from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import SCHEMAS, kinds_of
+from grpo_ustat.config.load import CONF, SCHEMAS, kinds_of
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, fields_of
 from grpo_ustat.config.train import SHARINGS

@@ -20,7 +20,7 @@ from grpo_ustat.config.schema import ConfigError
 
 FOLDER = "outputs/train/G=8-lr=1e-6/seed=0/checkpoint-40"
 SAME = [
-    "seed=0", "group_size=4,8,16", "model=hub", "pool=null", "steps=[1,2]", "policy=tiny,tiny_base",
+    "seed=0", "group_size=4,8,16", "model=hub", "pool=null", "steps=[1,2]", "prompt=bare,plain",
     "pool='a=1'", 'pool="a=1"', "pool='a=1','b=2'", "pool='it\\'s=1'", "runs=['a=1',\"b=2\"]",
     "temperature=range(start=1,stop=3)", "temperature=choice(1,2)", "seed=sort(3,2,reverse=true)",
     "hydra.run.dir=${oc.env:HOME,x=1}", "hydra.run.dir=outputs/${folder_name:}/x",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import toys
-import yaml
 from commands import CONF, compose, run
 
 from grpo_ustat.cli import show_prompts as shown
+from grpo_ustat.config.load import values_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.base import NumberJudge, Task
@@ -93,7 +93,7 @@ def test_no_weights_are_loaded(monkeypatch, capsys):
 
 def rendered(name, question):
     """The prompt that a shipped file makes without a chat format."""
-    made = yaml.safe_load((CONF / "prompt" / f"{name}.yaml").read_text())
+    made = values_of("prompt", name)
     return Prompting(made["template"], made["reply"]).prompt(question).text
 
 
@@ -108,7 +108,7 @@ def test_qwen_s_template_is_the_published_one():
 @pytest.mark.parametrize("file", sorted((CONF / "prompt").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_shipped_prompt_says_what_it_is(file):
     lines = file.read_text().splitlines()
-    made = yaml.safe_load(file.read_text())
+    made = values_of("prompt", file.stem)
     assert lines[0].startswith("# ") and made["name"] == file.stem
     asked = rendered(file.stem, Question("q", "1+1", "2", "a", "1+1=2 #### 2"))
     assert asked.count("1+1") == 1 and "{" not in asked.replace("\\boxed{}", "")

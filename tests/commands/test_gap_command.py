@@ -12,8 +12,8 @@ from commands import compose
 
 from grpo_ustat.cli import app
 from grpo_ustat.config.beds import BEDS
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import STUDIES
+from grpo_ustat.config.load import CONF
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.gap.testbeds import build_testbed

@@ -24,8 +24,9 @@ from grpo_ustat.launch.command import load_command
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]
 OVERLAYS = {  # words, points, rollouts
-    "figure4": ("mse", "study=figure4", 3, 3 * 500 * 32),
-    "figure4_offline": ("mse", "study=figure4_offline", 5, (3 * 500 + 2 * 40) * 32),
+    "figure4": ("mse", "experiment=figure4", 4, 4 * 500 * 32),
+    "figure4_offline": ("mse", "experiment=figure4_offline", 3, 3 * 500 * 32),
+    "figure4_smollm2": ("mse", "experiment=figure4_smollm2", 2, 2 * 40 * 32),
     "figure5_gsm8k": ("train", "experiment=figure5_gsm8k", 30, 30 * 1000 * 1024),
     "table2_math": ("train", "experiment=table2_math", 18, 6 * 100 * (1024 + 2048 + 4096)),
     "figure5_offline": ("train", "experiment=figure5_offline", 30, 30 * 150 * 256),
@@ -90,11 +91,12 @@ def test_figure_5_offline_is_figure_5_on_arithmetic():
 
 
 @pytest.mark.slow
-def test_figure_4_asks_three_policies_the_same_questions_with_the_same_plain_template():
-    found = [point.config for point in points("mse", "study=figure4")]
+def test_figure_4_asks_its_policies_the_same_questions_with_the_same_plain_template():
+    found = [point.config for point in points("mse", "experiment=figure4")]
     plain, icl = "plain", "plain_icl"
     assert [(c.model.model_name_or_path, c.prompt.name) for c in found] == [
         ("Qwen/Qwen2.5-0.5B", plain),
+        ("Qwen/Qwen2.5-0.5B", icl),
         ("Qwen/Qwen2.5-0.5B-Instruct", plain),
         ("Qwen/Qwen2.5-0.5B-Instruct", icl),
     ]
@@ -106,7 +108,8 @@ def test_figure_4_asks_three_policies_the_same_questions_with_the_same_plain_tem
 
 @pytest.mark.slow
 def test_figure_4_offline_has_its_five_policies():
-    found = [point.config for point in points("mse", "study=figure4_offline")]
+    parts = ("experiment=figure4_offline", "experiment=figure4_smollm2")
+    found = [point.config for part in parts for point in points("mse", part)]
     asked = [(c.model.name, c.prompt.name, c.dataset.name, c.dataset.study_size) for c in found]
     assert asked == [
         *((name, "bare", "arithmetic", 500) for name in ("tiny_base", "tiny", "tiny_direct")),
@@ -118,8 +121,8 @@ def test_figure_4_offline_has_its_five_policies():
 
 
 WINS = {
-    "one policy": ("mse", ["study=figure4_offline", "policy=tiny"], 1),
-    "fields of the node": ("mse", ["study=figure4", "study.questions=8"], 3),
+    "one policy": ("mse", ["experiment=figure4_offline", "model=tiny"], 1),
+    "fields of the node": ("mse", ["experiment=figure4", "study.questions=8"], 4),
     "one size, one seed": ("train", ["experiment=figure5_offline", "group_size=8", "seed=0"], 1),
     "other seeds": ("train", ["experiment=figure5_offline", "group_size=8", "seed=5,6"], 2),
     "more keys": (
@@ -143,7 +146,7 @@ def test_the_command_line_wins_over_the_sweep(entry, arguments, count):
             assert all(getattr(point.config, key) == int(value) for point in found)
     if "study.questions=8" in arguments:
         assert {point.config.study.questions for point in found} == {8}
-    if "policy=tiny" in arguments:
+    if "model=tiny" in arguments:
         assert found[0].config.model.name == "tiny"
 
 
@@ -359,7 +362,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
 @pytest.mark.nightly(minutes=0.3)
 def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
     arguments = (
-        "study=figure4_offline", "policy=tiny,tiny_direct", "study.questions=6",
+        "experiment=figure4_offline", "model=tiny,tiny_direct", "study.questions=6",
         "budget.pool_completions=8", "launch.workers=1", "study.methods=[closed_form,monte_carlo]",
         "group_sizes=[4,8]", "budget.replicates=3", "budget.reference_completions=16",
         "budget.reference_blocks=4", "budget.value_completions=4",

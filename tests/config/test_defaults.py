@@ -50,18 +50,10 @@ OVERLAYS = {  # of each overlay that names a model or a data set: learning rate,
         "experiment=monte_carlo_check": 96,
         "experiment=smollm2": 4,
         "experiment=verdicts": 96,
-        "policy=qwen2_5_0_5b": 256,
-        "policy=qwen2_5_0_5b_instruct": 256,
-        "policy=qwen2_5_0_5b_instruct_icl": 256,
-        "policy=smollm2_examples": 4,
-        "policy=smollm2_plus_digit": 4,
-        "policy=smollm2_zero_shot": 4,
-        "policy=tiny": 96,
-        "policy=tiny_base": 96,
-        "policy=tiny_direct": 96,
-        "study=figure4": 256,
-        "study=figure4_offline": 96,
-        "study=best_group_size_start": 96,
+        "experiment=figure4": 256,
+        "experiment=figure4_offline": 96,
+        "experiment=figure4_smollm2": 4,
+        "experiment=best_group_size_start": 96,
         "debug=mse": 96,
     },
 }
@@ -77,7 +69,7 @@ def test_overlays_keep_their_values(entry, word):
 
 
 def test_the_table_has_every_overlay_of_training_and_studies():
-    files = {f"{group}={file.stem}" for group in ("experiment", "policy", "debug")
+    files = {f"{group}={file.stem}" for group in ("experiment", "debug")
              for file in (CONF / group).glob("*.yaml")}  # fmt: skip
     assert files - {"experiment=theorems", "debug=prompts"} <= {
         *OVERLAYS["train"],
@@ -135,7 +127,7 @@ def test_a_file_of_ones_own_may_leave_them_out(tmp_path):
 @pytest.mark.parametrize("entry, words", [
     pytest.param("train", (), marks=pytest.mark.slow), ("gap", ()),
     pytest.param("mse", ("-m", "seed=0,1"), marks=pytest.mark.slow),
-    pytest.param("mse", ("study=best_group_size_start",), marks=pytest.mark.slow),
+    pytest.param("mse", ("experiment=best_group_size_start",), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_path):
     usual = parse(entry, [*words, "dry_run=true"]).planned_runs

@@ -22,7 +22,7 @@ class Outer:
     name: str = field("of it", choices=("a", "b"), plugins=lambda: {"own"})
     steps: int = field("of it", at_least=3)
     inner: Inner = node(Inner, "what is in it")
-    more: dict[str, Inner] = field("others", factory=dict)
+    more: dict[str, Inner] = field("others")
 
 
 FINE = {"name": "own", "steps": 3, "inner": Inner([0.5], None), "more": {"x": Inner([2.0], 0.0)}}

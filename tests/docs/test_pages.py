@@ -16,7 +16,8 @@ import trl_room  # noqa: F401  # pages name grpo_ustat.integrations.trl, which w
 import yaml
 from readme import PAGES, ROOT, anchor, headings, links, prose
 
-from grpo_ustat.config.recipes import RECIPES
+from grpo_ustat.config.load import SCHEMAS, all_fields
+from grpo_ustat.config.presets import RECIPES
 from grpo_ustat.estimators.baselines import BASELINES, Baseline
 from grpo_ustat.pages.symbols import SYMBOLS, legend
 
@@ -165,8 +166,10 @@ def test_the_map_is_the_package():
 
 @functools.cache
 def field_names():
-    """Every key of conf/, group, baseline and option, and what is of Python or another program."""
+    """Every field, key of conf/, group, baseline and option, and what is of another program."""
     names = {path.name for path in (ROOT / "conf").rglob("*") if path.is_dir()}
+    for schema in SCHEMAS.values():
+        names |= {name for field in all_fields(schema) for name in field.path.split(".")}
     documents = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf").rglob("*.yaml")]
     while documents:
         document = documents.pop()

@@ -7,6 +7,7 @@ from commands import CONF
 
 from grpo_ustat.config.load import GapConfig
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.estimators.baselines import BASELINES
 
@@ -17,11 +18,11 @@ MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a bed h
 LOSSES, TRAINING = ("baseline", "objective"), ("optimizer", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
     **dict.fromkeys((*MODELS, *LOSSES), ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
-    "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
+    "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
 }  # fmt: skip
 OTHER_TAKERS = {  # files that are not as others of their group
-    ("study", "figure4"): ("mse",), ("study", "figure4_offline"): ("mse",),
-    ("study", "best_group_size_start"): ("mse",),
+    ("experiment", "figure4"): ("mse",), ("experiment", "figure4_offline"): ("mse",),
+    ("experiment", "figure4_smollm2"): ("mse",), ("experiment", "best_group_size_start"): ("mse",),
     ("experiment", "algorithm2"): ("mse", "train"),
     ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
     ("experiment", "verdicts"): ("mse",),
@@ -39,7 +40,8 @@ def takers(group, name):
 def group_files():
     """Each file and each of our rules with each command that takes it; at push with the first."""
     files = [(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")]
-    for group, name in sorted([*files, *(("baseline", name) for name in BASELINES)]):
+    ours = [("baseline", name) for name in BASELINES] + [("objective", name) for name in PRESETS]
+    for group, name in sorted(files + ours):
         for entry in SCHEMAS:
             if entry not in takers(group, name) or name in ("own", "jsonl"):
                 continue  # tests/docs/test_own_task.py, tests/tasks/test_jsonl.py

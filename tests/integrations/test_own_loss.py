@@ -11,7 +11,7 @@ from prompt_pools import whole_pool
 from trl_room import GRPOTrainer
 
 from grpo_ustat.config.baseline import baseline_choice
-from grpo_ustat.config.objective import preset
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.estimators.row_weights import Loss
@@ -60,7 +60,7 @@ def trains_with(**arguments):
 def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, rule):
     """Whose row weights have TRL's recorded gradients, see tests/scripts/test_compare_trl.py."""
     trainer = trains_with(max_completion_length=LONGEST, **arguments)
-    objective, own_rule = preset(name)
+    objective, own_rule = PRESETS[name].objective, PRESETS[name].baseline
     own_rule = baseline_choice(rule["baseline"]) if rule else own_rule
     wanted = replace(objective, **changes).loss(own_rule, LONGEST)
     found = loss_of(trainer)

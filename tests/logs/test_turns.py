@@ -98,6 +98,42 @@ def test_rewards_of_numbered_turns_are_refused_without_prompts(tmp_path):
     assert [len(group) for group in read_rewards(path).groups] == [4] * 4
 
 
+@pytest.mark.parametrize("group", ["prompt_id", "group_id", "question"])
+@pytest.mark.parametrize("column", ["turn", "Turn_idx", "step_in_episode", "is_last_turn"])
+def test_rewards_of_turns_without_an_id_are_refused_by_their_column(tmp_path, group, column):
+    """One rollout of three turns would be three completions of its prompt."""
+    path = tmp_path / "rewards.csv"
+    rows = [f"{q},{t == 2 if 'last' in column else t},{g % 2}" for q, g, t, *_ in rollouts(3)]
+    path.write_text("\n".join([f"{group},{column},reward", *rows]))
+    with pytest.raises(
+        ConfigError, match=rf"rows of one {group} have {column} .* leave {column} out"
+    ):
+        read_rewards(path)
+    path.write_text("\n".join([f"{group},{column},reward", *rows[2::3]]))  # the last turns
+    assert [len(group) for group in read_rewards(path).groups] == [4] * 4
+
+
+def test_turns_that_repeat_the_question_are_refused_by_their_column(tmp_path):
+    """Their prompts do not extend each other, so that every turn looks like a completion."""
+    rows = [{"prompt": f"q{q}", "completion": text, "turn": t, "reward": float(g % 2)}
+            for q, g, t, _, text in rollouts(3)]  # fmt: skip
+    path = tmp_path / "turns.parquet"
+    for check in (check_columns, read_rollouts):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        with pytest.raises(ConfigError, match="rows of one prompt have turn 0 and 1: each turn"):
+            check(path)
+        parquet.write_table(pyarrow.Table.from_pylist(rows[2::3]), path)
+        check(path)
+
+
+@pytest.mark.parametrize("column", ["turns", "num_turns", "step_id", "n_rounds"])
+def test_a_number_of_turns_is_no_turn(tmp_path, column):
+    path = tmp_path / "rewards.csv"
+    rows = [f"{q},{g + 1},{g % 2}" for q, g, *_ in rollouts(1)]
+    path.write_text("\n".join([f"prompt_id,{column},reward", *rows]))
+    assert [len(group) for group in read_rewards(path, "reward").groups] == [4] * 4
+
+
 @pytest.mark.parametrize("kind", ["texts", "messages", "tokens"])
 @pytest.mark.parametrize(
     "columns",

@@ -278,7 +278,7 @@ def test_columns_are_refused_before_anything_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", slow_after(1, [["model=tiny"], ["policy=tiny"], ["-m", "model=tiny,tiny_base"],
+    "words", slow_after(1, [["model=tiny"], ["-m", "model=tiny,tiny_base"],
                             ["model.model_name_or_path=embedded:tiny"]]),
 )  # fmt: skip
 def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):

@@ -11,7 +11,7 @@ from commands import compose
 from prompt_pools import whole_pool
 from slow_cases import slow_after
 
-from grpo_ustat.config.recipes import CHANCE, RECIPES
+from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, loss_worths
 from grpo_ustat.estimators.worth import relative
 from grpo_ustat.mse.loss_refusals import refusal_line

@@ -157,6 +157,9 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
         (UNDECIDED, ("model=tiny", "dataset.study_size=100", "pool=pools/b"),
          "mse model=tiny dataset=arithmetic prompt=bare dataset.study_size=450 "
          "study.questions=450 budget.pool_completions=8 pool=pools/b"),
+        (RESULT, ("model=tiny_direct", "dataset=math500", "prompt=chat_boxed", "prompt.seed=2"),
+         "train model=tiny_direct dataset=math500 prompt=chat_boxed prompt.seed=2 "
+         "budget.rollouts=256 group_size=4"),
         (RESULT, ("model=hub", "model.model_name_or_path=org/a"),
          "train model=org/a dataset=arithmetic prompt=bare "
          "budget.rollouts=256 group_size=4"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from folders import loss_row, refused_loss
 
-from grpo_ustat.config.recipes import CHANCE, RECIPES
+from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.recipes import recipe_table, recipes, recipes_figure
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-import yaml
 from architectures import ARCHITECTURES, build
 from commands import CONF, compose, run
 from fakes import random_policy
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from grpo_ustat.config.identity import folder_name, weights_fingerprint
+from grpo_ustat.config.load import values_of
 from grpo_ustat.config.model import cache_folder, check_weights, model_folder, weight_files
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import draws_of
@@ -93,7 +93,7 @@ WIDTHS = {  # hidden, intermediate, heads, of the public config.json files
 @pytest.mark.parametrize("name", WIDTHS)
 def test_sizes_are_those_of_the_architecture(name):
     hidden, intermediate, heads = WIDTHS[name]
-    model = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    model = values_of("model", name)
     size, width = model["size"], hidden // heads
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
@@ -108,7 +108,7 @@ def test_sizes_are_those_of_the_architecture(name):
 
 
 def test_no_shipped_file_trusts_code():
-    files = [yaml.safe_load(file.read_text()) for file in (CONF / "model").glob("*.yaml")]
+    files = [values_of("model", file.stem) for file in (CONF / "model").glob("*.yaml")]
     assert len(files) >= 9 and all(file["trust_remote_code"] is False for file in files)
 
 

@@ -128,7 +128,7 @@ def test_the_presets_that_are_compared_are_of_one_policy():
         identity_keys(asdict(compose_config(entry, [word])))
         for entry, word in (
             ("train", "experiment=best_group_size"),
-            ("mse", "study=best_group_size_start"),
+            ("mse", "experiment=best_group_size_start"),
         )
     )
     asked = [key for key in training if key.startswith(POLICY_KEYS)]

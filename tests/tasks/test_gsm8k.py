@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.base import NumberJudge
 from grpo_ustat.tasks.gsm8k import question_of
-from grpo_ustat.tasks.rows import Origin, Row
+from grpo_ustat.tasks.rows import Origin
 
 FOLDER = Path(__file__).parents[1] / "data" / "gsm8k"
 SIZES = {"train": 7473, "test": 1319}

@@ -17,12 +17,12 @@ from slow_cases import slow_after
 
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.own_functions import check_reward_file
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.jsonl import ExactJudge
 from grpo_ustat.tasks.plugins import file_function
 from grpo_ustat.tasks.registry import make_task
-from grpo_ustat.tasks.rows import Row
 
 DATA = Path(__file__).parents[1] / "data" / "jsonl"
 SPLITS = ("study", "test", "train")
@@ -158,6 +158,17 @@ def test_a_row_that_cannot_be_used_is_named(row, message, tmp_path):
     path = written(tmp_path / "my.jsonl", [*ROWS[:2], row, *ROWS[3:]])
     with pytest.raises(ConfigError, match=f"my.jsonl {message}"):
         task(path)
+
+
+@pytest.mark.parametrize("answer, fault", [
+    (None, "field answer is missing"),
+    ([1], r"field answer is \[1\], it must be a text or a number"),
+    (" ", "field answer is ' ', it must be a text that is not empty"),
+])  # fmt: skip
+def test_a_broken_row_is_refused_before_the_command_says_what_it_does(answer, fault, tmp_path):
+    path = written(tmp_path / "my.jsonl", [*ROWS[:2], {"question": "x", "answer": answer}])
+    with pytest.raises(ConfigError, match=f"my.jsonl row 3: {fault}"):
+        compose("mse", "dataset=jsonl", f"dataset.path={path}")
 
 
 @pytest.mark.parametrize("words, message", [

@@ -9,9 +9,10 @@ import pytest
 from commands import compose
 
 from grpo_ustat.config.data import MathConfig
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.math import boxed, level_of, math, question_of
-from grpo_ustat.tasks.rows import Origin, Row
+from grpo_ustat.tasks.rows import Origin
 
 FOLDER = Path(__file__).parents[1] / "data" / "math"
 SOLVED = "Solve $4x-9=23$ for $x$."  # in train and, with another space, in test

@@ -10,7 +10,7 @@ import pytest
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks import math_answers
 from grpo_ustat.tasks.math_answers import MathJudge, without_sympy
-from grpo_ustat.tasks.math_latex import bare, boxes, read_number, without_unit
+from grpo_ustat.tasks.math_latex import bare, boxes, read_number, spelled, without_unit
 from grpo_ustat.tasks.math_sets import joined
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
@@ -119,6 +119,12 @@ def test_a_base_may_be_left_to_the_question():
 def test_fitting_shapes_are_left_to_math_verify(gold, answers):
     for answer in answers:
         assert without_sympy("", gold, answer) is None, answer
+
+
+def test_lg_is_the_logarithm_to_base_ten():
+    assert without_sympy("", r"\lg 2", r"\log_{10} 2") is RIGHT
+    assert without_sympy("", r"\lg 200", r"2+\lg 2") is None  # left to math-verify
+    assert spelled(r"\lgroup") == r"\lgroup"
 
 
 def test_a_range_answers_for_a_pair_only_where_that_is_an_interval():
