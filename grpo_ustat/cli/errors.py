@@ -49,7 +49,7 @@ NAMES_OF_OTHERS = {
     "normalize_then_sum",
     "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
     **dict.fromkeys(
-        ("top_p", "top_k", "min_p"), "missing, because what is sampled is what is scored"
+        ("top_p", "top_k", "min_p"), "not offered, because what is sampled is what is scored"
     ),
 }
 # Keys of Hydra's that are chosen by a name, `hydra/launcher=slurm`.
@@ -215,7 +215,9 @@ def unknown_key(key: str, schema: type) -> str:
     owners = [other for other in others if field_at(key, all_fields(other))]
     owners = owners or [other for other in others if node in top_names(other) - top_names(schema)]
     if owners and not near:
-        return f"unknown key {key}: it is {_one_of_commands(owners)}"
+        similar = [name for name in names if name.endswith(f".{key}")]
+        here = f"; {command_of(schema)} has {similar[0]}" if similar else ""
+        return f"unknown key {key}: it is {_one_of_commands(owners)}{here}"
     near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"unknown key {key}: {f'did you mean {near[0]}?' if near else 'see --help for all keys'}"
 

@@ -63,7 +63,7 @@ WRONG = {
     "indivisible": ("train", ["group_size=7"], "budget.rollouts=256 is not a multiple of group"),
     "top_p": (
         "train", ["top_p=0.9"],
-        "unknown key top_p: what is sampled is what is scored, so there is no top_p",
+        "unknown key top_p: here it is not offered, because what is sampled is what is scored",
     ),
     "dtype": ("mse", ["model.dtype=int8"], "choose from float32"),
     "baseline": ("mse", ["baselines=[nope]"], "unknown baselines 'nope': did you mean none?"),
