@@ -290,6 +290,8 @@ def _refuse_unused(node: DictConfig) -> None:
     for key, value in unused.items():
         if value:
             raise ConfigError(f"{key} has no effect on runs of this program: leave it out")
+    if not (isinstance(node.verbose, bool | str) or OmegaConf.is_list(node.verbose)):
+        raise ConfigError(f"hydra.verbose={node.verbose}: true or false is needed")
 
 
 def _check_launcher(node: DictConfig, sweep: bool) -> None:
@@ -321,8 +323,8 @@ def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> Planned
 
     try:
         path = Path(node.sweep.dir) / node.sweep.subdir if sweep else Path(node.run.dir)
-    except OmegaConfBaseException:
-        key = "hydra.sweep.subdir" if sweep else "hydra.run.dir"
+    except OmegaConfBaseException as error:
+        key = error.full_key
         raise ConfigError(
             f"{key} depends on what only a running job knows, so the same command could not go "
             f"on: leave {key} out"

@@ -77,7 +77,8 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
         if key in HYDRA_GROUPS:
             raise ConfigError(f"{line}: write {key.replace('.', '/')}={value}")
         is_name = isinstance(value, str | list) or override.is_sweep_override()
-        if key in groups_of(schema) and not is_name and not override.is_delete():
+        is_group = key in ("hydra", *groups_of(schema)) or "/" in key
+        if is_group and not is_name and not override.is_delete():
             raise ConfigError(f"{line}: a name is needed, see --help {key}")
         field = field_at(key, all_fields(schema))
         if field and field.schema and (CONF / key).is_dir() and key not in groups_of(schema):

@@ -135,7 +135,7 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
     if "SlurmLauncher" in launcher["_target_"]:
         _start_on_slurm(entry, todo, launcher)
     else:
-        _wait(submit(_jobs(entry, todo), "local", launcher))
+        _submit_and_wait(_jobs(entry, todo), "local", launcher)
 
 
 def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[st
     before = slurm.submissions(launcher["submitit_folder"])
     with slurm.without_job_env():
         rest = _not_queued(todo)
-        if rest and not _wait(submit(_jobs(entry, rest), "slurm", launcher)):
+        if rest and not _submit_and_wait(_jobs(entry, rest), "slurm", launcher):
             slurm.await_end(slurm.submissions(launcher["submitit_folder"]) - before)
 
 
@@ -171,12 +171,12 @@ def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
     return rest
 
 
-def _wait(jobs: Sequence[Any]) -> bool:
-    """Wait for jobs of submitit; False once one has ended without a result."""
+def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, Any]) -> bool:
+    """Submit jobs and wait for them; False once one has ended without a result."""
     try:
-        for job in jobs:
+        for job in submit(jobs, cluster, launcher):
             job.results()
-    except Exception as error:
+    except Exception as error:  # no scheduler, or a job that failed or that nobody starts again
         tell(f"error: {history.last_line(error)}", file=sys.stderr)
         return False
     return True
