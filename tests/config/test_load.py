@@ -176,7 +176,7 @@ WRONG = {
         "gap", ["study=figure4"], "study=figure4 is shown by grpo-ustat mse experiment=figure4"
     ),
     "size of train": (
-        "gap", ["group_size=4"], "grpo-ustat train; gap has study.group_size=4"
+        "gap", ["group_size=4"], "grpo-ustat train; gap has study.group_size"
     ),
     "model of two": (
         "gap", ["model=tiny"],
