@@ -16,12 +16,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
+from grpo_ustat.records import LEAST_QUESTIONS
 from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.terminal.console import excerpt, visible
-from grpo_ustat.terminal.streams import percentage
 
 Cell = str | int | float | bool | None
 MISSING = "–"
@@ -380,7 +379,7 @@ def number_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value + 0.0:.4g}"
 
 
-def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
+def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | None:
     """Format a number with its interval after it, in `<prefix>low` and `<prefix>high`."""
     value, low, high = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
     if not isinstance(value, int | float):
@@ -439,35 +438,3 @@ def interval_scope(questions: int) -> str:
     if questions < LEAST_QUESTIONS:
         return "of these questions"
     return "generalising to new questions"
-
-
-def evaluation_table(result: dict[str, Any]) -> Table:
-    """Return a table of one run's held-out accuracy by step and decoding, or of its mean reward.
-
-    It has pass@k of the largest k where there is one.
-    """
-    first = result["evals"][0]
-    name, pass_at = first["quantity"], []
-    if name == ACCURACY:
-        pass_at = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
-    rows = [
-        [
-            str(row["step"]),
-            row["decoding"],
-            f"{row['mean_reward']:.3f}",
-            f"[{row['low']:.3f}, {row['high']:.3f}]",
-            *("-" if row[key] is None else f"{row[key]:.3f}" for key in pass_at),
-            percentage(row["clipped_ratio"], 1),
-            percentage(row["extraction_failure_ratio"], 1),
-        ]
-        for row in result["evals"]
-    ]
-    return Table(
-        title=f"Held-out {name} of {result['run']}",
-        columns=("step", "decoding", name, "95 % interval", *pass_at, "cut", "no answer"),
-        rows=rows,
-        notes=[
-            f"{first['n']} questions; 95 % intervals generalising to new questions; cut: at "
-            "max_completion_length; no answer: no answer could be read"
-        ],
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_ustat.config.command_line import command_line
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.findings import training_noise_sentence
 from grpo_ustat.pages.run_page import RunView, spaced
@@ -117,22 +119,7 @@ def tables(run: RunRecord) -> list[Table]:
     """Return tables of evaluations and steps."""
     tables = []
     if run.eval_rows:
-        name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in run.eval_rows)
-        pass_at = [key for key in run.eval_rows[0] if key.startswith("pass@") and name == ACCURACY]
-        rows = [
-            {
-                "step": row.get("step"),
-                "decoding": row.get("decoding"),
-                name: with_interval(row, "mean_reward"),
-                **{key: row.get(key) for key in pass_at},
-                "questions": row.get("n"),
-                "cut": row.get("clipped_ratio"),
-                "no answer": row.get("extraction_failure_ratio"),
-            }
-            for row in run.eval_rows
-        ]
-        note = "95 % intervals generalising to new questions; cut: at max_completion_length."
-        tables.append(rows_table(f"Held-out {name}", rows, note))
+        tables.append(evaluation_table(run.eval_rows))
     monitored = [row for row in run.metrics if "monitor/gstar" in row]
     if monitored:
         places = spaced(len(monitored), MOST_STEPS)
@@ -164,6 +151,40 @@ def tables(run: RunRecord) -> list[Table]:
     return tables
 
 
+def evaluation_table(rows: Sequence[Mapping[str, Any]], whole: bool = True) -> Table:
+    """Return a table of held-out accuracy, or mean reward, by step and decoding.
+
+    Args:
+        rows: of `eval.csv`.
+        whole: with every pass@k, else with that of the largest k.
+    """
+    name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in rows)
+    pass_at = [key for key in rows[0] if key.startswith("pass@") and key[5:].isdigit()]
+    pass_at = (pass_at if whole else pass_at[-1:]) if name == ACCURACY else []
+    cells = [
+        {
+            "step": row.get("step"),
+            "decoding": row.get("decoding"),
+            name: with_interval(row, "mean_reward"),
+            **{key: row.get(key) for key in pass_at},
+            "questions": row.get("n"),
+            "cut": row.get("clipped_ratio"),
+            "no answer": row.get("extraction_failure_ratio"),
+        }
+        for row in rows
+    ]
+    note = (
+        "95 % intervals for new questions. cut: share of completions that reached "
+        "max_completion_length; no answer: share in which no answer could be read."
+    )
+    return rows_table(f"Held-out {name}", cells, note)
+
+
+def following(run: RunRecord) -> str:
+    """Return the command that judges the group size of a finished run; "" of another."""
+    return command_line("advise", str(run.folder)) if run.result else ""
+
+
 def steps_done(run: RunRecord) -> int:
     """Count the steps that have left a row."""
     last = run.metrics[-1]["step"] if run.metrics else 0
@@ -182,6 +203,6 @@ def notes(run: RunRecord) -> list[str]:
 
 
 VIEW = RunView(
-    title=title, answer=answer, facts=facts, tables=tables, notes=notes,
+    title=title, answer=answer, facts=facts, tables=tables, notes=notes, following=following,
     figures={"learning": ("How training went", "Numbers:", "metrics.jsonl")},
 )  # fmt: skip

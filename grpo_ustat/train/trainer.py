@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
@@ -21,7 +22,7 @@ from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.pages.caveats import clipped_warning
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.symbols import ALARM_WORDS
-from grpo_ustat.pages.tables import evaluation_table, write_csv
+from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.contents import content_of
@@ -29,7 +30,7 @@ from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.runs.result import TrainResult
-from grpo_ustat.terminal.console import Console, tell, warn
+from grpo_ustat.terminal.console import Console, tell, warn, wrapped
 from grpo_ustat.terminal.progress import TrainingBar, listening, waiting
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.alarms import check_alarms
@@ -51,7 +52,7 @@ from grpo_ustat.train.metrics import (
     num_tokens,
     update_metrics,
 )
-from grpo_ustat.train.page import VIEW
+from grpo_ustat.train.page import VIEW, evaluation_table
 from grpo_ustat.train.setup import check_same_start, join_ranks, set_up
 from grpo_ustat.train.update import fixed_logprobs, penalised_rewards, update
 
@@ -73,10 +74,10 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
             with folder.lock(), name_lost_ranks():
                 # Another process may have finished it just now.
                 result = main_only(finished_result, config, folder) or train(config, folder)
-    console.print(evaluation_table(result).terminal())
-    console.print(result["summary"])
-    last_line = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
-    console.print(last_line, soft_wrap=True)
+    console.print(f"{wrapped(result['summary'])}\n", soft_wrap=True)
+    console.print(evaluation_table(result["evals"], whole=False).terminal())
+    console.print(f"next: {command_line('advise', str(folder.path))}", soft_wrap=True)
+    console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
     return result["final_mean_reward"]
 
 

@@ -119,7 +119,7 @@ def test_training_over_two_hosts_is_that_of_one_process(hosts, one, tmp_path, la
     printed = on_both(hosts, tmp_path / "two", TRAIN, launch)
     two = only_run(tmp_path / "two")
     assert two.parts[-4:] == one.parts[-4:]  # outputs/train/NAME/seed-0
-    assert [text.count("Wrote ") for text in printed] == [1, 0]
+    assert [text.count("page: ") for text in printed] == [1, 0]
     for row, other in zip(rows(one), rows(two), strict=True):
         assert other == pytest.approx(row, rel=1e-9, abs=1e-12)
     assert (one / "eval.csv").read_text() == (two / "eval.csv").read_text()

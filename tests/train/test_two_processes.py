@@ -449,7 +449,7 @@ def test_the_shipped_configurations_launch(tmp_path, alone, name):
     """The float64 models of a fresh process have float32 norms, so only rewards are compared."""
     done = launched(name, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Wrote ") == 1
+    assert done.stdout.count("page: ") == 1
     one = alone()
     assert [row["reward"] for row in rows(tmp_path / name)] == [row["reward"] for row in rows(one)]
     assert json.loads((tmp_path / name / "result.json").read_text())["steps"] == 3
