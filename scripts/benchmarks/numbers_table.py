@@ -21,11 +21,11 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.tables import three_digits
 from grpo_ustat.records import ACCURACY
 from grpo_ustat.runs.contents import (
     Bounded,
-    Estimate,
     Size,
     checked,
     content_of,
@@ -74,10 +74,10 @@ class Row:
     stage: str
     space: Annotated[str, (FULL, ADAPTER)]
     accuracy: Bounded
-    gstar: Estimate
-    n_c: Estimate
-    prompt_share: Estimate
-    worth_trl_default: Estimate
+    gstar: Interval
+    n_c: Interval
+    prompt_share: Interval
+    worth_trl_default: Interval
     questions: Size
     completions: Size
     tokens: Size

@@ -31,7 +31,7 @@ COMMANDS = [
 
 def test_only_what_a_shell_starts_is_at_the_top():
     top = {path.name for path in SCRIPTS.iterdir() if path.name != "__pycache__"}
-    assert top == {"run", "test", "setup.sh", "slurm", "benchmarks", "tools"}
+    assert top == {"run", "test", "setup.sh", "slurm", "benchmarks", "tools", "typings"}
 
 
 @cache
