@@ -127,7 +127,8 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
     """
     if node.runtime.choices["hydra/launcher"] == "basic":
         with StopRequest():
-            for job in _jobs(entry, todo):
+            for i, job in enumerate(_jobs(entry, todo)):
+                tell(f"run {i + 1} of {len(todo)}: {todo[i].name}")
                 with suppress(Exception):  # it is printed, and noted in the run's folder
                     job()
         return
