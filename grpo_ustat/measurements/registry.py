@@ -16,11 +16,13 @@ from grpo_ustat.measurements.off_policy import OFF_POLICY
 from grpo_ustat.measurements.recipes import RECIPE_WORTHS
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
 from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
+from grpo_ustat.measurements.verdicts import VERDICTS
 from grpo_ustat.pages.gradient_error import study_columns
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of
 
 OURS: tuple[Measurement[Any], ...] = (
+    VERDICTS,
     OFF_POLICY,
     LOSSES,
     RECIPE_WORTHS,

@@ -28,7 +28,6 @@ from grpo_ustat.pages.tables import (
     rows_table,
     with_interval,
 )
-from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.runs.record import RunRecord, study_rollouts
 
 NOISE_COLUMNS = {
@@ -129,11 +128,9 @@ def tables(run: RunRecord) -> list[Table]:
     notes = [f"95 % intervals {interval_scope(run.result['questions'])}."]
     notes += dict.fromkeys(reason for reason in reasons if reason)
     columns = ["quantity", "estimate", "low", "high"]
-    verdicts = verdicts_table(run.result)
     study = Study(run)
     measured = shown([study])
     tables = [
-        *([verdicts] if verdicts else []),
         *measured_tables(study, [one for one in measured if one.leads]),
         *([_curves_table(run.result["curves"])] if run.result["curves"] else []),
         Table("Scaling law and Assumption 2", columns, rows, notes),

@@ -88,7 +88,6 @@ def study_result(
     statistics: ClosedForm,
     population: ClosedForm,
     curves: list[parts.CurveRow],
-    verdicts: list[parts.ClaimVerdict],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -104,7 +103,6 @@ def study_result(
         statistics: closed forms of the pool, for the curves.
         population: closed forms over questions, which generalise to training.
         curves: rows of all methods.
-        verdicts: on published claims.
         pool_cost, replicate_cost: costs of the pool and of Monte Carlo.
         moved: the shift of G* in AdamW's metric, see `second_moments`; None in another metric.
         refusals: rules without a row of `new_questions`, with reasons.
@@ -119,7 +117,6 @@ def study_result(
         ratio_to_oracle=oracle_ratios(statistics) + oracle_ratios(population),
         scaling=_scaling(population, config.study.rollouts),
         noise=_noise(population),
-        verdicts=verdicts or None,
         assumption2=_assumption(statistics, population, pool),
         grad_sq=_gradient(statistics, curves),
         metric=_metric(config, pool, facts, population, moved),

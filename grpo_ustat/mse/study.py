@@ -48,7 +48,6 @@ from grpo_ustat.mse.pool import (
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
 from grpo_ustat.mse.result import closed_form_request, of_population, study_result
 from grpo_ustat.mse.rules import rule_errors
-from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
 from grpo_ustat.pages.findings import study_answer
@@ -56,7 +55,6 @@ from grpo_ustat.pages.gradient_error import study_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
-from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.policy.chat import reads_clock, tell_date, warn_of_options
 from grpo_ustat.policy.configured import (
     check_device,
@@ -107,10 +105,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MOST_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    verdicts = [table for table in (verdicts_table(result),) if table]
     rest = [one for one in shown([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
-    for table in (*verdicts, *first, *study_tables(result), *last):
+    for table in (*first, *study_tables(result), *last):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
@@ -229,12 +226,6 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         rescored=rescored,
     )
     measured = main_only(measure_all, pool_study, config.study.measurements)
-    verdicts = []
-    if config.study.verdicts:
-        verdicts = main_only(
-            claim_verdicts, pool, population, config.group_sizes, config.study.rollouts,
-            config.budget.loss_draws, config.seed, rescored,
-        )  # fmt: skip
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
@@ -261,7 +252,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, curves, verdicts, facts, pool_cost, replicate_cost,
+        config, pool, statistics, population, curves, facts, pool_cost, replicate_cost,
         moved=moved, refusals=refusals, left_out=left_out, remarks=remarks, measured=measured,
     )  # fmt: skip
 

@@ -100,8 +100,6 @@ class StudyResult(RunResult):
     ratio_to_oracle: list[parts.OracleRatio]
     scaling: parts.Scaling
     noise: parts.Noise
-    # Published claims judged on this policy, if `study.verdicts` asks for them.
-    verdicts: Sometimes[list[parts.ClaimVerdict]] = None
     assumption2: parts.Assumption2
     grad_sq: parts.GradientNorm
     metric: parts.Metric

@@ -15,10 +15,6 @@ from grpo_ustat.runs.contents import Bounded, Count, NumberOrNull, Size, Sometim
 Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
 Setting = Annotated[str, ("all_questions_once", "with_replacement")]
 Three = tuple[float, float, float]
-HOLDS, FAILS, UNDECIDED, UNMEASURED = VERDICTS = (
-    "holds", "does not hold", "not decided", "not measured",
-)  # fmt: skip
-ClaimWord = Annotated[str, VERDICTS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,30 +99,6 @@ class Scaling:
     # The error at a fixed number of rollouts.
     curve: list[FixedCost]
     # Why the interval of G* has no upper end.
-    reason: Sometimes[str] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimVerdict:
-    """A published claim judged on this policy, see `mse.verdicts`."""
-
-    # In words.
-    claim: str
-    # The paper that makes the claim.
-    source: str
-    # The number that represents the claim, in words.
-    measured: str
-    # With its interval, for new questions.
-    number: Sometimes[Interval] = None
-    # The number is between `least` and `most` if the claim holds; null: no bound.
-    least: NumberOrNull
-    most: NumberOrNull
-    # Of the hypothesis that it is on the other side, corrected for all rows.
-    holm_p: Sometimes[float] = None
-    verdict: ClaimWord
-    # Further numbers, in a sentence.
-    beside: Sometimes[str] = None
-    # Why nothing is measured.
     reason: Sometimes[str] = None
 
 

@@ -29,9 +29,9 @@ from worth import ROLLOUTS, cell, lengths_of, study
 
 from grpo_ustat.estimators.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.estimators.moments import centred, is_correlated
-from grpo_ustat.mse.verdicts import claim_verdicts
+from grpo_ustat.measurements.base import PoolStudy
+from grpo_ustat.measurements.verdicts import FAILS, HOLDS, ClaimVerdict, claim_verdicts
 from grpo_ustat.records import ScorePool
-from grpo_ustat.runs.study_parts import FAILS, HOLDS, ClaimVerdict
 
 POPULATIONS = {**LIGHT, **UNSEEN}
 CELLS = ((100, 18), (200, 32))
@@ -56,7 +56,11 @@ def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict]
     pool = whole_sketches(pool)
     request = Request([], {}, len(pool.rewards_PN), True, {})
     population = closed_form(pool, request, "questions")
-    return claim_verdicts(pool, population, [SIZE], ROLLOUTS, draws, seed), population
+    asked = PoolStudy(
+        pool, [SIZE], ROLLOUTS, draws, seed, losses=[], max_completion_length=1, reward_names=[],
+        asked=frozenset(), at_hand=population, population=population, request=request,
+    )  # fmt: skip
+    return claim_verdicts(asked), population
 
 
 def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:
