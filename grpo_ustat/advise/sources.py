@@ -34,6 +34,8 @@ from grpo_ustat.logs.rewards import (
     share_text,
 )
 from grpo_ustat.logs.rows import TOKEN_COLUMNS, step_rollouts
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.pages.advice import (
     UNKNOWN,
     Advice,
@@ -49,7 +51,6 @@ from grpo_ustat.pages.findings import (
     noise_sentence,
     training_noise_sentence,
 )
-from grpo_ustat.pages.losses import losses_sentences
 from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_overrides
 from grpo_ustat.runs.contents import parsed_json, row_interval, text_of
 from grpo_ustat.runs.files import natural_order
@@ -180,8 +181,10 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     if verdict != UNKNOWN:
         details.append(other_sizes(group_size_costs(law, rollouts)))
     details += filter(None, [noise_sentence(result, rollouts, group_size)])
-    details += losses_sentences(result)
-    if request.objective and "losses" not in result:
+    study = Study(run)
+    losses = study.of(LOSSES)
+    details += LOSSES.sentences(losses or [], study)
+    if request.objective and losses is None:
         again = [*policy_overrides(run.config), *request.objective, f"pool={run.folder / 'pool'}"]
         details.append(f"{OF_THE_UNBIASED} {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:

@@ -197,21 +197,3 @@ def reward_penalty(
 ) -> Array:
     """Compute beta times k1 of each completion, which is subtracted from its reward, [N]."""
     return weights.beta * np.where(counts_NT, old_NT - reference_NT, 0.0).sum(axis=1)
-
-
-def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
-    """Compute the effective sample size as a share, of all prompts and without each, [1 + P].
-
-    It is `(sum w)^2 / sum w^2`, as a share of the number of weights.
-
-    Args:
-        sums_P, squares_P: sums of a prompt's weights and of their squares.
-        counts_P: number of a prompt's weights.
-
-    >>> effective_share(np.array([2.0, 4.0]), np.array([2.0, 16.0]), np.array([2, 2])).round(3)
-    array([0.5, 0.5, 1. ])
-    """
-    total, square, count = (
-        np.concatenate([[x.sum()], x.sum() - x]) for x in (sums_P, squares_P, counts_P)
-    )
-    return total**2 / (square * count)

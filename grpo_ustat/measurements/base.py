@@ -6,6 +6,7 @@ entry point of `grpo_ustat.measurements` and asked for by name in `study.measure
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_ustat.estimators.closed_form import ClosedForm, Request
+from grpo_ustat.estimators.drift import Drift
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.contents import misfit, record_of
@@ -20,6 +24,36 @@ from grpo_ustat.runs.record import RunRecord, study_rollouts
 from grpo_ustat.runs.result import StudyResult
 
 R = TypeVar("R")
+
+# TRL's default G, of which sentences speak.
+USUAL_SIZE = 8
+# Keys of a study that change no pool.
+LOSS_KEYS = ("objective", "objectives", "baseline")
+LAG_KEYS = ("study.policy", "study.reference", "study.corrections", "study.correction_cap")
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """The completions of a pool as a policy at hand scores them that need not have written them.
+
+    Tokens are weighted as each loss weighs them.
+    """
+
+    # Names of the writer, of the policy at hand, and of the one that a penalty is measured from.
+    written_by: str
+    policy: str
+    reference: str
+    # lag, gap or penalty, see `measurements.off_policy.OffPolicy`.
+    question: str
+    drift: Drift
+    # Whose worth is measured.
+    losses: Sequence[Loss]
+    # Of which claims are judged, by the level of their ratio.
+    judged: Mapping[str, Loss]
+    # The pool of the unbiased estimate that losses are compared with.
+    compared: ScorePool
+    # The pool of the losses with each kind of token weights.
+    weighted: Mapping[TokenWeights, ScorePool]
 
 
 @dataclass(frozen=True)
@@ -37,6 +71,10 @@ class PoolStudy:
     # Pairs of batches behind losses that weigh rows by the whole batch, and the seed of all draws.
     draws: int
     seed: int
+    # At a batch's first update, except the unbiased estimate itself.
+    losses: Sequence[Loss]
+    # Tokens after which a completion is cut.
+    max_completion_length: int
     # Names of the reward functions, in the order of the pool's axis F.
     reward_names: Sequence[str]
     # Measurements that are made only if they are asked for.
@@ -46,6 +84,8 @@ class PoolStudy:
     # With intervals for new questions, the population of a training step, and its request.
     population: ClosedForm
     request: Request
+    # None where no other policy, reference or correction is asked for.
+    rescored: Rescored | None = None
 
 
 class Study:
@@ -85,15 +125,42 @@ def no_table(records: Mapping[Study, Any]) -> list[Table]:
     return []
 
 
+def by_pool(studies: Iterable[Study]) -> list[list[Study]]:
+    """Group studies that differ only in their losses; all else in their results is equal."""
+    pools: dict[str, list[Study]] = {}
+    for study in studies:
+        of_pool = {
+            key: value
+            for key, value in study.run.keys.items()
+            if key.partition(".")[0] not in LOSS_KEYS and key not in LAG_KEYS
+        }
+        pools.setdefault(json.dumps(of_pool, sort_keys=True, default=str), []).append(study)
+    return list(pools.values())
+
+
+# Writes a figure's files to a folder, with lines below the panels.
+Draw = Callable[[Path, Mapping[Study, R], Sequence[str]], None]
+
+
 @dataclass(frozen=True)
 class Figure(Generic[R]):
-    """A figure of a study's folder and of a report's."""
+    """A figure of a study's folder."""
 
     # Of its files, without their endings.
     name: str
     title: str
-    # Writes the files to a folder, with lines below the panels.
-    draw: Callable[[Path, Mapping[Study, R], Sequence[str]], None]
+    draw: Draw[R]
+
+
+@dataclass(frozen=True)
+class Joint(Generic[R]):
+    """A report's view of all studies that have measured something, also several of one pool."""
+
+    tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
+    # A sentence on all of them, where there is a table.
+    answer: Callable[[Mapping[Study, R]], str] | None = None
+    # The figure of the first table's name.
+    draw: Draw[R] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,11 +176,15 @@ class Measurement(Generic[R]):
     measure: Callable[[PoolStudy], R | None]
     # Said beside the answer.
     sentences: Callable[[R, Study], list[str]] = nothing_to_say
-    # On the page of a study, and in a report of several: of every study that has measured it.
+    # On the page of a study, and in a report of the studies that have measured it, one a pool.
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
     # True if its tables are printed on the terminal, too.
     prints: bool = False
     figure: Figure[R] | None = None
+    # In a report, where it is not the tables of a page.
+    joint: Joint[R] | None = None
+    # True if studies are made for it, beside the gradient's error: it comes before that.
+    leads: bool = False
 
     def of(self, studies: Iterable[Study]) -> dict[Study, R]:
         """Return what each of the studies that have measured it found."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.own_functions import MEASUREMENTS
-from grpo_ustat.measurements.base import Measurement, PoolStudy, Study
+from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Study, by_pool
 from grpo_ustat.measurements.dynamic_sampling import DYNAMIC_SAMPLING
+from grpo_ustat.measurements.losses import LOSSES
+from grpo_ustat.measurements.off_policy import OFF_POLICY
+from grpo_ustat.measurements.recipes import RECIPE_WORTHS
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
 from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
+from grpo_ustat.measurements.verdicts import VERDICTS
 from grpo_ustat.pages.gradient_error import study_columns
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of
 
 OURS: tuple[Measurement[Any], ...] = (
+    VERDICTS,
+    OFF_POLICY,
+    LOSSES,
+    RECIPE_WORTHS,
     REWARD_FUNCTIONS,
     REWARD_CORRELATIONS,
     DYNAMIC_SAMPLING,
@@ -48,36 +57,45 @@ def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
     return {name: record for name, record in found.items() if record is not None}
 
 
-def sentences(study: Study) -> list[str]:
-    """Return what the measurements of a study say."""
+def sentences(study: Study, of: Sequence[Measurement[Any]]) -> list[str]:
+    """Return what some measurements of a study say."""
     return [
         line
-        for one in _shown([study])
+        for one in of
         for record in one.of([study]).values()
         for line in one.sentences(record, study)
     ]
 
 
-def tables(studies: Sequence[Study], printed: bool = False) -> list[Table]:
-    """Return the tables of one study or of several, all of them or those for a terminal."""
-    return [
-        table
-        for one in _shown(studies)
-        if one.prints or not printed
-        if (records := one.of(studies))
-        for table in one.tables(records)
-    ]
+def tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
+    """Return the tables of some measurements of a study."""
+    return [table for one in of if (records := one.of([study])) for table in one.tables(records)]
+
+
+def printed_tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
+    """Return those of `tables` that a terminal shows."""
+    return [one for one in tables(study, [x for x in of if x.prints]) if not one.page_only]
+
+
+def draw_figures(folder: Path, study: Study) -> None:
+    """Draw the figures of all measurements of a study."""
+    for one in shown([study]):
+        if one.figure is not None and (records := one.of([study])):
+            one.figure.draw(folder, records, [])
 
 
 def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[Table]:
     """Return the tables of a report, each with a name for its files and the records as its data.
 
     Args:
-        study_keys: configuration keys in which the studies differ.
+        studies: all of them, of which those of one pool are shown once where they are alike.
+        study_keys: configuration keys in which the pools differ.
     """
-    found = []
-    for one in _shown(studies):
-        records = one.of(studies)
+    found = [table for one, records in _joint(studies) for table in one.tables(records)]
+    for one in shown(studies):
+        if one.joint is not None:
+            continue
+        records = one.of([members[0] for members in by_pool(studies)])
         data = [
             study_columns(study.run, study_keys) | content_of(row)
             for study, record in records.items()
@@ -89,7 +107,30 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
     return found
 
 
-def _shown(studies: Sequence[Study]) -> list[Measurement[Any]]:
+def report_answers(studies: Sequence[Study]) -> list[str]:
+    """Return the sentences of a report on all studies."""
+    return [
+        one.answer(records)
+        for one, records in _joint(studies)
+        if one.answer is not None and one.tables(records)
+    ]
+
+
+def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[str]) -> None:
+    """Draw the figures of a report, with lines below each."""
+    for one, records in _joint(studies):
+        if one.draw is not None and (first := one.tables(records)[:1]):
+            one.draw(folder, records, [*(first[0].figure_notes or ()), *lines])
+
+
+def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
+    """Yield what a report shows of all studies together, with what they have measured."""
+    for one in shown(studies):
+        if one.joint is not None and (records := one.of(studies)):
+            yield one.joint, records
+
+
+def shown(studies: Sequence[Study]) -> list[Measurement[Any]]:
     """Return our measurements and those of packages that are installed here."""
     asked = [name for study in studies for name in study.run.value("study.measurements") or []]
     offered = entry_points(group=MEASUREMENTS).names if asked else set()

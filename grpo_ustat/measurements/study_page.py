@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.registry import OURS, shown
 from grpo_ustat.measurements.registry import sentences as measured_sentences
 from grpo_ustat.measurements.registry import tables as measured_tables
 from grpo_ustat.pages.caveats import summary_and_warnings
@@ -14,10 +15,7 @@ from grpo_ustat.pages.findings import (
     interval_note,
     study_answer,
 )
-from grpo_ustat.pages.losses import loss_details, losses_sentences, losses_tables
 from grpo_ustat.pages.next_step import next_step
-from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
-from grpo_ustat.pages.recipes import recipe_table
 from grpo_ustat.pages.run_page import RunView
 from grpo_ustat.pages.symbols import baseline_word
 from grpo_ustat.pages.tables import (
@@ -30,7 +28,6 @@ from grpo_ustat.pages.tables import (
     rows_table,
     with_interval,
 )
-from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.runs.record import RunRecord, study_rollouts
 
 NOISE_COLUMNS = {
@@ -82,7 +79,8 @@ def further_findings(study: Study) -> list[str]:
     if result["assumption2"].get("corr") is None:
         return []
     sentence = assumption2_sentence(result)
-    return [*filter(None, [sentence]), *measured_sentences(study)]
+    rest = [one for one in shown([study]) if not one.leads]
+    return [*filter(None, [sentence]), *measured_sentences(study, rest)]
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
@@ -130,20 +128,15 @@ def tables(run: RunRecord) -> list[Table]:
     notes = [f"95 % intervals {interval_scope(run.result['questions'])}."]
     notes += dict.fromkeys(reason for reason in reasons if reason)
     columns = ["quantity", "estimate", "low", "high"]
-    verdicts = verdicts_table(run.result)
+    study = Study(run)
+    measured = shown([study])
     tables = [
-        *([verdicts] if verdicts else []),
-        *losses_tables(run.result),
-        *loss_details(run.result),
-        *off_policy_tables(run.result),
+        *measured_tables(study, [one for one in measured if one.leads]),
         *([_curves_table(run.result["curves"])] if run.result["curves"] else []),
         Table("Scaling law and Assumption 2", columns, rows, notes),
     ]
-    published = recipe_table(run.result)
-    if published is not None:
-        tables.append(published)
     tables.append(_noise_table(run.result["noise"]))
-    tables += measured_tables([Study(run)])
+    tables += measured_tables(study, [one for one in measured if not one.leads])
     ratios = run.result.get("ratio_to_oracle")
     if ratios:
         ratio_rows = [
@@ -203,10 +196,10 @@ def notes(run: RunRecord) -> list[str]:
     dropped = result.get("left_out") or {}
     details = []
     if result and first != answer(run):
+        study = Study(run)
         details = [
-            *off_policy_sentences(result),
-            *losses_sentences(result),
-            *further_findings(Study(run)),
+            *measured_sentences(study, [one for one in shown([study]) if one.leads]),
+            *further_findings(study),
             f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}",
             first,
         ]
@@ -217,18 +210,22 @@ def notes(run: RunRecord) -> list[str]:
     ]
 
 
-WORTHS_CAPTION = "What a rollout of each loss is worth"
-OFF_POLICY_CAPTION = "What a rollout is worth that another policy wrote"
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "What each group size costs at the same number of rollouts"
-PUBLISHED_CAPTION = "What a rollout of each published recipe is worth"
+
+
+def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
+    """Return the figures of our measurements, those that lead or the others."""
+    figures = [one.figure for one in OURS if one.figure and one.leads == leads]
+    return {figure.name: (figure.title, "", None) for figure in figures}
+
+
 VIEW = RunView(
     title=title, answer=answer, facts=facts, tables=tables, notes=notes, following=following,
     figures={
-        "losses": (WORTHS_CAPTION, "", None),
-        "off_policy": (OFF_POLICY_CAPTION, "", None),
+        **_figures(leads=True),
         "scaling": (COSTS_CAPTION, "", None),
-        "recipes": (PUBLISHED_CAPTION, "", None),
+        **_figures(leads=False),
         "figure": (ERRORS_CAPTION, "Numbers:", "curves.csv"),
     },
 )  # fmt: skip

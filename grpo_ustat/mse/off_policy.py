@@ -11,7 +11,7 @@ completions where it can write some, else the same ones, each weighted by its ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +25,14 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
-from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
-from grpo_ustat.estimators.losses import LossRow, loss_worths
-from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.drift import drift_of
 from grpo_ustat.estimators.token_weights import (
     EXACT,
     TokenWeights,
-    effective_share,
     reward_penalty,
     token_factors,
 )
-from grpo_ustat.estimators.worth import without
+from grpo_ustat.measurements.base import Rescored
 from grpo_ustat.mse.pool import EqualRewards, build_pool
 from grpo_ustat.mse.pool_parts import WeightedPart
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, reuse_pool
@@ -55,47 +52,6 @@ from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
 # Share of the completions that must count where their ratios are exact.
 LEAST_EFFECTIVE = 0.2
-# Effective share up to which few weights decide it, which may not be drawn yet.
-LEAST_BOUNDED = 0.6
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Distance of the policy at hand from the one that wrote the completions."""
-
-    # Of the latter from the former, nats a token.
-    kl: Interval
-    # Effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
-    tokens: Interval
-    # The same share of the completions under the product of their tokens' ratios, of all questions
-    # and without each of them.
-    completions_D: Array
-
-    @property
-    def completions(self) -> Interval:
-        """Effective share of the completions."""
-        return self.completions_at(CONFIDENCE)
-
-    def completions_at(self, level: float) -> Interval:
-        """Compute the effective share of the completions with an interval at a level."""
-        return _share_interval(self.completions_D, level)
-
-
-@dataclass(frozen=True)
-class OffPolicy:
-    """Worths of rollouts that another policy wrote."""
-
-    # lag, gap or penalty, see `runs.study_parts.OffPolicy`.
-    question: str
-    drift: Drift
-    # Of each loss at each G.
-    rows: list[LossRow]
-    # Losses of which claims are judged, see `MeasuredLosses.judged`.
-    judged: Mapping[str, Loss]
-    # The pool of the unbiased estimate that losses are compared with.
-    compared: ScorePool
-    # The pool of the losses with each kind of token weights.
-    weighted: Mapping[TokenWeights, ScorePool]
 
 
 def check_tokenizers(config: MseConfig) -> None:
@@ -115,14 +71,14 @@ def check_tokenizers(config: MseConfig) -> None:
             )
 
 
-def off_policy_worths(
+def rescored_pool(
     config: MseConfig,
     pool: ScorePool,
     prompts: Sequence[Prompt],
     rollouts: Sequence[Rollouts],
     folder: Path,
-) -> tuple[OffPolicy, WorkCost]:
-    """Measure the worth of a rollout of each loss at `study.policy`, or with `study.corrections`.
+) -> tuple[Rescored, WorkCost]:
+    """Score the study's completions at `study.policy`, or with `study.corrections`.
 
     Args:
         pool: the study's pool, drawn by `model` or read from a file.
@@ -131,7 +87,7 @@ def off_policy_worths(
             where a file has them.
         folder: the run's folder; what is scored stays there.
     """
-    study, budget = config.study, config.budget
+    study = config.study
     is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
     question = "lag" if study.policy is not None else "gap" if is_logged else "penalty"
     at_hand, losses = replace(config, model=config.later_model), config.measured.off_policy
@@ -143,7 +99,7 @@ def off_policy_worths(
     parts, cost = _scored(config, wanted, prompts, rollouts, pool.rewards_PN, folder)
     weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
     size = pool.rewards_PN.shape[1]
-    drift = _drift(np.array([part.drift for part in parts[wanted[0]]]), size)
+    drift = drift_of(np.array([part.drift for part in parts[wanted[0]]]), size)
     compared = pool
     if question == "lag":
         fresh = folder / "pool_policy"
@@ -165,11 +121,21 @@ def off_policy_worths(
                 "needed for an unbiased gradient to compare with; use study.corrections=[]"
             )
         compared = weighted[EXACT]
-    rows = main_only(
-        loss_worths, compared, losses, config.group_sizes, study.rollouts, budget.loss_draws,
-        config.seed, weighted,
-    )  # fmt: skip
-    return OffPolicy(question, drift, rows, judged, compared, weighted), cost
+    writer = Path(config.model.name).name
+    if question == "gap":
+        writer = f"the sampler of {Path(str(config.pool)).name}"
+    rescored = Rescored(
+        written_by=writer,
+        policy=Path(config.later_model.name).name,
+        reference=Path(config.reference_model.name).name,
+        question=question,
+        drift=drift,
+        losses=losses,
+        judged=judged,
+        compared=compared,
+        weighted=weighted,
+    )
+    return rescored, cost
 
 
 def _scored(
@@ -377,27 +343,3 @@ def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPar
         centred_sums_PR=None,
         kinds=weights.kinds,
     )
-
-
-def _drift(sums_PS: Array, count: int) -> Drift:
-    """Compute the distance of the two policies, with intervals for new questions.
-
-    Args:
-        sums_PS: of each question, see `WeightedPart.drift`.
-        count: N.
-    """
-    tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
-    kl_D = np.concatenate([[sums_PS[:, 6].sum()], sums_PS[:, 6].sum() - sums_PS[:, 6]]) / tokens_D
-    # No share depends on this scale.
-    scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())
-    counts_P = np.full(len(sums_PS), float(count))
-    tokens = effective_share(*sums_PS[:, :3].T)
-    completions = effective_share(scale_P * sums_PS[:, 4], scale_P**2 * sums_PS[:, 5], counts_P)
-    kl = jackknife_interval(kl_D[0], without(kl_D))
-    return Drift(kl, _share_interval(tokens), completions)
-
-
-def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
-    """Compute a share's interval, from 0 on where the largest weights may not be drawn yet."""
-    interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
-    return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)

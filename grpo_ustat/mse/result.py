@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,10 @@ from grpo_ustat.estimators.closed_form import (
     Request,
 )
 from grpo_ustat.estimators.intervals import Interval, pool_mean_reward, quantity
-from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.moments import refutes_assumption2
-from grpo_ustat.estimators.row_weights import RowFilter
 from grpo_ustat.estimators.scaling import divisible_rollouts, divisors
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.curves import oracle_ratios
-from grpo_ustat.mse.loss_refusals import refusal_line
-from grpo_ustat.mse.off_policy import OffPolicy
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.sampler import sampler_text
@@ -93,10 +88,6 @@ def study_result(
     statistics: ClosedForm,
     population: ClosedForm,
     curves: list[parts.CurveRow],
-    losses: list[LossRow],
-    recipes: list[LossRow],
-    off_policy: OffPolicy | None,
-    verdicts: list[parts.ClaimVerdict],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -112,10 +103,6 @@ def study_result(
         statistics: closed forms of the pool, for the curves.
         population: closed forms over questions, which generalise to training.
         curves: rows of all methods.
-        losses: worths of a rollout of each loss.
-        recipes: the same of published losses, each at its own G.
-        off_policy: worths of rollouts that another policy wrote; None: not asked for.
-        verdicts: on published claims.
         pool_cost, replicate_cost: costs of the pool and of Monte Carlo.
         moved: the shift of G* in AdamW's metric, see `second_moments`; None in another metric.
         refusals: rules without a row of `new_questions`, with reasons.
@@ -130,10 +117,6 @@ def study_result(
         ratio_to_oracle=oracle_ratios(statistics) + oracle_ratios(population),
         scaling=_scaling(population, config.study.rollouts),
         noise=_noise(population),
-        losses=_losses(losses) or None,
-        recipes=_losses(recipes),
-        off_policy=off_policy and _off_policy(config, off_policy),
-        verdicts=verdicts or None,
         assumption2=_assumption(statistics, population, pool),
         grad_sq=_gradient(statistics, curves),
         metric=_metric(config, pool, facts, population, moved),
@@ -280,46 +263,6 @@ def _noise(population: ClosedForm) -> parts.Noise:
         ),
         grad_sq=population["grad_sq"],
         reason=reason,
-    )
-
-
-def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
-    """Return the rows of losses with the worth of a rollout of each, see `estimators.worth`."""
-    every = asdict(RowFilter())
-    return [
-        parts.LossWorth(
-            loss=row.loss.name,
-            baseline=row.loss.rule,
-            loss_type=row.loss.loss_type,
-            **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
-            rollouts=row.rollouts,
-            group_size=row.group_size,
-            kept=row.kept,
-            unbiased_direction=row.loss.scale(row.group_size) is not None,
-            best=row.best,
-            alike=row.alike,
-            reason=refusal_line(row),
-            **({} if row.worth is None else vars(row.worth)),
-        )
-        for row in rows
-    ]
-
-
-def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
-    """Return the worths of rollouts that another policy wrote."""
-    writer = Path(config.model.name).name
-    if off_policy.question == "gap":
-        writer = f"the sampler of {Path(str(config.pool)).name}"
-    return parts.OffPolicy(
-        written_by=writer,
-        policy=Path(config.later_model.name).name,
-        reference=Path(config.reference_model.name).name,
-        question=off_policy.question,
-        penalised=any(row.loss.tokens and row.loss.tokens.beta for row in off_policy.rows),
-        kl=off_policy.drift.kl,
-        effective_tokens=off_policy.drift.tokens,
-        effective_completions=off_policy.drift.completions,
-        losses=_losses(off_policy.rows),
     )
 
 

@@ -20,7 +20,6 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.estimators.losses import LossRow, draws_behind, loss_moments, refusal
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import UpdateMoments, without
-from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.records import Array, ScorePool
 from grpo_ustat.runs.study_parts import NotMeasured
 
@@ -62,9 +61,9 @@ def rule_errors(
     rows = [LossRow(loss, size, rollouts, None) for loss in losses for size in group_sizes]
     rows = [replace(x, reason=refusal(pool, x.loss, x.group_size, rollouts)) for x in rows]
     absent = [
-        NotMeasured(baseline=row.loss.rule, group_size=row.group_size, reason=reason)
+        NotMeasured(baseline=row.loss.rule, group_size=row.group_size, reason=row.reason.line)
         for row in rows
-        if (reason := refusal_line(row)) is not None
+        if row.reason is not None
     ]
     measured = {
         loss: [row.group_size for row in rows if row.loss is loss and row.reason is None]

@@ -14,10 +14,17 @@ from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.closed_form import closed_form
-from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.logs.pairing import other_policy_sentence
 from grpo_ustat.measurements.base import PoolStudy, Study
-from grpo_ustat.measurements.registry import measure_all, tables
+from grpo_ustat.measurements.losses import LOSSES
+from grpo_ustat.measurements.off_policy import OFF_POLICY
+from grpo_ustat.measurements.registry import (
+    draw_figures,
+    measure_all,
+    printed_tables,
+    sentences,
+    shown,
+)
 from grpo_ustat.measurements.study_page import VIEW, further_findings
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, new_questions_rows
@@ -26,7 +33,7 @@ from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeate
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.off_policy import (
     check_tokenizers,
-    off_policy_worths,
+    rescored_pool,
     stored_completions,
 )
 from grpo_ustat.mse.plan import study_cost
@@ -39,21 +46,15 @@ from grpo_ustat.mse.pool import (
     model_facts,
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
-from grpo_ustat.mse.recipes import recipe_worths
 from grpo_ustat.mse.result import closed_form_request, of_population, study_result
 from grpo_ustat.mse.rules import rule_errors
-from grpo_ustat.mse.verdicts import claim_verdicts
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
 from grpo_ustat.pages.findings import study_answer
 from grpo_ustat.pages.gradient_error import study_tables
-from grpo_ustat.pages.losses import losses_figure, losses_sentences, losses_tables
 from grpo_ustat.pages.next_step import next_step
-from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
-from grpo_ustat.pages.recipes import recipes_figure
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
-from grpo_ustat.pages.verdicts import verdicts_table
 from grpo_ustat.policy.chat import reads_clock, tell_date, warn_of_options
 from grpo_ustat.policy.configured import (
     check_device,
@@ -98,13 +99,15 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         )
     answer = study_answer(result, config.study.rollouts)
     console.print(f"{wrapped(answer)}\n", soft_wrap=True)
-    asked = off_policy_sentences(result) or losses_sentences(result)
-    for sentence in asked[:MOST_LOSS_SENTENCES]:
-        console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    worths = off_policy_tables(result)[:1] or losses_tables(result)
-    verdicts = [table for table in (verdicts_table(result),) if table]
     view = Study(RunRecord(folder.path, result=result))
-    for table in (*verdicts, *worths, *study_tables(result), *tables([view], True)):
+    leading = [one for one in shown([view]) if one.leads]
+    if view.of(OFF_POLICY) is not None:
+        leading.remove(LOSSES)
+    for sentence in sentences(view, leading)[:MOST_LOSS_SENTENCES]:
+        console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
+    rest = [one for one in shown([view]) if not one.leads]
+    first, last = (printed_tables(view, of) for of in (leading, rest))
+    for table in (*first, *study_tables(result), *last):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
@@ -141,10 +144,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         if result.curves:
             mse_figure(folder.path, content)
             scaling_figure(folder.path, content, config.study.rollouts)
-            recipes_figure(folder.path, content)
-            losses_figure(folder.path, content)
-            if "off_policy" in content:
-                losses_figure(folder.path, content, content["off_policy"])
+            draw_figures(folder.path, Study(RunRecord(folder.path, result=content)))
         leave_page(folder, VIEW, content)
     folder.finish(result)
     return content
@@ -204,35 +204,28 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     statistics = closed_form(pool, request, config.study.interval)
     request = of_population(config, request)
     population = closed_form(pool, request, "questions")
-    asked = frozenset(["verdicts"] * config.study.verdicts)
-    measured = main_only(
-        measure_all,
-        PoolStudy(
-            pool, config.group_sizes, config.study.rollouts, config.budget.loss_draws, config.seed,
-            reward_names(config.reward_funcs), asked, statistics, population, request,
-        ),
-        config.study.measurements,
-    )  # fmt: skip
-    losses = main_only(
-        loss_worths, pool, config.measured.first_update, config.group_sizes, config.study.rollouts,
-        config.budget.loss_draws, config.seed,
-    )  # fmt: skip
-    recipes = main_only(
-        recipe_worths, pool, config.max_completion_length, config.group_sizes,
-        config.study.rollouts, config.budget.loss_draws, config.seed,
-    )  # fmt: skip
-    off_policy = None
+    rescored = None
     if config.measured.is_off_policy:
         size = pool.rewards_PN.shape[1]
         written = rollouts or stored_completions(config, prompts, pool_folder, size)
-        off_policy, further = off_policy_worths(config, pool, prompts, written, folder)
+        rescored, further = rescored_pool(config, pool, prompts, written, folder)
         pool_cost += further
-    verdicts = []
-    if config.study.verdicts:
-        verdicts = main_only(
-            claim_verdicts, pool, population, config.group_sizes, config.study.rollouts,
-            config.budget.loss_draws, config.seed, off_policy,
-        )  # fmt: skip
+    pool_study = PoolStudy(
+        pool=pool,
+        group_sizes=config.group_sizes,
+        rollouts=config.study.rollouts,
+        draws=config.budget.loss_draws,
+        seed=config.seed,
+        losses=config.measured.first_update,
+        max_completion_length=config.max_completion_length,
+        reward_names=reward_names(config.reward_funcs),
+        asked=frozenset(["verdicts"] * config.study.verdicts),
+        at_hand=statistics,
+        population=population,
+        request=request,
+        rescored=rescored,
+    )
+    measured = main_only(measure_all, pool_study, config.study.measurements)
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
@@ -259,9 +252,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, curves, losses, recipes, off_policy, verdicts, facts,
-        pool_cost, replicate_cost, moved=moved, refusals=refusals, left_out=left_out,
-        remarks=remarks, measured=measured,
+        config, pool, statistics, population, curves, facts, pool_cost, replicate_cost,
+        moved=moved, refusals=refusals, left_out=left_out, remarks=remarks, measured=measured,
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Table:
     # Cells (row, column) that LaTeX sets bold, True, the best, or underlines, False, not
     # significantly different from it. The mark in their first line, `*` or `~`, is left out there.
     marks: Mapping[tuple[int, int], bool] = field(default_factory=dict)
+    # True if a terminal leaves it out.
+    page_only: bool = False
     # In place of `notes` where LaTeX marks cells otherwise.
     latex_notes: Sequence[str] | None = None
 

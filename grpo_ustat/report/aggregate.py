@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.measurements.base import Study
-from grpo_ustat.measurements.registry import OURS, report_tables
+from grpo_ustat.measurements.base import Study, by_pool
+from grpo_ustat.measurements.registry import (
+    OURS,
+    draw_report_figures,
+    report_answers,
+    report_tables,
+)
 from grpo_ustat.pages import error_figures, gradient_error
 from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
@@ -36,16 +41,8 @@ from grpo_ustat.report.accuracy_answer import (
 )
 from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.best_group_size import best_group_size
-from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
+from grpo_ustat.report.collect import RunSet, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
-from grpo_ustat.report.lag import lag_answer, lag_table
-from grpo_ustat.report.losses import (
-    by_pool,
-    joint_losses_figure,
-    loss_panels,
-    losses_answer,
-    losses_table,
-)
 from grpo_ustat.report.settings import ROLLOUTS_KEY, SIZE_KEY, Axis, setting_labels, swept_axis
 from grpo_ustat.report.verdicts import (
     claims_table,
@@ -55,14 +52,21 @@ from grpo_ustat.report.verdicts import (
     verdict_sentence,
 )
 from grpo_ustat.runs.files import write_whole
-from grpo_ustat.runs.record import CODE, CONFIG, RunRecord, key_label, study_rollouts
+from grpo_ustat.runs.record import (
+    CODE,
+    CONFIG,
+    RunRecord,
+    distinguishing_keys,
+    key_label,
+    study_rollouts,
+)
 from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import best_size, single_line
 
 MEASURED = "|".join(one.name for one in OURS)
 TABLE_FILE = re.compile(
-    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses"
+    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
@@ -168,12 +172,9 @@ def _tables_of_one(run: RunRecord) -> None:
     if one.studies:
         gradient_error.mse_table([run], ()).latex()
         gradient_error.scaling_table([run], ()).latex()
-        if panels := loss_panels([run]):
-            losses_table(panels, ()).latex()
-            losses_answer(panels)
-        if "off_policy" in run.final_result:
-            lag_table([run], ()).latex()
-            lag_answer([run])
+        for table in report_tables([Study(run)], ()):
+            table.latex()
+        report_answers([Study(run)])
         decision_sentence(run.final_result, study_rollouts(run.config))
         error_figures.ratio_rows(run.final_result, error_figures.widest_setting(run.final_result))
     if one.training:
@@ -202,9 +203,9 @@ def run_set_notes(run_set: RunSet) -> list[str]:
 
 
 def _add_studies(report: Report) -> None:
-    studies = [
-        members[0] for members in by_pool(report.studies)
-    ]  # errors are of the pool, whatever the loss
+    measured = [Study(run) for run in report.studies]
+    # Errors are of the pool, whatever the loss.
+    studies = [members[0].run for members in by_pool(measured)]
     keys = distinguishing_keys([run.keys for run in studies], ignored=())
     mse_table = gradient_error.mse_table(studies, keys)
     scaling_table = gradient_error.scaling_table(studies, keys)
@@ -222,16 +223,9 @@ def _add_studies(report: Report) -> None:
     for run in studies:
         decision = decision_sentence(run.final_result, study_rollouts(run.config))
         report.answers.append(f"{run.policy} on {run.dataset}: {decision}")
-    if panels := loss_panels(report.studies):
-        table = losses_table(panels, distinguishing_keys([run.keys for run in report.studies]))
-        lines = [*(table.figure_notes or ()), *report.missing_captions]
-        joint_losses_figure(report.folder, table.name, panels, lines)
-        report.tables.append(table)
-        report.answers.append(losses_answer(panels))
-    report.tables += report_tables([Study(run) for run in studies], keys)
-    if lagged := [run for run in report.studies if "off_policy" in run.final_result]:
-        report.tables.append(lag_table(lagged, distinguishing_keys([run.keys for run in lagged])))
-        report.answers.append(lag_answer(lagged))
+    draw_report_figures(report.folder, measured, report.missing_captions)
+    report.tables += report_tables(measured, keys)
+    report.answers += report_answers(measured)
     report.notes.append(WHY_FIXED_ROLLOUTS)
 
 

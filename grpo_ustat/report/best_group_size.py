@@ -31,10 +31,9 @@ from grpo_ustat.pages.claims import CLAIM_COLUMNS, claim_cells
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell, accuracy_cells
-from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign_flip_p_value
 from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord, distinguishing_keys
 
 MEAN, LAST = "mean of the evaluations", "last evaluation"  # the first counts
 LEAST_SEEDS = 3  # with every G, or differences are not compared

@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs import history
@@ -23,7 +22,6 @@ CONFIG_KEYS = {  # that a configuration of a command has
     "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
     "gap": ("study.kind", "bed.name", "seed"),
 }  # fmt: skip
-SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")  # a series holds several values of these
 
 
 @dataclass(frozen=True)
@@ -121,31 +119,3 @@ def _check(run: RunRecord) -> None:
         _ = run.evals  # which notes damage
     if not run.code:
         run.add_note("code.json is lost or damaged: its commit and weights are not known")
-
-
-def distinguishing_keys(
-    runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
-) -> list[str]:
-    """Return the keys in which runs differ, each only if those before it leave some together.
-
-    Names come first: of two models that differ in name, path and weights the name is enough.
-
-    Args:
-        runs: the keys of each, see `RunRecord.keys`.
-        ignored: keys that are never taken.
-
-    >>> one, two = {"seed": 0, "model.name": "a", "path": 1}, {"seed": 1, "model.name": "b"}
-    >>> distinguishing_keys([one, two]), distinguishing_keys([one, one | {"seed": 1}])
-    (['model.name'], [])
-    >>> distinguishing_keys([one, one | {"path": 2}])
-    ['path']
-    """
-    candidates = {key for keys in runs for key in keys if key not in ignored}
-    selection: list[str] = []
-    groups = 1
-    for key in sorted(candidates, key=lambda key: (not key.endswith("name"), key)):
-        trial = [*selection, key]
-        count = len({json.dumps([keys.get(k) for k in trial], default=str) for keys in runs})
-        if count > groups:
-            selection, groups = trial, count
-    return selection

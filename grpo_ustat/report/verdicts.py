@@ -9,13 +9,13 @@ from grpo_ustat.pages.claims import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.page import Figure, read_figure
 from grpo_ustat.pages.run_page import PREDICTED_CAPTION
 from grpo_ustat.pages.tables import Table, enumeration
-from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (
     AGREES,
     COUNT_WORDS,
     DISAGREES,
     OPEN,
     RunRecord,
+    distinguishing_keys,
     key_label,
     verdict_counts,
 )

@@ -38,6 +38,9 @@ MOST_PARQUET_BYTES = 4_000_000_000
 # Largest number of evaluations shown of a run.
 MOST_EVALS = 1000
 
+# A series of runs holds several values of these.
+SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
+
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 # Rollouts of a training step if none are named, as in conf/budget/train.yaml.
 DEFAULT_ROLLOUTS = 256
@@ -462,3 +465,31 @@ def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
         return "null" if value is None else str(value)
 
     return " ".join(f"{name.removesuffix('.name')}={text(keys.get(name))}" for name in names)
+
+
+def distinguishing_keys(
+    runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
+) -> list[str]:
+    """Return the keys in which runs differ, each only if those before it leave some together.
+
+    Names come first: of two models that differ in name, path and weights the name is enough.
+
+    Args:
+        runs: the keys of each, see `RunRecord.keys`.
+        ignored: keys that are never taken.
+
+    >>> one, two = {"seed": 0, "model.name": "a", "path": 1}, {"seed": 1, "model.name": "b"}
+    >>> distinguishing_keys([one, two]), distinguishing_keys([one, one | {"seed": 1}])
+    (['model.name'], [])
+    >>> distinguishing_keys([one, one | {"path": 2}])
+    ['path']
+    """
+    candidates = {key for keys in runs for key in keys if key not in ignored}
+    selection: list[str] = []
+    groups = 1
+    for key in sorted(candidates, key=lambda key: (not key.endswith("name"), key)):
+        trial = [*selection, key]
+        count = len({json.dumps([keys.get(k) for k in trial], default=str) for keys in runs})
+        if count > groups:
+            selection, groups = trial, count
+    return selection

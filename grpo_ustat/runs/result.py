@@ -100,13 +100,6 @@ class StudyResult(RunResult):
     ratio_to_oracle: list[parts.OracleRatio]
     scaling: parts.Scaling
     noise: parts.Noise
-    losses: Sometimes[list[parts.LossWorth]] = None
-    off_policy: Sometimes[parts.OffPolicy] = None
-    # Published losses, each at its own G, by the names of `config.presets`; their intervals are
-    # simultaneous, see `mse.recipes`.
-    recipes: Sometimes[list[parts.LossWorth]] = None
-    # Published claims judged on this policy, if `study.verdicts` asks for them.
-    verdicts: Sometimes[list[parts.ClaimVerdict]] = None
     assumption2: parts.Assumption2
     grad_sq: parts.GradientNorm
     metric: parts.Metric

@@ -49,7 +49,7 @@ def state():
 def test_many_runs_leave_a_process_as_it_was(entry, tmp_path, monkeypatch):
     monkeypatch.setattr(study_run, "mse_figure", lambda *_: None)
     monkeypatch.setattr(study_run, "scaling_figure", lambda *_: None)
-    monkeypatch.setattr(study_run, "recipes_figure", lambda *_: None)
+    monkeypatch.setattr(study_run, "draw_figures", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     config = compose(entry, *(STUDY if entry == "mse" else TRAINING))

@@ -13,8 +13,12 @@ from typing import Annotated, Union, get_args, get_origin
 import yaml
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.loss_worths import LossWorth
+from grpo_ustat.measurements.registry import OURS
 from grpo_ustat.pages.tables import csv_text
-from grpo_ustat.runs.contents import keys_of
+from grpo_ustat.runs.contents import keys_of, record_of
+from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import StudyResult, TheoremResult, TrainResult
 
 DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
@@ -33,14 +37,18 @@ def pictures(page):
 
 
 def completed(record, content=None):
-    """A file's content with what it lacks of a record, as little of it as there may be."""
+    """A file's content with what it lacks of a record, as little of it as there may be; that of a
+    study may hold measurements too.
+    """
     content = content or {}
+    beside = {one.name: one.record for one in OURS} if record is StudyResult else {}
     found = {
         key: with_entries(kind, content[key]) if key in content else least(kind)
         for key, (kind, required) in keys_of(record).items()
         if required or key in content
     }
-    return found | {key: value for key, value in content.items() if key not in found}
+    others = {key: value for key, value in content.items() if key not in found}
+    return found | {key: with_entries(beside.get(key), value) for key, value in others.items()}
 
 
 def with_entries(kind, value):
@@ -175,6 +183,16 @@ def refused_loss(loss, size, reason):
         key: value for key, value in whole.items()
         if not key.startswith(("worth", "direction", "noise"))
     }  # fmt: skip
+
+
+def worths(*rows):
+    """Rows such as those of `loss_row` as they are read back."""
+    return record_of(list[LossWorth], list(rows))
+
+
+def study_of(folder, **result):
+    """A finished study of a folder that need not be there."""
+    return Study(RunRecord(folder, result=completed(StudyResult, result)))
 
 
 def claim(verdict, what="slope of the error", **changes):

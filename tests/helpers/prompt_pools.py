@@ -7,8 +7,10 @@ import math
 import numpy as np
 from tabular import TabularPolicy
 
+from grpo_ustat.estimators.closed_form import Request, closed_form
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.measurements.base import PoolStudy
 from grpo_ustat.records import ScorePool
 
 
@@ -31,6 +33,17 @@ def whole_pool(scores, rewards, lengths, **more):
         centred_sums_PR=np.einsum("pn,pnd->pd", centred(rewards), scores),
         **more,
     )
+
+
+def study_of_pool(pool, group_sizes, rollouts, draws, seed, **more):
+    """A pool as a study hands it to measurements, with closed forms for new questions alone."""
+    request = Request([], {}, len(pool.rewards_PN), True, {})
+    population = closed_form(pool, request, "questions")
+    plain = {"losses": [], "max_completion_length": 9, "reward_names": [], "asked": frozenset()}
+    return PoolStudy(
+        pool, group_sizes, rollouts, draws, seed, **(plain | more), at_hand=population,
+        population=population, request=request,
+    )  # fmt: skip
 
 
 def pool_with_lengths(policy, size, rng):

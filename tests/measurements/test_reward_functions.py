@@ -78,7 +78,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
     request = Request([], {}, 6, True, {})
     total = closed_form(pool, request, "questions")
     names = ["task", "brevity", "format"]
-    study = PoolStudy(pool, [4], 8, 2, 0, names, frozenset(), total, total, request)
+    study = PoolStudy(pool, [4], 8, 2, 0, [], 9, names, frozenset(), total, total, request)
     found = {row.name: row for row in measure_functions(study) or []}
     assert list(found) == [*names, SUM_NAME]
     second = dataclasses.replace(

@@ -15,18 +15,22 @@ from fakes import random_policy, random_rollouts
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.drift import drift_of
 from grpo_ustat.estimators.token_weights import (
     CORRECTIONS,
     EXACT,
     TokenWeights,
     token_factors,
 )
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.off_policy import OFF_POLICY
+from grpo_ustat.measurements.registry import sentences, tables
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.off_policy import _drift, weighted_part
+from grpo_ustat.mse.off_policy import weighted_part
 from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.scoring import score_sketches
-from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.record import RunRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
@@ -73,11 +77,12 @@ def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     assert (
         found["kl_low"] > 0 and 0 < found["effective_completions"] < found["effective_tokens"] < 1
     )
-    first, *rest = off_policy_sentences(result)
+    view = Study(RunRecord(tmp_path / "run"))
+    first, *rest = sentences(view, [OFF_POLICY])
     assert first.startswith("tiny is ") and "nats a token from tiny_base" in first
     assert all("that tiny_base wrote" in sentence for sentence in rest)
     assert "nats a token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
-    assert len(off_policy_tables(result)) == 2
+    assert len(tables(view, [OFF_POLICY])) == 2
     page = (tmp_path / "run/report.html").read_text()
     assert "What a rollout is worth that another policy wrote" in page and "nats a token" in page
     marked = [path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*.safetensors"))]
@@ -154,7 +159,7 @@ def test_a_small_effective_share_has_no_lower_end():
         scaled_PN = np.exp(log_PN - top_P[:, None])
         sums = (scaled_PN.sum(axis=1), np.square(scaled_PN).sum(axis=1))
         ones = np.ones(60)
-        found[share] = _drift(np.column_stack([ones, ones, ones, top_P, *sums, 0 * ones]), 16)
+        found[share] = drift_of(np.column_stack([ones, ones, ones, top_P, *sums, 0 * ones]), 16)
         weights = np.exp(log_PN)
         by_hand = weights.sum() ** 2 / np.square(weights).sum() / weights.size
         assert found[share].completions.estimate == pytest.approx(by_hand)
@@ -175,8 +180,8 @@ def test_a_penalty_from_a_reference(tmp_path, words, changes):
     result = study(tmp_path / "run", *PENALISED, *reference)
     (plain,), (row,) = result["losses"], result["off_policy"]["losses"]
     assert np.allclose(numbers(plain), numbers(row), rtol=1e-4) != changes
-    sentences = off_policy_sentences(result)
-    assert len(sentences) == 1 and "with its penalty" in sentences[0]
+    (said,) = sentences(Study(RunRecord(tmp_path / "run")), [OFF_POLICY])
+    assert "with its penalty" in said
 
 
 @pytest.fixture(scope="module")

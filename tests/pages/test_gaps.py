@@ -7,11 +7,14 @@ import math
 from copy import deepcopy
 
 import pytest
-from folders import studied, trained
+from folders import refused_loss, studied, trained
 from page_views import page_of
 
+from grpo_ustat.measurements import recipes
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.registry import draw_figures
 from grpo_ustat.measurements.study_page import facts, tables
-from grpo_ustat.pages import error_figures, figures, learning, recipes
+from grpo_ustat.pages import error_figures, figures, learning
 from grpo_ustat.pages.figures import plt
 from grpo_ustat.pages.findings import interval_note
 from grpo_ustat.pages.gradient_error import mse_table, scaling_table, study_tables
@@ -43,6 +46,7 @@ def study(path, key=None):
         kind | {"group_size": size, "ratio": 1.5, "ratio_low": 1.2, "ratio_high": 2.0}
         for size in (2, 4, 8)
     ]
+    result["recipes"] = [refused_loss("DAPO (arXiv 2503.14476)", 16, "few")]
     result["summary"] = "All rewards are equal."
     result["policy"]["mean_length"] = 20.0
     if key:
@@ -78,7 +82,7 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
     folder, result = study(tmp_path / "runs/study", key)
     error_figures.mse_figure(folder, result)
     error_figures.scaling_figure(folder, result, 256)
-    recipes.recipes_figure(folder, result)
+    draw_figures(folder, Study(RunRecord(folder)))
     assert render(page_of(folder, result))
     runs = without_unreadable(read_runs(entries_in([str(tmp_path)])))
     assert not runs.damaged
@@ -103,7 +107,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
         result["policy"] |= {"quantity": quantity, "mean_reward": 0.5}
         (folder / "result.json").write_text(json.dumps(result))
         error_figures.scaling_figure(folder, result, 256)
-        recipes.recipes_figure(folder, result)
+        draw_figures(folder, Study(RunRecord(folder)))
         assert titles
         words = [*titles, study_tables(result)[0].title, facts(RunRecord(folder))[0][0]]
         (other,) = {"accuracy", "mean reward"} - {quantity}

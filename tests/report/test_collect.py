@@ -10,8 +10,8 @@ from folders import studied, trained
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.report.accuracy_answer import missing_cells
-from grpo_ustat.report.collect import distinguishing_keys, entries_in, read_runs
-from grpo_ustat.runs.record import key_label
+from grpo_ustat.report.collect import entries_in, read_runs
+from grpo_ustat.runs.record import distinguishing_keys, key_label
 
 ACCURACIES = {0: 0.2, 4: 0.3, 8: 0.4}
 

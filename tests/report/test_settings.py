@@ -10,9 +10,8 @@ from folders import studied, trained
 from grpo_ustat.pages.learning import learning_rows
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.aggregate import report_runs
-from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.report.settings import Axis, setting_labels, swept_axis
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.record import RunRecord, distinguishing_keys
 
 NO_BASELINE = ("baseline.name", "none")
 

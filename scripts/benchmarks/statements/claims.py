@@ -16,9 +16,9 @@ from populations import LIGHT, POPULATIONS, UNSEEN
 
 from grpo_ustat.estimators.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.estimators.moments import is_correlated
-from grpo_ustat.mse.verdicts import claim_verdicts
+from grpo_ustat.measurements.base import PoolStudy
+from grpo_ustat.measurements.verdicts import FAILS, HOLDS, ClaimVerdict, claim_verdicts
 from grpo_ustat.records import ScorePool
-from grpo_ustat.runs.study_parts import FAILS, HOLDS, ClaimVerdict
 
 ROLLOUTS, SIZE = 64, 8
 # Findings of a study that say the sign of a number.
@@ -32,7 +32,11 @@ def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict]
     """What a study of this pool says, and its statistics for new questions."""
     request = Request([], {}, len(pool.rewards_PN), True, {})
     population = closed_form(pool, request, "questions")
-    return claim_verdicts(pool, population, [SIZE], ROLLOUTS, draws, seed), population
+    study = PoolStudy(
+        pool, [SIZE], ROLLOUTS, draws, seed, losses=[], max_completion_length=1, reward_names=[],
+        asked=frozenset(), at_hand=population, population=population, request=request,
+    )  # fmt: skip
+    return claim_verdicts(study), population
 
 
 def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:

@@ -37,7 +37,7 @@ from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_worths
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
 from grpo_ustat.estimators.worth import Worth
-from grpo_ustat.mse.recipes import recipe_worths
+from grpo_ustat.measurements.recipes import recipe_worths
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, BaselineContext, ScorePool
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,24 @@ import numpy as np
 
 from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.estimators.losses import UNBIASED, LossRow, kept_share, loss_errors, refusal
+from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.worth import worth
+from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study
+from grpo_ustat.measurements.loss_worths import (
+    AT_BEST,
+    LossWorth,
+    loss_records,
+    loss_words,
+    not_measured,
+    worth_text,
+)
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
 from grpo_ustat.pages.findings import is_decided
-from grpo_ustat.pages.losses import AT_BEST, loss_words, not_measured, worth_text
 from grpo_ustat.pages.tables import Table
-from grpo_ustat.runs.contents import row_interval
+from grpo_ustat.records import ScorePool
+from grpo_ustat.runs.study_parts import PolicyFacts
 from grpo_ustat.terminal.streams import percentage
 
 # Largest of the group sizes among which the best is looked for.
@@ -40,42 +53,85 @@ TOGETHER_NOTE = (
 class Judged(NamedTuple):
     """The worth of a rollout of a recipe."""
 
-    # Of `result.json`, see `runs.study_parts.LossWorth`.
-    row: Mapping[str, Any]
+    row: LossWorth
     # In rollouts of the unbiased gradient at its best G.
     worth: Interval
     # True if the worth is only that of its group size.
     alone: bool
 
 
-def recipes(result: Mapping[str, Any]) -> list[Judged]:
-    """Return the recipes of this policy, by group size; none where nothing is known of any.
+def measure(study: PoolStudy) -> list[LossWorth]:
+    """Measure every recipe, for new questions, by its name."""
+    rows = recipe_worths(
+        study.pool, study.max_completion_length, study.group_sizes, study.rollouts, study.draws,
+        study.seed,
+    )  # fmt: skip
+    return loss_records(rows)
+
+
+def recipe_worths(
+    pool: ScorePool,
+    max_completion_length: int,
+    group_sizes: Sequence[int],
+    rollouts: int,
+    draws: int,
+    seed: int,
+) -> list[LossRow]:
+    """Measure the worth of a rollout of each recipe, for new questions, by the recipe's name.
+
+    An update holds whole groups: its n is the largest multiple of the recipe's G up to `rollouts`.
+    The unbiased estimate that it is judged against has the same n; its error is n's alone, so that
+    its best G, of `group_sizes` and those of the recipes, need not divide n. The m recipes that are
+    measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in 97.5 %.
 
     Args:
-        result: content of the study's `result.json`. One without recipes is judged by the scaling
-            law.
+        max_completion_length: tokens after which a completion is cut.
+        rollouts: n of the study.
+        draws, seed: see `loss_worths`.
     """
-    rows = result.get("recipes") or [_unmeasured(name) for name in RECIPES]
-    measured = any("noise" in row for row in rows)
+    rows: dict[str, LossRow] = {}
+    # Recipes by n.
+    updates: dict[int, dict[str, Loss]] = {}
+    for name, recipe in RECIPES.items():
+        loss, size = recipe.loss(max_completion_length), recipe.group_size
+        count = rollouts // size * size or rollouts
+        reason = refusal(pool, loss, size, count)
+        rows[name] = LossRow(replace(loss, name=name), size, count, None, reason=reason)
+        if reason is None:
+            updates.setdefault(count, {})[name] = loss
+    measured = sum(map(len, updates.values()))
+    own_sizes = {RECIPES[name].group_size for of_count in updates.values() for name in of_count}
+    completions = pool.rewards_PN.shape[1]
+    sizes = sorted({size for size in {*group_sizes, *own_sizes} if 2 <= size <= completions})
+    for count, losses in updates.items():
+        wanted: dict[Loss, list[int]] = {UNBIASED: sizes}
+        for name, loss in losses.items():
+            wanted.setdefault(loss, []).append(RECIPES[name].group_size)
+        errors = loss_errors(pool, wanted, count, draws, seed)
+        unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
+        for name, loss in losses.items():
+            size = RECIPES[name].group_size
+            found = worth(errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured)
+            kept = kept_share(pool, size) if loss.rows.replaces else None
+            rows[name] = replace(rows[name], worth=found, best=True, alike=True, kept=kept)
+    return list(rows.values())
+
+
+def judged_recipes(rows: Sequence[LossWorth], study: Study) -> list[Judged]:
+    """Return the recipes of a policy, by group size; none where nothing is known of any.
+
+    One whose whole loss is not decided is judged by the scaling law.
+    """
+    measured = any(row.is_measured for row in rows)
     level = 1 - CHANCE if measured else CONFIDENCE
     judged: list[Judged] = []
     for row in rows:
-        worth = row_interval(row, "worth_best") if "noise" in row else NOTHING
-        alone = not math.isfinite(worth.estimate)
-        if alone:
-            worth = group_size_worth(result["scaling"], row["group_size"], level)
-        judged.append(Judged(row, worth, alone))
-    return judged if any(math.isfinite(one.worth.estimate) for one in judged) else []
-
-
-def _unmeasured(name: str) -> dict[str, Any]:
-    """Return the row of a recipe in a study that measured none."""
-    recipe = RECIPES[name]
-    loss = recipe.loss(max_completion_length=1)
-    row = {"loss": name, "baseline": loss.rule, "loss_type": loss.loss_type}
-    if loss.rows.replaces:
-        row["zero_variance_groups"] = loss.rows.zero_variance_groups
-    return row | {"group_size": recipe.group_size}
+        found, alone = row.worth_best, False
+        if found is None or not found.is_known:
+            alone = True
+            found = group_size_worth(study.run.final_result["scaling"], row.group_size, level)
+        judged.append(Judged(row, found, alone))
+    return judged if any(one.worth.is_known for one in judged) else []
 
 
 def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) -> Interval:
@@ -95,30 +151,32 @@ def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) 
     return Interval(1 / (1 + extra), 1 / (1 + high), 1 / (1 + low) if low > -1 else math.inf)
 
 
-def recipe_table(result: Mapping[str, Any]) -> Table | None:
-    """Return a table with a row per recipe; None where nothing is known of any."""
-    judged = recipes(result)
-    if not judged:
-        return None
+def tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
+    """Return a table of each study with a row per recipe; none where nothing is known of any."""
+    judged = [judged_recipes(rows, study) for study, rows in rows_by_study.items()]
+    return [_table(of_study) for of_study in judged if of_study]
+
+
+def _table(judged: Sequence[Judged]) -> Table:
     cells = [
         [
-            one.row["loss"],
+            one.row.loss,
             loss_words(one.row),
-            str(one.row["group_size"]),
+            str(one.row.group_size),
             worth_text(one.worth),
             judgement(one),
         ]
         for one in judged
     ]
-    counts = sorted({one.row["rollouts"] for one in judged if "noise" in one.row})
+    counts = sorted({one.row.rollouts for one in judged if one.row.is_measured})
     update = f", of {' or '.join(map(str, counts))} rollouts in whole groups" if counts else ""
-    names = [one.row["loss"] for one in judged if one.row["loss"] in RECIPES]
+    names = [one.row.loss for one in judged if one.row.loss in RECIPES]
     typed = [f"{name.split(' (')[0]}: {' '.join(RECIPES[name].overrides)}" for name in names]
     notes = [
         "Worth: rollouts of the unbiased leave-one-out gradient at its best G that do as much as "
         f"one of the recipe, at a batch's first update{update}. {TOGETHER_NOTE}",
         *([ALONE_NOTE] if any(one.alone for one in judged) else []),
-        *not_measured([[one.row for one in judged]]),
+        *not_measured([one.row for one in judged]),
         f"What to type after grpo-ustat mse for a loss at every G: {'; '.join(typed)}.",
     ]
     columns = ["recipe", "its loss", "G", "worth", "verdict"]
@@ -129,10 +187,10 @@ def judgement(one: Judged) -> str:
     """Describe a recipe's worth, its scope, and the share of its groups that count."""
     words = verdict(one.worth)
     if one.alone:
-        undecided = "whole loss not decided; " if "noise" in one.row else ""
+        undecided = "whole loss not decided; " if one.row.is_measured else ""
         words = f"{undecided}group size alone: {words}"
-    if "kept" in one.row:
-        kept = one.row["kept"]
+    if one.row.kept is not None:
+        kept = one.row.kept.estimate
         words += f"; {kept:.2f} of the groups drawn count"
         if not one.alone:
             words += f", so a rollout drawn is worth {kept * one.worth.estimate:.2f}"
@@ -165,9 +223,18 @@ def verdict(worth: Interval) -> str:
     return f"not significantly different from the best{most}"
 
 
-def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
+def draw(
+    folder: Path, rows_by_study: Mapping[Study, list[LossWorth]], lines: Sequence[str]
+) -> None:
     """Draw the worth of a rollout of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
-    judged = [one for one in recipes(result) if math.isfinite(one.worth.estimate)]
+    for study, rows in rows_by_study.items():
+        judged = [one for one in judged_recipes(rows, study) if one.worth.is_known]
+        _draw(folder, judged, study.result.policy, lines)
+
+
+def _draw(
+    folder: Path, judged: Sequence[Judged], policy: PolicyFacts, notes: Sequence[str]
+) -> None:
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
         if not judged:
@@ -183,7 +250,7 @@ def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
             axes.plot(worth, place, "o", color=colour, markersize=6,
                       markerfacecolor="white" if alone else colour)  # fmt: skip
         axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-        labels = [f"{one.row['loss']}: G = {one.row['group_size']}" for one in judged]
+        labels = [f"{one.row.loss}: G = {one.row.group_size}" for one in judged]
         axes.set_yticks(places, labels)
         axes.set_xscale("log")
         lows = [one.worth.low for one in judged if one.worth.low > 0]
@@ -200,14 +267,24 @@ def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
         axes.set_xticks([], minor=True)
         axes.set_xlabel(f"worth of a rollout,\nin {AT_BEST}")
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
-        policy = result["policy"]
         axes.set_title(
-            f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}",
+            f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}",
             fontsize=9,
             loc="left",
         )
         lines = ["Lines: 95 % intervals that hold together."]
         if any(one.alone for one in judged):
             lines.append("Open circles: the group size alone, by the scaling law.")
-        note(figure, lines, 6.4)
+        note(figure, [*lines, *notes], 6.4)
         save(figure, folder, "recipes")
+
+
+RECIPE_WORTHS = Measurement(
+    "recipes",
+    list[LossWorth],
+    measure,
+    tables=tables,
+    figure=Figure("recipes", "What a rollout of each published recipe is worth", draw),
+    # Its table is of one policy.
+    joint=Joint(),
+)

@@ -7,10 +7,11 @@ import csv
 import pytest
 from folders import loss_row, studied
 
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.losses import LOSSES, loss_panels
+from grpo_ustat.measurements.off_policy import OFF_POLICY, answer, by_distance, joint_tables
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.report.collect import entries_in, read_runs
-from grpo_ustat.report.lag import by_distance, lag_answer, lag_table
-from grpo_ustat.report.losses import loss_panels
 
 ERRORS = {("none", 2): 1.0, ("none", 4): 0.5}
 
@@ -33,29 +34,28 @@ def write(path):
         changes = {"study.policy": found["policy"]}
         own = [loss_row("a", 8)]
         studied(path / name, "tiny_base", ERRORS, changes=changes, losses=own, off_policy=found)
-    return read_runs(entries_in([str(path)])).runs
+    return list(map(Study, read_runs(entries_in([str(path)])).runs))
 
 
 def test_studies_are_by_the_distance_of_the_policies(tmp_path):
-    runs = write(tmp_path)
-    assert [run.final_result["off_policy"]["policy"] for run in by_distance(runs)] == [
-        "step-5", "step-40",
-    ]  # fmt: skip
-    rows = lag_table(runs, ()).rows
+    found = OFF_POLICY.of(write(tmp_path))
+    assert [one.policy for one in by_distance(found).values()] == ["step-5", "step-40"]
+    (table,) = joint_tables(found)
+    rows = table.rows
     assert [row[3] for row in rows] == ["a", "b", "a", "b"]
     assert rows[0][:3] == [
         "tiny_base\nstep-5", "0.0050\n[0.0050, 0.0050]",
         "100 % [100 %, 100 %]\n95 % [95 %, 95 %]",
     ]  # fmt: skip
     assert rows[3][5] == "not decided"
-    assert lag_answer(runs) == (
+    assert answer(found) == (
         "A rollout that tiny_base wrote is worth: a 0.90 [0.80, 1.00] at step-5, 0.50 [0.40, 0.60] "
         "at step-40; b 1.20 [1.10, 1.30] at step-5, not decided at step-40."
     )
 
 
 def test_the_first_update_is_one_panel_whatever_the_lag(tmp_path):
-    (panel,) = loss_panels(write(tmp_path))
+    (panel,) = loss_panels(LOSSES.of(write(tmp_path)))
     assert list(panel.lines) == ["a"]
 
 

@@ -10,28 +10,33 @@ not corrected together. The bounds are ours, since claims are made in words: rol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 from grpo_ustat.estimators.advantage_bias import mixed_groups_after
 from grpo_ustat.estimators.closed_form import ClosedForm
 from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
-from grpo_ustat.estimators.intervals import Interval, decide, is_binary
-from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_errors, refusal
+from grpo_ustat.estimators.intervals import UNDETERMINED, Interval, decide, is_binary
+from grpo_ustat.estimators.losses import UNBIASED, loss_errors, refusal
 from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import LossError, relative, worth
-from grpo_ustat.mse.loss_refusals import refusal_line
-from grpo_ustat.mse.off_policy import OffPolicy
+from grpo_ustat.measurements.base import USUAL_SIZE, Joint, Measurement, PoolStudy, Rescored, Study
+from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.claims import FAMILY_ERROR, holm_adjust
-from grpo_ustat.runs.study_parts import FAILS, HOLDS, UNDECIDED, UNMEASURED, ClaimVerdict
+from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 
-USUAL_SIZE, LARGE_SIZE = 8, 64
+HOLDS, FAILS, UNDECIDED, UNMEASURED = WORDS = (
+    "holds", "does not hold", "not decided", "not measured",
+)  # fmt: skip
+Word = Annotated[str, WORDS]
+LARGE_SIZE = 64
 # Share of rollouts, or of an error.
 TOLERANCE = 0.1
 # Rollouts of a step, and its group sizes, of arXiv 2510.01135.
@@ -42,6 +47,40 @@ NO_DIRECTION = "its direction is not known from these questions"
 FILTERED = Loss("filtered", "leave_one_out", {}, "sum", 1,
                 rows=RowFilter(reward_variance_share=VARIANCE_SHARE))  # fmt: skip
 BY_MEAN = Loss("mean over each completion's tokens", "leave_one_out", {}, "grpo", 1)
+# Size from which on a bound is a whole number.
+ROUND = 100
+# Least p-value that is written out.
+LEAST_P_VALUE = 1e-6
+NOTE = (
+    "95 % intervals for new questions, each by itself. A verdict is given if the number lies "
+    "entirely inside or outside the bounds; those of this study are corrected together (Holm, 5 % "
+    "of studies), several studies are not. Bounds are ours: claims are made in words, and rollouts "
+    "within 10 % of each other are taken to be alike."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimVerdict:
+    """A published claim judged on this policy."""
+
+    # In words.
+    claim: str
+    # The paper that makes the claim.
+    source: str
+    # The number that represents the claim, in words.
+    measured: str
+    # With its interval, for new questions.
+    number: Sometimes[Interval] = None
+    # The number is between `least` and `most` if the claim holds; null: no bound.
+    least: NumberOrNull
+    most: NumberOrNull
+    # Of the hypothesis that it is on the other side, corrected for all rows.
+    holm_p: Sometimes[float] = None
+    verdict: Word
+    # Further numbers, in a sentence.
+    beside: Sometimes[str] = None
+    # Why nothing is measured.
+    reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True)
@@ -59,34 +98,22 @@ class Judged:
     reason: str | None = None
 
 
-def claim_verdicts(
-    pool: ScorePool,
-    population: ClosedForm,
-    group_sizes: Sequence[int],
-    rollouts: int,
-    draws: int,
-    seed: int,
-    off_policy: OffPolicy | None = None,
-) -> list[ClaimVerdict]:
-    """Judge every claim by its number, for new questions.
+def measure(study: PoolStudy) -> list[ClaimVerdict] | None:
+    """Judge every claim by its number, for new questions, if a study is asked to."""
+    return claim_verdicts(study) if "verdicts" in study.asked else None
 
-    Args:
-        population: closed forms of the pool over questions.
-        group_sizes: of the study; losses are judged at that next to 8 in ratio.
-        rollouts: n of an update.
-        draws, seed: see `loss_worths`.
-        off_policy: worths of rollouts that another policy wrote, or another sampler; None: not
-            measured.
-    """
-    size = min(group_sizes, key=lambda one: abs(math.log(one / USUAL_SIZE)))
+
+def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
+    """Judge every claim; losses at the measured G next to 8 in ratio."""
+    size = min(study.group_sizes, key=lambda one: abs(math.log(one / USUAL_SIZE)))
     judged = [
-        *_of_prompts(population, size),
-        *_of_advantages(pool, size),
-        *_of_losses(pool, size, rollouts, draws, seed),
-        *_of_the_step(population),
-        *(_of_ratios(off_policy, size, rollouts, draws, seed) if off_policy else []),
-        _of_dynamic_sampling(pool, population, size),
-        *_of_proxies(pool, size),
+        *_of_prompts(study.population, size),
+        *_of_advantages(study.pool, size),
+        *_of_losses(study, size),
+        *_of_the_step(study.population),
+        *(_of_ratios(study.rescored, study, size) if study.rescored else []),
+        _of_dynamic_sampling(study.pool, study.population, size),
+        *_of_proxies(study.pool, size),
     ]
     decisions = [
         decide(one.interval_at, one.least, one.most) if one.interval_at else None for one in judged
@@ -153,8 +180,9 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
 
 
-def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int) -> list[Judged]:
+def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
     """Measure the reward-variance filter, and the mean over each completion's tokens."""
+    pool, rollouts = study.pool, study.rollouts
     where = f"n = {rollouts}, G = {size}"
     claims = {
         FILTERED: Judged(
@@ -175,21 +203,22 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
     measured = {loss: [size] for loss, reason in reasons.items() if reason is None}
     errors: dict[tuple[Loss, int], LossError] = {}
     if UNBIASED in measured:
-        errors = loss_errors(pool, measured, rollouts, draws, seed)
+        errors = loss_errors(pool, measured, rollouts, study.draws, study.seed)
     rows: list[Judged] = []
     for loss, claim in claims.items():
         reason = reasons[UNBIASED] or reasons[loss]
         error = errors.get((loss, size))
         if reason or error is None or not error.known:
-            line = refusal_line(LossRow(loss, size, rollouts, None, reason=reason))
-            rows.append(replace(claim, reason=line or NO_DIRECTION))
+            rows.append(replace(claim, reason=reason.line if reason else NO_DIRECTION))
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
         found = worth(error, size, unbiased, pool.metrics)
         beside = f"cos^2 of its direction {_text(found.direction, 3)}"
         if loss is FILTERED:
             questions, completions = pool.rewards_PN.shape
-            batches = drawn_batches(questions, completions, rollouts // size, size, draws, seed)
+            batches = drawn_batches(
+                questions, completions, rollouts // size, size, study.draws, study.seed
+            )
             share = counted_share(pool, loss, list(batches))
             beside += (
                 f"; {share:.2f} of the rollouts count, so one of these is worth "
@@ -227,24 +256,24 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
     ]
 
 
-def _of_ratios(
-    off_policy: OffPolicy, size: int, rollouts: int, draws: int, seed: int
-) -> list[Judged]:
+def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
     """Measure rollouts of an earlier policy or another sampler, and the level of their ratios."""
-    drift, weighted = off_policy.drift, off_policy.weighted
+    drift = rescored.drift
     shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
         drift.completions
     )
     beside = f"{shares}; {drift.kl.estimate:.2g} nats a token apart"
-    losses = off_policy.judged
+    losses = rescored.judged
     if not losses:
         return []
-    refused = refusal(off_policy.compared, UNBIASED, size, rollouts)
-    absent = refusal_line(LossRow(UNBIASED, size, rollouts, None, reason=refused)) or NO_DIRECTION
+    refused = refusal(rescored.compared, UNBIASED, size, study.rollouts)
+    absent = refused.line if refused else NO_DIRECTION
     errors: dict[tuple[Loss, int], LossError] = {}
     if refused is None:
         measured = {loss: [size] for loss in (UNBIASED, *losses.values())}
-        errors = loss_errors(off_policy.compared, measured, rollouts, draws, seed, weighted)
+        errors = loss_errors(
+            rescored.compared, measured, study.rollouts, study.draws, study.seed, rescored.weighted
+        )
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
         """Return the worth, by level, of a rollout of the second loss in those of the first."""
@@ -255,7 +284,7 @@ def _of_ratios(
 
     rows: list[Judged] = []
     words = {"none": "without ratios", "token": "weighted by tokens' ratios"}
-    if off_policy.question == "lag":
+    if rescored.question == "lag":
         for level, word in words.items():
             found = against(UNBIASED, losses[level])
             rows.append(
@@ -285,7 +314,7 @@ def _of_ratios(
         "sequence": ("geometric mean", "the geometric mean of a completion's ratios"),
         "whole_sequence": ("product", "the product of a completion's ratios"),
     }
-    if off_policy.question == "gap":
+    if rescored.question == "gap":
         others = {"sequence": ("truncated", "the completion's truncated ratio")}
         found = against(losses["token"], losses["none"])
         rows.append(
@@ -340,7 +369,7 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
         scale = population.law.noise_scale(size, level=_of_two(level))
         return kept_groups(silent_P, size, scale, most, _of_two(level)).break_even
 
-    kept = kept_groups(silent_P, size, Interval(math.nan, math.nan, math.nan), most).kept
+    kept = kept_groups(silent_P, size, UNDETERMINED, most).kept
     beside = f"{_text(kept)} of the groups are kept"
     return replace(claim, interval_at=saved, beside=beside)
 
@@ -401,3 +430,68 @@ def _percent(extra: Interval) -> str:
 def _hundredths(extra: Interval) -> list[float]:
     """Round to whole percent, without a negative 0."""
     return [round(100 * x) + 0.0 if math.isfinite(x) else x for x in extra]
+
+
+def tables(rows_by_study: Mapping[Study, list[ClaimVerdict]]) -> list[Table]:
+    """Return a table of each study with a row per claim; on a terminal without its sentences."""
+    return [_table(rows) for rows in rows_by_study.values()]
+
+
+def _table(rows: list[ClaimVerdict]) -> Table:
+    cells = [
+        [
+            row.claim,
+            row.source,
+            row.measured,
+            "-" if row.number is None else interval_text(row.number),
+            bounds_text(row.least, row.most),
+            p_text(row.holm_p),
+            row.verdict,
+            row.reason or row.beside or "",
+        ]
+        for row in rows
+    ]
+    columns = ["claim", "source", "measured", "number", "holds", "p (Holm)", "verdict", "beside it"]
+    sentences = ("source", "measured", "p (Holm)", "beside it")
+    return Table(
+        "Published claims on this policy", columns, cells, [NOTE], headings=True,
+        sentences=sentences,
+    )  # fmt: skip
+
+
+def p_text(p_value: float | None) -> str:
+    """Format a p-value; `-` for a claim that is not measured.
+
+    >>> p_text(0.0312), p_text(2e-9), p_text(None)
+    ('0.031', 'below 1e-6', '-')
+    """
+    if p_value is None:
+        return "-"
+    return "below 1e-6" if p_value < LEAST_P_VALUE else f"{p_value:.2g}"
+
+
+def bounds_text(least: float | None, most: float | None) -> str:
+    """Format the bounds between which a claim holds; None and NaN are no bound.
+
+    >>> bounds_text(0.5, math.nan), bounds_text(None, 0.9), bounds_text(0.67, 1.5)
+    ('above 0.5', 'below 0.9', '0.67 to 1.5')
+    >>> bounds_text(4096, 16384)
+    '4096 to 16384'
+    """
+    bounded = [x for x in (least, most) if x is not None and math.isfinite(x)]
+    words = [f"{x:.0f}" if abs(x) >= ROUND else f"{x:.2g}" for x in bounded]
+    if len(bounded) == 2:
+        return " to ".join(words)
+    return f"{'above' if least in bounded else 'below'} {words[0]}"
+
+
+VERDICTS = Measurement(
+    "verdicts",
+    list[ClaimVerdict],
+    measure,
+    tables=tables,
+    prints=True,
+    # Claims of several studies are not corrected together.
+    joint=Joint(),
+    leads=True,
+)

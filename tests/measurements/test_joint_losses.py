@@ -8,9 +8,10 @@ import re
 import pytest
 from folders import loss_row, refused_loss, studied
 
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.losses import LOSSES, answer, joint_tables, loss_panels
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.report.collect import entries_in, read_runs
-from grpo_ustat.report.losses import loss_panels, losses_answer, losses_table
 
 ERRORS = {("none", 2): 1.0, ("none", 4): 0.5}
 UNDECIDED = {"worth": (None, 0.0, None), "direction": (None, 0.0, None)}
@@ -19,11 +20,16 @@ OF_B = [loss_row("b", 4, (1.2, 1.1, 1.3)), loss_row("b", 8, (1.3, 1.2, 1.4))]
 
 
 def of_sweep(path, **studies):
-    """Studies of a sweep over `objective`, by the folder's name: model, objective and losses."""
+    """Losses of a sweep over `objective`, by the folder's name: model, objective and losses."""
     for name, (model, objective, losses) in studies.items():
         changes = {"objective.name": objective}
         studied(path / name, model, ERRORS, changes=changes, losses=losses)
-    return read_runs(entries_in([str(path)])).runs
+    return measured_in(path)
+
+
+def measured_in(path):
+    """Losses of all studies of a folder."""
+    return LOSSES.of(map(Study, read_runs(entries_in([str(path)])).runs))
 
 
 def test_studies_that_differ_in_the_loss_alone_are_one_panel(tmp_path):
@@ -32,26 +38,27 @@ def test_studies_that_differ_in_the_loss_alone_are_one_panel(tmp_path):
     runs = of_sweep(tmp_path, x=("tiny", "grpo", OF_A), y=("tiny", "dapo", [*OF_B, *again]),
                     z=("tiny_direct", "grpo", OF_A))  # fmt: skip
     panels = loss_panels(runs)
-    assert [panel.study.policy for panel in panels] == ["tiny, bare", "tiny_direct, bare"]
+    assert [panel.study.run.policy for panel in panels] == ["tiny, bare", "tiny_direct, bare"]
     assert [list(panel.lines) for panel in panels] == [["a", "b"], ["a"]]
-    assert panels[0].lines["b"][0].config["objective"]["name"] == "dapo"
+    assert panels[0].lines["b"][0].run.config["objective"]["name"] == "dapo"
 
 
 def test_losses_of_one_name_that_differ_are_named_by_what_differs(tmp_path):
     for rule, rows in (("group_std", OF_A), ("opo", [row | {"baseline": "opo"} for row in OF_A])):
         studied(tmp_path / rule, "tiny", ERRORS, changes={"baseline.name": rule}, losses=rows)
-    (panel,) = loss_panels(read_runs(entries_in([str(tmp_path)])).runs)
+    (panel,) = loss_panels(measured_in(tmp_path))
     assert list(panel.lines) == ["a baseline=group_std", "a baseline=opo"]
 
 
 def test_a_pool_without_a_measured_loss_has_no_panel(tmp_path):
     refused = [refused_loss("a", 4, "too few")]
-    assert loss_panels(of_sweep(tmp_path, x=("tiny", "grpo", refused), y=("t", "grpo", ()))) == []
+    found = of_sweep(tmp_path, x=("tiny", "grpo", refused), y=("t", "grpo", ()))
+    assert len(found) == 1 and loss_panels(found) == joint_tables(found) == []
 
 
 def test_the_table_has_a_row_per_policy_loss_and_size(tmp_path):
     losses = [*OF_A, loss_row("b", 8, **UNDECIDED), refused_loss("b", 16, "too few")]
-    table = losses_table(loss_panels(of_sweep(tmp_path, x=("tiny", "grpo", losses))), ())
+    (table,) = joint_tables(of_sweep(tmp_path, x=("tiny", "grpo", losses)))
     policy, numbers = "tiny, bare\narithmetic\nn = 256", "0.900\n[0.800, 0.950]"
     worths, noise = ("0.90\n[0.80, 1.00]", "0.45\n[0.40, 0.50]"), "0.80\n[0.70, 0.90]"
     assert table.rows == [
@@ -85,7 +92,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("studies, sentence", SENTENCES.values(), ids=SENTENCES)
 def test_one_sentence_is_of_all_losses(studies, sentence, tmp_path):
-    assert losses_answer(loss_panels(of_sweep(tmp_path, **studies))) == sentence
+    assert answer(of_sweep(tmp_path, **studies)) == sentence
 
 
 @pytest.mark.slow

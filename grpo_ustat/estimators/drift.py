@@ -1,0 +1,78 @@
+"""Distance of a policy from the one that wrote its completions: KL and effective sample sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
+from grpo_ustat.estimators.worth import without
+from grpo_ustat.records import Array
+
+# Effective share up to which few weights decide it, which may not be drawn yet.
+LEAST_BOUNDED = 0.6
+
+
+def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
+    """Compute the effective sample size as a share, of all prompts and without each, [1 + P].
+
+    It is `(sum w)^2 / sum w^2`, as a share of the number of weights.
+
+    Args:
+        sums_P, squares_P: sums of a prompt's weights and of their squares.
+        counts_P: number of a prompt's weights.
+
+    >>> effective_share(np.array([2.0, 4.0]), np.array([2.0, 16.0]), np.array([2, 2])).round(3)
+    array([0.5, 0.5, 1. ])
+    """
+    total, square, count = (
+        np.concatenate([[x.sum()], x.sum() - x]) for x in (sums_P, squares_P, counts_P)
+    )
+    return total**2 / (square * count)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Distance of the policy at hand from the one that wrote the completions."""
+
+    # Of the latter from the former, nats a token.
+    kl: Interval
+    # Effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
+    tokens: Interval
+    # The same share of the completions under the product of their tokens' ratios, of all questions
+    # and without each of them.
+    completions_D: Array
+
+    @property
+    def completions(self) -> Interval:
+        """Effective share of the completions."""
+        return self.completions_at(CONFIDENCE)
+
+    def completions_at(self, level: float) -> Interval:
+        """Compute the effective share of the completions with an interval at a level."""
+        return _share_interval(self.completions_D, level)
+
+
+def drift_of(sums_PS: Array, count: int) -> Drift:
+    """Compute the distance of the two policies, with intervals for new questions.
+
+    Args:
+        sums_PS: of each question, see `mse.pool_parts.WeightedPart.drift`.
+        count: N.
+    """
+    tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
+    kl_D = np.concatenate([[sums_PS[:, 6].sum()], sums_PS[:, 6].sum() - sums_PS[:, 6]]) / tokens_D
+    # No share depends on this scale.
+    scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())
+    counts_P = np.full(len(sums_PS), float(count))
+    tokens = effective_share(*sums_PS[:, :3].T)
+    completions = effective_share(scale_P * sums_PS[:, 4], scale_P**2 * sums_PS[:, 5], counts_P)
+    kl = jackknife_interval(kl_D[0], without(kl_D))
+    return Drift(kl, _share_interval(tokens), completions)
+
+
+def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
+    """Compute a share's interval, from 0 on where the largest weights may not be drawn yet."""
+    interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
+    return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)

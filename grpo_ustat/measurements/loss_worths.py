@@ -1,0 +1,449 @@
+"""The worth of a rollout of a loss: its record, and how any losses are said, tabled and drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.losses import LossRow
+from grpo_ustat.estimators.row_weights import RowFilter
+from grpo_ustat.measurements.base import USUAL_SIZE
+from grpo_ustat.pages.figures import FONTS, legend_label, line_style, log_sizes, note, plt, save
+from grpo_ustat.pages.gradient_error import MOST_BASELINES
+from grpo_ustat.pages.tables import Table, enumeration
+from grpo_ustat.runs.contents import Size, Sometimes
+
+ADVANTAGE_WORDS = {
+    "none": "no baseline",
+    "leave_one_out": "less the mean of the group's others",
+    "group_mean": "less the group's mean",
+    "group_std": "std of the group",
+    "batch_std": "std of the batch",
+    "reinforce_pp_baseline": "std of the batch's tokens",
+}
+LOSS_TYPE_WORDS = {
+    "sum": "sum over tokens",
+    "luspo": "sum over tokens",
+    "dr_grpo": "sum over tokens by the longest length",
+    "grpo": "mean over each completion's tokens",
+    "sapo": "mean over each completion's tokens",
+    "dapo": "mean over the update's tokens",
+    "cispo": "mean over the update's tokens",
+    "vespo": "mean over the update's tokens",
+    "bnpo": "mean over each micro-batch's tokens",
+}
+# Shown in place of a cosine that is not known.
+NOT_KNOWN = "not known"
+# Words for the fields of a row that say which rows count, where not all do.
+FILTER_WORDS = {
+    "drop": "zero-variance groups dropped",
+    "replace": "zero-variance groups replaced",
+    "reward_variance_share": "groups that hold {:g} of the reward variance",
+    "advantage_threshold": "|advantage| of {:g} or more",
+}
+WORTH_NOTE = (
+    "Worth: rollouts of the unbiased leave-one-out gradient that do as much as one of the loss, at "
+    "a batch's first update; 95 % intervals for new questions, paired among losses and G."
+)
+NOISE_NOTE = "The share of noise is that of an update's squared norm."
+BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
+# Octaves of G: between losses at one G, and of all of them at most.
+APART, ASIDE = 0.12, 0.6
+AT_BEST = "unbiased ones at their best G"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWorth:
+    """Efficiency of a rollout of a loss at one G, for new questions, see `estimators.worth`."""
+
+    # Its name.
+    loss: str
+    # The rule of the advantages.
+    baseline: str
+    # The divisor of the tokens.
+    loss_type: str
+    # Which rows count, if not all do, see `estimators.row_weights.RowFilter`; likewise the next
+    # two.
+    zero_variance_groups: Sometimes[str] = None
+    reward_variance_share: Sometimes[float] = None
+    advantage_threshold: Sometimes[float] = None
+    # n of an update.
+    rollouts: Size
+    # G.
+    group_size: Size
+    # Share of the groups drawn that are in the update, if the others are replaced.
+    kept: Sometimes[Interval] = None
+    unbiased_direction: bool
+    # Rollouts of the unbiased estimate, at the same G, that do as much as one of the loss.
+    worth: Sometimes[Interval] = None
+    # Rollouts of the unbiased estimate at its best G that do as much.
+    worth_best: Sometimes[Interval] = None
+    # cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
+    direction: Sometimes[Interval] = None
+    # Share of an update's squared norm that is noise.
+    noise: Sometimes[Interval] = None
+    # True if this G is the loss's best of the measured ones.
+    best: bool
+    # True if this G is not worse than the best.
+    alike: bool
+    # Why it is not measured.
+    reason: Sometimes[str] = None
+
+    @property
+    def is_measured(self) -> bool:
+        """True if it has numbers."""
+        return self.noise is not None
+
+    @property
+    def is_decided(self) -> bool:
+        """True if its worth is known."""
+        return self.worth is not None and self.worth.is_known
+
+
+def loss_records(rows: Sequence[LossRow]) -> list[LossWorth]:
+    """Return measured losses as a file holds them."""
+    every = asdict(RowFilter())
+    return [
+        LossWorth(
+            loss=row.loss.name,
+            baseline=row.loss.rule,
+            loss_type=row.loss.loss_type,
+            **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
+            rollouts=row.rollouts,
+            group_size=row.group_size,
+            kept=row.kept,
+            unbiased_direction=row.loss.scale(row.group_size) is not None,
+            best=row.best,
+            alike=row.alike,
+            reason=row.reason and row.reason.line,
+            **({} if row.worth is None else vars(row.worth)),
+        )
+        for row in rows
+    ]
+
+
+def by_loss(rows: Sequence[LossWorth]) -> list[list[LossWorth]]:
+    """Group rows by loss, each in the order of G."""
+    losses: dict[str, list[LossWorth]] = {}
+    for row in rows:
+        losses.setdefault(row.loss, []).append(row)
+    return list(losses.values())
+
+
+def measured_rows(rows: Sequence[LossWorth]) -> list[LossWorth]:
+    """Return the rows with numbers."""
+    return [row for row in rows if row.is_measured]
+
+
+def nearest_usual(rows: Sequence[LossWorth]) -> LossWorth:
+    """Return the row of G = 8, or of the nearest."""
+    return min(rows, key=lambda row: abs(math.log(row.group_size / USUAL_SIZE)))
+
+
+def worth_sentences(
+    rows: Sequence[LossWorth], wrote: str = "", compared: str = "an unbiased one"
+) -> list[str]:
+    """Return sentences on the worth of a rollout of each loss, its direction and its best G.
+
+    The worth is that at G = 8 or the nearest. Losses with the same result share a sentence.
+
+    Args:
+        wrote: the policy that wrote the rollout, in words.
+        compared: the rollouts in which worth is counted, in words.
+    """
+    same: dict[str, list[list[LossWorth]]] = {}
+    for own in by_loss(rows):
+        same.setdefault(_sentence("", own, wrote, compared), []).append(own)
+    return [
+        _sentence(enumeration([own[0].loss for own in losses], "or"), losses[0], wrote, compared)
+        for losses in same.values()
+    ]
+
+
+def _sentence(names: str, rows: Sequence[LossWorth], wrote: str, compared: str) -> str:
+    name = f"{names} ({loss_words(rows[0])}){wrote}"
+    measured = measured_rows(rows)
+    if not measured:
+        return f"What a rollout of {name} is worth is not measured: {rows[0].reason}."
+    row = nearest_usual(measured)
+    assert row.worth is not None and row.noise is not None
+    where = f"At n = {row.rollouts} and G = {row.group_size}"
+    if not row.worth.is_known:
+        share = ""
+        if row.noise.is_known:
+            percents = [f"{100 * x:.0f} %" for x in row.noise]
+            share = f"; an update is {percents[0]} noise [{percents[1]}, {percents[2]}]"
+        return (
+            f"{where} it is not decided what a rollout of {name} is worth: its direction is not "
+            f"known from these questions{share}."
+        )
+    direction = "its direction is unbiased"
+    if not row.unbiased_direction:
+        cosine = cosine_text(row)
+        direction = f"its direction is right to cos {cosine}"
+        if cosine == NOT_KNOWN:
+            direction = f"how far its direction is right is {NOT_KNOWN}"
+    drawn = ""
+    if row.kept is not None:
+        drawn = (
+            f"; {worth_text(row.kept)} of the groups that are drawn are in an update, and what the "
+            "others cost is not in its worth"
+        )
+    return (
+        f"{where} a rollout of {name} is worth {worth_text(row.worth)} of {compared}; "
+        f"{direction}; {_best_size_text(rows, measured)}{drawn}."
+    )
+
+
+def _best_size_text(rows: Sequence[LossWorth], measured: Sequence[LossWorth]) -> str:
+    """Return the best G of a loss in words; beyond an end of the measured ones it may be better."""
+    if len(measured) == 1:
+        return "no other G was measured"
+    best = next(row.group_size for row in measured if row.best)
+    sizes = [row.group_size for row in measured]
+    text = f"its best G is {best}"
+    if len(measured) < len(rows) or best in (min(sizes), max(sizes)):
+        text = f"of the measured G {best} is its best"
+    others = [str(row.group_size) for row in measured if row.alike and row.group_size != best]
+    return f"{text} ({enumeration(others)} may be as good)" if others else text
+
+
+def worth_tables(
+    rows: Sequence[LossWorth], wrote: str = "", notes: Sequence[str] = (WORTH_NOTE,)
+) -> list[Table]:
+    """Return tables of the worth of each loss at each G, some losses side by side, and of all else.
+
+    There are none where no loss was measured.
+
+    Args:
+        wrote: the policy that wrote the rollout, in words.
+        notes: the definition of worth.
+    """
+    measured = [own for own in by_loss(rows) if measured_rows(own)]
+    side_by_side = [
+        _worth_table(measured[first : first + MOST_BASELINES], wrote, notes)
+        for first in range(0, len(measured), MOST_BASELINES)
+    ]
+    return [*side_by_side, _details_table(measured, wrote, notes)] if measured else []
+
+
+def _worth_table(losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Sequence[str]) -> Table:
+    known = {
+        (row.group_size, column): row
+        for column, rows in enumerate(losses)
+        for row in measured_rows(rows)
+    }
+    sizes = sorted({size for size, _ in known})
+    cells = [
+        [
+            str(size),
+            *(worth_text(known[size, i].worth_best, "\n") if (size, i) in known else "-"
+              for i in range(len(losses))),
+        ]
+        for size in sizes
+    ]  # fmt: skip
+    marks = {
+        (sizes.index(size), column + 1): row.best
+        for (size, column), row in known.items()
+        if row.alike
+    }
+    return Table(
+        title=f"Worth of a rollout{wrote} at n = {losses[0][0].rollouts}, in {AT_BEST}",
+        columns=["G", *(rows[0].loss for rows in losses)],
+        rows=cells,
+        notes=[*notes, *not_measured([row for rows in losses for row in rows])],
+        marks=marks,
+    )
+
+
+def not_measured(rows: Sequence[LossWorth]) -> list[str]:
+    """Return a line for every reason why losses are not measured at some G."""
+    missing: dict[str, dict[int, None]] = {}
+    for row in rows:
+        if row.reason is not None:
+            missing.setdefault(row.reason, {})[row.group_size] = None
+    return [
+        f"Not at G = {', '.join(map(str, sizes))}: {reason}." for reason, sizes in missing.items()
+    ]
+
+
+def _details_table(
+    losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Sequence[str]
+) -> Table:
+    rows = [
+        [row.loss, loss_words(row), str(row.group_size), *number_cells(row, " ")]
+        for own in losses
+        for row in measured_rows(own)
+    ]
+    columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth in {AT_BEST}",
+               "cos of its mean and the gradient", "share of noise"]  # fmt: skip
+    of = f", a rollout{wrote}" if wrote else ""
+    return Table(
+        f"Losses at every G{of}", columns, rows, [*notes, NOISE_NOTE], page_only=True
+    )  # fmt: skip
+
+
+def number_cells(row: LossWorth, gap: str) -> list[str]:
+    """Return cells of both worths, the direction and the noise."""
+    return [
+        worth_text(row.worth, gap),
+        worth_text(row.worth_best, gap),
+        cosine_text(row, gap),
+        worth_text(row.noise, gap),
+    ]
+
+
+def draw_worths(
+    folder: Path, name: str, title: str, rows: Sequence[LossWorth], lines: Sequence[str]
+) -> None:
+    """Draw the worth of each loss's rollout against G, with its interval, if any is measured."""
+    losses = {own[0].loss: own for own in by_loss(rows)}
+    if not measured_rows(rows):
+        return
+    absent = [loss for loss, own in losses.items() if not any_decided(own)]
+    without = [f"Not decided or not measured: {enumeration(absent)}."] if absent else []
+    panel = (f"{title}, n = {rows[0].rollouts}", losses)
+    draw_panels(folder, name, {"": [[panel]]}, [BARS_NOTE, *without, *lines])
+
+
+# A title, and the rows of each loss by its name.
+Panel = tuple[str, Mapping[str, Sequence[LossWorth]]]
+
+
+def draw_panels(
+    folder: Path, name: str, grids: Mapping[str, list[list[Panel]]], lines: Sequence[str]
+) -> None:
+    """Draw panels of worths.
+
+    Args:
+        grids: lines of panels by data set.
+        lines: below the panels.
+    """
+    grid = [(dataset, panels) for dataset, own in grids.items() for panels in own]
+    names = list(dict.fromkeys(x for _, panels in grid for _, losses in panels for x in losses))
+    wide, high = max(len(panels) for _, panels in grid), len(grid)
+    with plt.rc_context(FONTS):
+        # A legend of two columns in a single panel.
+        size = (max(6.4, 0.6 + 3.6 * wide), 0.8 + 3.6 * high + 0.09 * len(names))
+        figure, axes = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
+        for line, (dataset, panels) in zip(axes, grid, strict=True):
+            for one, (title, losses) in zip(line, panels, strict=False):
+                worth_panel(one, losses, names)
+                one.set_title(title, fontsize=8, loc="left")
+            for one in line[len(panels) :]:
+                one.set_visible(False)
+            line[0].set_ylabel(f"worth of a rollout,\nin {AT_BEST}\n{dataset}".rstrip())
+        _add_legend(figure, size[0])
+        note(figure, lines, size[0])
+        save(figure, folder, name)
+
+
+def worth_panel(
+    axes: Axes, losses: Mapping[str, Sequence[LossWorth]], names: Sequence[str]
+) -> None:
+    """Draw lines of worth against G, where they are decided.
+
+    Args:
+        losses: the rows of each loss by its name.
+        names: of the losses of all panels, whose places give colours and markers.
+    """
+    lines: dict[str, dict[int, Interval]] = {}
+    for name, rows in losses.items():
+        known = {row.group_size: row.worth_best for row in rows if row.is_decided}
+        if known:
+            lines[name] = {size: worth for size, worth in known.items() if worth is not None}
+    shown = [(size, worth) for line in lines.values() for size, worth in line.items()]
+    least = min([1.0, *(x.low for _, x in shown)])
+    most = max([1.0, *(x.estimate for _, x in shown)])
+    # Wider intervals leave the picture, some have no end.
+    top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
+    apart = min(APART, ASIDE / max(1, len(lines)))
+    for place, (name, line) in enumerate(lines.items()):
+        colour, marker = line_style(names.index(name))
+        aside = 2 ** (apart * (place - (len(lines) - 1) / 2))
+        sizes = [size * aside for size in line]
+        axes.plot(sizes, [x.estimate for x in line.values()], color=colour, marker=marker,
+                  markersize=4, linewidth=0.6, label=legend_label(name))  # fmt: skip
+        axes.vlines(sizes, [x.low for x in line.values()],
+                    [min(x.high, 2 * top) for x in line.values()], color=colour,
+                    linewidth=1.2, alpha=0.6)  # fmt: skip
+    if not lines:
+        axes.text(0.5, 0.4, "not decided from these questions", transform=axes.transAxes,
+                  ha="center")  # fmt: skip
+    axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    every = {row.group_size for rows in losses.values() for row in rows}
+    log_sizes(axes, sorted({size for size, _ in shown} or every))
+    axes.set_xlabel("group size G")
+    axes.set_ylim(max(0.0, least - (top - least) / 10) if lines else 0, top)
+    axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def _add_legend(figure: Figure, width: float) -> None:
+    """Add a legend of all panels above a figure of so many inches; none where there is no line."""
+    labels: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        labels |= dict(zip(names, handles, strict=True))
+    if labels:
+        # Inches, at this size.
+        longest = 0.5 + 0.065 * max(map(len, labels))
+        figure.legend(
+            list(labels.values()), list(labels), loc="outside upper left", frameon=False,
+            fontsize=8, ncols=max(1, int(width / longest)),
+        )  # fmt: skip
+
+
+def described(rows: Sequence[LossWorth]) -> str:
+    """Describe every loss of the rows, those of equal words together."""
+    by_words: dict[str, dict[str, None]] = {}
+    for row in rows:
+        by_words.setdefault(loss_words(row), {})[row.loss] = None
+    words = "; ".join(f"{enumeration([*names])}: {text}" for text, names in by_words.items())
+    return f"{words}."
+
+
+def any_decided(rows: Sequence[LossWorth]) -> bool:
+    """Return True if the worth is known at any G."""
+    return any(row.is_decided for row in rows)
+
+
+def loss_words(row: LossWorth) -> str:
+    """Describe a loss by its advantage, the divisor of its tokens, and the rows that count."""
+    words = [ADVANTAGE_WORDS.get(row.baseline, row.baseline), LOSS_TYPE_WORDS[row.loss_type]]
+    if row.zero_variance_groups is not None:
+        words.append(FILTER_WORDS[row.zero_variance_groups])
+    for name in ("reward_variance_share", "advantage_threshold"):
+        if (value := getattr(row, name)) is not None:
+            words.append(FILTER_WORDS[name].format(value))
+    return ", ".join(words)
+
+
+def worth_text(value: Interval | None, gap: str = " ", digits: int = 2) -> str:
+    """Format a worth or a share with its interval, with so many digits after the point.
+
+    >>> worth_text(Interval(0.981, 0.961, 1.0021)), worth_text(Interval(math.nan, 0, math.inf))
+    ('0.98 [0.96, 1.00]', 'not decided')
+    """
+    if value is None or not value.is_known:
+        return "not decided"
+    high = f"{value.high:.{digits}f}" if math.isfinite(value.high) else "no end"
+    return f"{value.estimate:.{digits}f}{gap}[{value.low:.{digits}f}, {high}]"
+
+
+def cosine_text(row: LossWorth, gap: str = " ") -> str:
+    """Format the cosine of a loss's mean and the gradient, with its interval."""
+    if row.unbiased_direction:
+        return "unbiased"
+    square = row.direction
+    if square is None or not square.is_known:
+        low = 0.0 if square is None else square.low
+        return f"at least {math.sqrt(low):.2f}" if low > 0 else NOT_KNOWN
+    estimate, low, high = (math.sqrt(max(0.0, x)) for x in square)
+    return f"{estimate:.3f}{gap}[{low:.3f}, {high:.3f}]"

@@ -1,0 +1,246 @@
+"""Losses at a batch's first update: the worth of a rollout of each, its direction and its best G.
+
+Studies that differ only in the loss, such as those of a sweep over `objective`, measure the same
+pool: in a report their losses are lines of one panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study, by_pool
+from grpo_ustat.measurements.loss_worths import (
+    AT_BEST,
+    BARS_NOTE,
+    NOISE_NOTE,
+    WORTH_NOTE,
+    LossWorth,
+    Panel,
+    any_decided,
+    by_loss,
+    described,
+    draw_panels,
+    draw_worths,
+    loss_records,
+    measured_rows,
+    nearest_usual,
+    not_measured,
+    number_cells,
+    worth_sentences,
+    worth_tables,
+    worth_text,
+)
+from grpo_ustat.pages.error_figures import panel_grid, panel_title
+from grpo_ustat.pages.gradient_error import study_columns
+from grpo_ustat.pages.tables import Table, enumeration, shorten
+from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.record import distinguishing_keys, key_label
+
+MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
+
+
+def measure(study: PoolStudy) -> list[LossWorth] | None:
+    """Measure every loss that is asked for at every G."""
+    rows = loss_worths(
+        study.pool, study.losses, study.group_sizes, study.rollouts, study.draws, study.seed
+    )
+    return loss_records(rows) or None
+
+
+def sentences(rows: list[LossWorth], study: Study) -> list[str]:
+    """Return sentences on the worth of a rollout of each loss at a batch's first update."""
+    return worth_sentences(rows)
+
+
+def tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
+    """Return tables of the worth of a rollout of each loss, in short and in full."""
+    return [table for rows in rows_by_study.values() for table in worth_tables(rows)]
+
+
+def draw(
+    folder: Path, rows_by_study: Mapping[Study, list[LossWorth]], lines: Sequence[str]
+) -> None:
+    """Draw the worth of each loss of a study against G, `losses.{pdf,svg,png}`."""
+    for study, rows in rows_by_study.items():
+        policy = study.result.policy
+        title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
+        draw_worths(folder, "losses", title, rows, lines)
+
+
+@dataclass(frozen=True)
+class LossPanel:
+    """Losses that were measured on one pool."""
+
+    # The first study of the pool.
+    study: Study
+    # The study and the rows by G of each loss, by a unique name.
+    lines: dict[str, tuple[Study, list[LossWorth]]]
+
+    @property
+    def measured(self) -> dict[str, list[LossWorth]]:
+        """Rows with numbers, of each loss that has any."""
+        rows = {name: measured_rows(own) for name, (_, own) in self.lines.items()}
+        return {name: own for name, own in rows.items() if own}
+
+
+def loss_panels(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[LossPanel]:
+    """Make a panel for each pool on which losses were measured.
+
+    A loss that several studies of a pool measured with equal results occurs once. Losses of the
+    same name with different results are named by what differs.
+    """
+    panels = []
+    for members in by_pool(rows_by_study):
+        found: dict[str, list[tuple[Study, list[LossWorth]]]] = {}
+        for study in members:
+            for rows in by_loss(rows_by_study[study]):
+                of_name = found.setdefault(rows[0].loss, [])
+                if not any(_measured_alike(rows, other) for _, other in of_name):
+                    of_name.append((study, rows))
+        lines = {}
+        for name, of_name in found.items():
+            keys = distinguishing_keys([study.run.keys for study, _ in of_name])
+            for study, rows in of_name:
+                lines[f"{name} {key_label(study.run.keys, keys)}".strip()] = study, rows
+        panel = LossPanel(members[0], lines)
+        if panel.measured:
+            panels.append(panel)
+    return panels
+
+
+def _measured_alike(rows: Sequence[LossWorth], others: Sequence[LossWorth]) -> bool:
+    """Return True if two studies have equal results for a loss, up to rounding.
+
+    The rounding comes from sums over more losses.
+    """
+
+    def texts(row: LossWorth) -> list[Any]:
+        return [row.group_size, row.baseline, row.loss_type, row.reason]
+
+    def numbers(row: LossWorth) -> list[float]:
+        intervals = (row.worth, row.worth_best, row.direction, row.noise)
+        return [x.estimate if x is not None and x.is_known else 0.0 for x in intervals]
+
+    return len(rows) == len(others) and all(
+        texts(row) == texts(other) and np.allclose(numbers(row), numbers(other), rtol=1e-4)
+        for row, other in zip(rows, others, strict=True)
+    )
+
+
+def joint_tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
+    """Return a table with a row per policy, loss and group size; none where none is measured."""
+    panels = loss_panels(rows_by_study)
+    study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
+    rows, marks, data = [], {}, []
+    for panel in panels:
+        for name, (study, own) in panel.lines.items():
+            run = study.run
+            of_study = study_columns(run, study_keys) | {"seed": run.config["seed"], "line": name}
+            data += [of_study | content_of(row) for row in own]
+            measured = panel.measured.get(name, [])
+            for row in measured:
+                mark = ""
+                if row.alike and len(measured) > 1 and row.is_decided:
+                    marks[len(rows), 2] = row.best
+                    mark = "*" if row.best else "~"
+                policy = f"{run.policy}\n{run.dataset}\nn = {row.rollouts}"
+                rows.append([policy, name, f"{row.group_size}{mark}", *number_cells(row, "\n")])
+    every = [row for panel in panels for _, own in panel.lines.values() for row in own]
+    missing = [
+        f"{panel.study.run.label}: {line}"
+        for panel in panels
+        for line in not_measured([row for _, own in panel.lines.values() for row in own])
+    ]
+    notes = [WORTH_NOTE, NOISE_NOTE, described(every)]
+    table = Table(
+        name="losses",
+        title="Worth of a rollout of each loss",
+        columns=["policy", "loss", "G", "worth at the same G", f"in {AT_BEST}",
+                 "cos with the gradient", "share of noise"],
+        rows=rows,
+        notes=[*notes, *[MARKS_NOTE.format("*:", "~:")] * bool(marks), *missing],
+        data=data,
+        figure_notes=[BARS_NOTE, *_without_a_line(panels)],
+        headings=True,
+        marks=marks,
+        latex_notes=[*notes, *[MARKS_NOTE.format("Bold:", "underlined:")] * bool(marks), *missing],
+    )  # fmt: skip
+    return [table] if panels else []
+
+
+def draw_joint(
+    folder: Path, rows_by_study: Mapping[Study, list[LossWorth]], lines: Sequence[str]
+) -> None:
+    """Draw the worth of a rollout of each loss, in a panel per pool, `losses.{pdf,svg,png}`.
+
+    Each data set has a line of panels or more.
+    """
+    panels = {panel.study.run: panel for panel in loss_panels(rows_by_study)}
+    grids: dict[str, list[list[Panel]]] = {}
+    for runs in panel_grid(list(panels)):
+        line: list[Panel] = []
+        for run in runs:
+            measured = panels[run].measured
+            rollouts = next(iter(measured.values()))[0].rollouts
+            line.append((f"{panel_title(run)}\nn = {rollouts}", measured))
+        grids.setdefault(str(runs[0].dataset), []).append(line)
+    draw_panels(folder, "losses", grids, lines)
+
+
+def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
+    """List, for each panel, the losses that have no line in it."""
+    lines = []
+    for panel in panels:
+        absent = [name for name, (_, own) in panel.lines.items() if not any_decided(own)]
+        if absent:
+            where = f"Not decided or not measured on {panel.study.run.policy}"
+            lines.append(f"{where}: {enumeration(absent)}.")
+    return shorten(lines, 3, "losses.csv")
+
+
+def answer(rows_by_study: Mapping[Study, list[LossWorth]]) -> str:
+    """State the worth of a rollout at G = 8 or the nearest, from the least to the most.
+
+    The sentence also gives the number of losses for which it is not decided.
+    """
+    panels = loss_panels(rows_by_study)
+    decided, undecided, sizes = [], [], set()
+    for panel in panels:
+        for name, rows in panel.measured.items():
+            row = nearest_usual(rows)
+            sizes.add(row.group_size)
+            if row.worth is not None and row.worth.is_known:
+                where = f"{name} on {panel.study.run.policy}" if len(panels) > 1 else name
+                decided.append((row.worth, where))
+            else:
+                undecided.append(name)
+    at = f"At G = {' or '.join(map(str, sorted(sizes)))}"
+    if not decided:
+        names = enumeration([*dict.fromkeys(undecided)], "or")
+        return f"{at} it is not decided what a rollout of {names} is worth."
+    ends = sorted(decided, key=lambda found: found[0].estimate)
+    ends = [ends[0], ends[-1]] if len(ends) > 1 else ends
+    values = " to ".join(f"{worth_text(value)} ({where})" for value, where in ends)
+    text = f"{at} a rollout of a loss is worth {values} of an unbiased one"
+    if undecided:
+        text += f"; not decided: {len(undecided)} of {len(undecided) + len(decided)}"
+    return f"{text}."
+
+
+LOSSES = Measurement(
+    "losses",
+    list[LossWorth],
+    measure,
+    sentences,
+    tables,
+    prints=True,
+    figure=Figure("losses", "What a rollout of each loss is worth", draw),
+    joint=Joint(joint_tables, answer, draw_joint),
+    leads=True,
+)

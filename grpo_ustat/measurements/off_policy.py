@@ -1,0 +1,233 @@
+"""Rollouts that another policy or an inexact sampler wrote: its distance, and what they are worth.
+
+In a report studies are in the order of that distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study
+from grpo_ustat.measurements.loss_worths import (
+    NOISE_NOTE,
+    LossWorth,
+    by_loss,
+    cosine_text,
+    described,
+    draw_worths,
+    loss_records,
+    measured_rows,
+    nearest_usual,
+    worth_sentences,
+    worth_tables,
+    worth_text,
+)
+from grpo_ustat.pages.gradient_error import study_columns
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.record import distinguishing_keys
+
+DRIFT_NOTE = (
+    "Effective share: (sum of weights)^2 over the sum of their squares, as a share of their number."
+)
+LAG_NOTE = (
+    "Worth: rollouts of an unbiased leave-one-out gradient at the same G, written by the policy at "
+    "hand, that do as much as one of the loss that another policy wrote; 95 % intervals for new "
+    "questions. Nats a token: the divergence of the policy at hand from the other."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicy:
+    """Efficiency of rollouts written by another policy, or by a sampler that differs from it."""
+
+    # The policy that wrote them.
+    written_by: str
+    # The policy whose gradient is estimated.
+    policy: str
+    # The policy that a penalty is measured from.
+    reference: str
+    # lag: an earlier policy wrote them, and the comparison is with rollouts of `policy` itself;
+    # gap: the sampler of a file wrote them, and the comparison is with the same ones weighted by
+    # their exact ratios; penalty: `policy` itself wrote them.
+    question: str
+    # True if any loss has a penalty.
+    penalised: bool
+    # KL divergence of `written_by` from `policy`, nats a token.
+    kl: Interval
+    # Effective share `(sum w)^2 / (count sum w^2)` of the ratios w of tokens.
+    effective_tokens: Interval
+    # Effective share of the products of these ratios over a completion.
+    effective_completions: Interval
+    # Efficiency of a rollout of each loss.
+    losses: list[LossWorth]
+
+
+def measure(study: PoolStudy) -> OffPolicy | None:
+    """Measure every loss of the completions that the policy at hand has scored."""
+    scored = study.rescored
+    if scored is None:
+        return None
+    rows = loss_worths(
+        scored.compared, scored.losses, study.group_sizes, study.rollouts, study.draws, study.seed,
+        scored.weighted,
+    )  # fmt: skip
+    return OffPolicy(
+        written_by=scored.written_by,
+        policy=scored.policy,
+        reference=scored.reference,
+        question=scored.question,
+        penalised=any(loss.tokens and loss.tokens.beta for loss in scored.losses),
+        kl=scored.drift.kl,
+        effective_tokens=scored.drift.tokens,
+        effective_completions=scored.drift.completions,
+        losses=loss_records(rows),
+    )
+
+
+def sentences(found: OffPolicy, study: Study) -> list[str]:
+    """Return sentences on the distance of the policy from the writer of the rollouts, and on worth.
+
+    Worth is that of a rollout of each loss.
+    """
+    worths = worth_sentences(found.losses, _wrote(found), _compared(found))
+    if found.question == "penalty":
+        return worths
+    kl = found.kl
+    return [
+        f"{found.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats a token from "
+        f"{found.written_by}: weighted by their ratios tokens count as "
+        f"{share_text(found.effective_tokens)} of as many, completions by the products of theirs "
+        f"as {share_text(found.effective_completions)}.",
+        *worths,
+    ]
+
+
+def tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
+    """Return tables of the worth of rollouts, of which a terminal shows that of the first losses.
+
+    Further losses are those of published claims.
+    """
+    shown = []
+    for found in found_by_study.values():
+        of_study = worth_tables(found.losses, _wrote(found), _notes(found))
+        shown += [replace(table, page_only=place > 0) for place, table in enumerate(of_study)]
+    return shown
+
+
+def draw(folder: Path, found_by_study: Mapping[Study, OffPolicy], lines: Sequence[str]) -> None:
+    """Draw the worth of each loss's rollout against G, `off_policy.{pdf,svg,png}`."""
+    for found in found_by_study.values():
+        title = f"written by {found.written_by}, at {found.policy}"
+        draw_worths(folder, "off_policy", title, found.losses, lines)
+
+
+def share_text(share: Interval) -> str:
+    """Format a share with its interval in percent.
+
+    >>> share_text(Interval(0.753, 0.721, 0.7963))
+    '75 % [72 %, 80 %]'
+    """
+    percents = [f"{100 * min(1.0, x):.0f} %" for x in share]
+    return f"{percents[0]} [{percents[1]}, {percents[2]}]"
+
+
+def _wrote(found: OffPolicy) -> str:
+    if found.question == "penalty":
+        return " with its penalty"
+    return f" that {found.written_by} wrote"
+
+
+def _compared(found: OffPolicy) -> str:
+    return {
+        "lag": f"an unbiased one that {found.policy} wrote",
+        "gap": "one that is weighted by its exact ratio",
+        "penalty": "an unbiased one without",
+    }[found.question]
+
+
+def _notes(found: OffPolicy) -> list[str]:
+    notes = [
+        f"Worth: rollouts of {_compared(found)} that do as much as one of the loss; 95 % intervals "
+        "for new questions, paired among losses and G."
+    ]
+    if found.penalised:
+        notes.append(
+            f"A penalty is from {found.reference} and part of a loss; what is measured is the "
+            "gradient of the reward alone."
+        )
+    return notes if found.question == "penalty" else [*notes, DRIFT_NOTE]
+
+
+def joint_tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
+    """Return a table with a row per study and loss at G = 8 or the nearest, by policy distance."""
+    study_keys = distinguishing_keys([study.run.keys for study in found_by_study])
+    rows, data, every = [], [], []
+    for study, found in by_distance(found_by_study).items():
+        facts = {k: x for k, x in content_of(found).items() if k not in ("losses", "policy")}
+        of_study = study_columns(study.run, study_keys) | facts | {"at": found.policy}
+        data += [of_study | content_of(row) for row in found.losses]
+        every += found.losses
+        shares = (found.effective_tokens, found.effective_completions)
+        for own in by_loss(found.losses):
+            measured = measured_rows(own)
+            if not measured:
+                continue
+            row = nearest_usual(measured)
+            rows.append([
+                f"{found.written_by}\n{found.policy}",
+                worth_text(found.kl, "\n", 4),
+                "\n".join(map(share_text, shares)),
+                row.loss,
+                str(row.group_size),
+                worth_text(row.worth, "\n"),
+                cosine_text(row, "\n"),
+                worth_text(row.noise, "\n"),
+            ])  # fmt: skip
+    table = Table(
+        name="lag",
+        title="Worth of a rollout that another policy wrote",
+        columns=["written by\nat", "nats a token", "effective share by\ntokens, completions",
+                 "loss", "G", "worth", "cos with the gradient", "share of noise"],
+        rows=rows,
+        notes=[LAG_NOTE, DRIFT_NOTE, NOISE_NOTE, described(every)],
+        data=data,
+        headings=True,
+    )  # fmt: skip
+    return [table]
+
+
+def by_distance(found_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPolicy]:
+    """Sort studies by the distance of the policy at hand from the one that wrote the rollouts."""
+    return dict(sorted(found_by_study.items(), key=lambda item: item[1].kl.estimate))
+
+
+def answer(found_by_study: Mapping[Study, OffPolicy]) -> str:
+    """State the worth of a rollout of each loss at the nearest and at the farthest policy."""
+    nearest, *further = by_distance(found_by_study).values()
+    lines: dict[str, list[str]] = {}
+    for found in [nearest, *further[-1:]]:
+        for own in by_loss(found.losses):
+            measured = measured_rows(own)
+            if measured:
+                worth = worth_text(nearest_usual(measured).worth)
+                lines.setdefault(own[0].loss, []).append(f"{worth} at {found.policy}")
+    told = "; ".join(f"{loss} {', '.join(texts)}" for loss, texts in lines.items())
+    return f"A rollout that {nearest.written_by} wrote is worth: {told}."
+
+
+OFF_POLICY = Measurement(
+    "off_policy",
+    OffPolicy,
+    measure,
+    sentences,
+    tables,
+    prints=True,
+    figure=Figure("off_policy", "What a rollout is worth that another policy wrote", draw),
+    joint=Joint(joint_tables, answer),
+    leads=True,
+)

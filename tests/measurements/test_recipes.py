@@ -1,0 +1,272 @@
+"""Published recipes: each is a loss that can be typed, measured at its own G; table and figure.
+
+The scaling law of the policy is worked by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import compose
+from folders import loss_row, refused_loss, study_of, worths
+from prompt_pools import whole_pool
+from slow_cases import slow_after
+
+from grpo_ustat.config.presets import CHANCE, RECIPES
+from grpo_ustat.estimators.losses import UNBIASED, loss_errors, loss_worths
+from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.worth import relative
+from grpo_ustat.measurements.recipes import draw, judged_recipes, recipe_worths, tables
+
+# n MSE = G + 2 + 9/(G-1): 9 at G* = 4, and 13, 11.286, 66.143, 514.018 at 2, 8, 64, 512
+SCALING = {
+    "c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5, "gstar_high": 4.6,
+    "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
+}  # fmt: skip
+UNKNOWN = {"worth_best": None, "worth_best_low": 0.0, "worth_best_high": None}
+POLICY = {"name": "tiny", "quantity": "accuracy", "mean_reward": 0.5}
+
+
+def judged(name, size, low, worth, high, **changes):
+    """The row of a recipe with its worth against the best."""
+    ends = {"worth_best": worth, "worth_best_low": low, "worth_best_high": high}
+    return loss_row(name, size, **ends) | changes
+
+
+MEASURED = [
+    judged("2-GRPO (arXiv 2510.00977)", 2, 0.7, 0.8, 0.9),
+    judged("verl's GRPO examples", 5, 1.1, 1.25, 1.5, rollouts=255),
+    judged("TRL's default", 8, 0.8, 0.95, 1.1),
+    judged("Dr. GRPO (arXiv 2503.20783)", 8, 1.0, 1.0, 1.0 + 1e-12, unbiased_direction=True,
+           baseline="group_mean", loss_type="dr_grpo"),
+    judged("DAPO (arXiv 2503.14476)", 16, 0.8, 1.0, 1.2, zero_variance_groups="replace",
+           kept=0.5, kept_low=0.4, kept_high=0.6),
+    refused_loss("DeepSeekMath (arXiv 2402.03300)", 64, "groups of 64 are too large"),
+    loss_row("BroRL (arXiv 2510.01180)", 512, **UNKNOWN, baseline="reinforce_pp_baseline"),
+]  # fmt: skip
+REFUSED = [refused_loss(name, recipe.group_size, "few") for name, recipe in RECIPES.items()]
+
+
+def judged_of(scaling=SCALING, rows=MEASURED):
+    study = study_of(Path("none"), scaling=scaling, policy=POLICY)
+    return judged_recipes(worths(*rows), study)
+
+
+def table_of(scaling=SCALING, rows=MEASURED):
+    """The table of a study; None where nothing is known."""
+    found = tables({study_of(Path("none"), scaling=scaling, policy=POLICY): worths(*rows)})
+    return found[0] if found else None
+
+
+def drawn(folder, scaling=SCALING, rows=MEASURED):
+    draw(folder, {study_of(folder, scaling=scaling, policy=POLICY): worths(*rows)}, [])
+
+
+def test_recipes_that_are_not_measured_are_judged_by_the_law_of_their_group_sizes():
+    rows = judged_of(rows=REFUSED)
+    assert [one.row.loss for one in rows] == list(RECIPES)
+    law = ScalingLaw.of_result(SCALING)
+    for one in rows:
+        size = one.row.group_size
+        assert one.alone and size == RECIPES[one.row.loss].group_size
+        extra = law.extra_error(size, 4)
+        assert 1 / one.worth.estimate - 1 == pytest.approx(extra.estimate)
+        assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
+        assert 1 / one.worth.high - 1 == pytest.approx(extra.low)
+    for place, n_mse in ((0, 13), (2, 8 + 2 + 9 / 7), (5, 66 + 9 / 63)):
+        assert rows[place].worth.estimate == pytest.approx(9 / n_mse)
+    table = table_of(rows=REFUSED)
+    assert table is not None
+    verdicts = [row[4] for row in table.rows]
+    assert all(text.startswith("group size alone: takes ") for text in verdicts)
+    assert verdicts[0] == "group size alone: takes 44 % more rollouts for the same error"
+    assert verdicts[6] == "group size alone: takes 57 times the rollouts for the same error"
+    assert not any("rollouts in whole groups" in text for text in table.notes)
+
+
+def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
+    table = table_of()
+    assert table is not None and table.columns == ["recipe", "its loss", "G", "worth", "verdict"]
+    assert table.rows[0] == [
+        "2-GRPO (arXiv 2510.00977)", "std of the group, mean over the update's tokens", "2",
+        "0.80 [0.70, 0.90]", "takes 25 % more rollouts for the same error",
+    ]  # fmt: skip
+    assert [row[4] for row in table.rows[1:5]] == [
+        "takes 20 % fewer rollouts for the same error",
+        "not significantly different from the best, at most 25 % more rollouts",
+        "the best",
+        "not significantly different from the best, at most 25 % more rollouts; 0.50 of the groups "
+        "drawn count, so a rollout drawn is worth 0.50",
+    ]
+    alone = "group size alone: takes {} times the rollouts for the same error"
+    assert [row[4] for row in table.rows[5:]] == [
+        alone.format("7.3"), f"whole loss not decided; {alone.format('57')}"
+    ]  # fmt: skip
+    assert table.rows[3][1] == "less the group's mean, sum over tokens by the longest length"
+    assert "at a batch's first update, of 255 or 256 rollouts in whole groups" in table.notes[0]
+    assert "hold together in 95 % of studies" in table.notes[0]
+    assert "Not at G = 64: groups of 64 are too large." in table.notes
+    assert (
+        "DAPO: objective=dapo baseline=group_std objective.zero_variance_groups=replace; "
+        in (table.notes[-1])
+    )
+
+
+def test_half_of_the_chance_to_miss_is_left_to_the_group_sizes():
+    """A law's interval beside measured worths, which take the other half."""
+    (one,) = [one for one in judged_of() if one.row.group_size == 64]
+    extra = ScalingLaw.of_result(SCALING).extra_error(64, 4, 1 - CHANCE)
+    assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
+    wider = judged_of(rows=REFUSED)[5].worth
+    assert one.worth.low < wider.low < wider.high < one.worth.high
+
+
+def test_where_the_best_size_is_not_decided_measured_recipes_stand_alone():
+    undecided = SCALING | {"gstar_high": None}
+    assert table_of(undecided, REFUSED) is None
+    early = {key: value for key, value in SCALING.items() if key != "covariance"}
+    assert table_of(early, REFUSED) is None
+    table = table_of(undecided)
+    assert table is not None
+    assert [row[3] for row in table.rows[4:]] == ["1.00 [0.80, 1.20]", *["not decided"] * 2]
+    assert table.rows[5][4] == "group size alone: not decided"
+
+
+def test_a_group_size_that_may_be_as_good_is_not_said_to_take_more():
+    wide = SCALING | {"covariance": np.diag([0.5, 0.01, 0.01]).tolist()}
+    table = table_of(wide, REFUSED)
+    assert table is not None
+    assert table.rows[2][4].startswith(
+        "group size alone: not significantly different from the best, at most "
+    )
+
+
+@pytest.mark.slow
+def test_the_numbers_along_its_axis_are_apart(tmp_path, monkeypatch):
+    """Beside the 1 that is always there: 0.85 would be read with it where the worst is .01."""
+    ticks = []
+    monkeypatch.setattr(
+        "grpo_ustat.measurements.recipes.save",
+        lambda figure, *_: ticks.extend(figure.axes[0].get_xticks()),
+    )
+    drawn(tmp_path, rows=REFUSED)
+    assert 1.0 in ticks and 0.85 not in ticks and len(ticks) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("high", [4.6, None])
+def test_the_figure_is_drawn(tmp_path, high):
+    scaling = SCALING | {"gstar_high": high}
+    drawn(tmp_path, scaling, REFUSED)
+    svg = (tmp_path / "recipes.svg").read_text()
+    assert ("not enough data" in svg) == (high is None)
+    assert all((name in svg) == (high is not None) for name in RECIPES)
+    assert ("Open circles" in svg) == (high is not None)
+
+
+@pytest.mark.slow
+def test_the_figure_tells_whole_losses_from_group_sizes(tmp_path):
+    drawn(tmp_path, rows=MEASURED[:5])
+    svg = (tmp_path / "recipes.svg").read_text()
+    assert "Open circles" not in svg and "DAPO (arXiv 2503.14476): G = 16" in svg
+    drawn(tmp_path)
+    assert "Open circles" in (tmp_path / "recipes.svg").read_text()
+
+
+LONGEST, DRAWS, SEED = 9, 20, 3
+
+
+def a_pool(questions, completions):
+    """Scores along a common gradient, of which right answers have more."""
+    rng = np.random.default_rng(8)
+    shape = questions, completions
+    rewards = rng.integers(0, 2, size=shape).astype(float)
+    rewards[:, :2] = 0, 1
+    scores = rng.normal(size=(*shape, 4)) + 1.5 * (rewards[..., None] - 0.5) * np.eye(4)[0]
+    return whole_pool(scores, rewards, rng.integers(1, LONGEST, size=shape))
+
+
+def found_in(pool, sizes=(2, 4), rollouts=32):
+    rows = recipe_worths(pool, LONGEST, sizes, rollouts, DRAWS, SEED)
+    return {row.loss.name: row for row in rows}
+
+
+@pytest.mark.parametrize("name", slow_after(1, RECIPES))
+def test_a_recipe_is_a_loss_that_can_be_typed(name):
+    recipe = RECIPES[name]
+    (typed,) = compose("mse", *recipe.overrides).measured.first_update
+    assert recipe.loss(typed.max_completion_length) == typed
+    assert typed.options == recipe.loss(1).options  # which are not compared
+
+
+def test_the_numbers_of_a_recipe_are_those_of_its_loss_at_its_group_size():
+    pool = a_pool(40, 16)
+    found = found_in(pool)
+    sizes = [2, 4, 5, 8, 16]  # of the study and of the recipes that are measured
+    for name, row in found.items():
+        loss, size = RECIPES[name].loss(LONGEST), RECIPES[name].group_size
+        if size > 16:
+            continue
+        assert (row.loss, row.group_size) == (replace(loss, name=name), size)
+        assert row.rollouts == (30 if size == 5 else 32)
+        # of verl's five n = 30 is no multiple of the other sizes: there by the errors alone
+        wanted = {UNBIASED: sizes, loss: [size]}
+        errors = loss_errors(pool, wanted, row.rollouts, DRAWS, SEED)
+        best = min(sizes, key=lambda other: errors[UNBIASED, other].error_D[0])
+        for value, other in ((row.worth.worth, size), (row.worth.worth_best, best)):
+            if math.isnan(value.estimate):
+                continue
+            ratio_D = errors[UNBIASED, other].error_D / errors[loss, size].error_D
+            assert value.estimate == pytest.approx(ratio_D[0], rel=1e-6)
+        together = 1 - CHANCE / 5
+        wide = relative(errors[UNBIASED, size].error_D, errors[loss, size], level=together)
+        assert row.worth.worth == pytest.approx(wide, rel=1e-6, nan_ok=True)
+        if size == 5:
+            continue
+        (alone,) = loss_worths(pool, [loss], [size], 32, DRAWS, SEED)
+        assert row.worth.worth.estimate == pytest.approx(alone.worth.worth.estimate, rel=1e-6)
+        if name != "Dr. GRPO (arXiv 2503.20783)":  # which is the unbiased one
+            assert row.worth.worth.low < alone.worth.worth.low
+        assert (row.best, row.alike, row.kept) == (alone.best, alone.alike, alone.kept)
+
+
+def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
+    """That of 2-GRPO and of DeepSeekMath."""
+    found = found_in(a_pool(6, 64), rollouts=64)
+    two, many = found["2-GRPO (arXiv 2510.00977)"], found["DeepSeekMath (arXiv 2402.03300)"]
+    assert replace(two.loss, name="") == replace(many.loss, name="")
+    assert (two.group_size, many.group_size) == (2, 64)
+    assert two.worth is not None and many.worth is not None
+    assert two.worth.worth_best.estimate != many.worth.worth_best.estimate
+
+
+def test_a_pool_too_small_says_why_of_each_recipe():
+    for row in found_in(a_pool(3, 4)).values():
+        assert row.worth is None and (row.best, row.alike) == (False, False)
+        assert "3 questions give no interval" in row.reason.line
+    found = found_in(a_pool(40, 4), rollouts=32)
+    measured = [name for name, row in found.items() if row.worth is not None]
+    assert measured == ["2-GRPO (arXiv 2510.00977)"]
+    assert "groups of 8 need as many completions" in found["TRL's default"].reason.line
+    assert found["DAPO (arXiv 2503.14476)"].rollouts == 32
+
+
+def test_an_update_smaller_than_a_group_is_said():
+    found = found_in(a_pool(40, 16), rollouts=8)
+    assert found["DAPO (arXiv 2503.14476)"].reason.line == "study.rollouts=8 is no multiple of 16"
+    assert found["Dr. GRPO (arXiv 2503.20783)"].worth is not None
+
+
+def test_two_questions_with_a_signal_decide_no_direction():
+    """Without either of them the estimate of ||grad J||^2 is 0, and what it divides infinite."""
+    pool = a_pool(8, 8)
+    pool.rewards_PN[2:] = 1
+    found = found_in(pool, rollouts=16)
+    row = found["2-GRPO (arXiv 2510.00977)"]
+    assert row.worth is not None
+    assert math.isnan(row.worth.worth.estimate) and math.isnan(row.worth.direction.estimate)
+    assert row.worth.direction[1:] == (0.0, 1.0)

@@ -1,0 +1,52 @@
+"""The command to type next: overrides of a loss, and the G that is best for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from slow_cases import slow_after
+
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.pages.next_step import next_step, objective_overrides
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (), ("objective=trl_dapo",), ("objective=trl_dapo", "baseline=group_mean"),
+        ("objective=verl_token_mean",), ("objective=grpo", "objective.beta=0.0"),
+        ("objective=dapo", "baseline=group_std", "baseline.options.epsilon=0.01"),
+        ("objective=trl_dr_grpo", "baseline=group_std"),
+        ("objective=trl_dapo", "objective.zero_variance_groups=drop"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", slow_after(1, ["train", "mse"]))
+def test_the_overrides_of_a_loss_choose_it_again(verb, words):
+    config = asdict(compose_config(verb, words))
+    again = objective_overrides(config)
+    assert len(again) <= len(words)
+    found = asdict(compose_config(verb, again))
+    for name in ("objective", "baseline"):
+        assert found[name] == config[name]
+
+
+def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
+    config = asdict(compose_config("mse", ["objective=trl_dapo"]))
+    scaling = {
+        "c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5, "gstar_high": 4.6,
+        "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
+    }  # fmt: skip
+    result = {"scaling": scaling, "assumption2": {"corr": 0.1}, "losses": []}
+    assert next_step(result, config).endswith("objective=trl_dapo budget.rollouts=256 group_size=4")
+    row = {"loss": "trl_dapo", "worth": 1.0}
+    for alike, size in ((True, 4), (False, 16)):
+        result["losses"] = [
+            row | {"group_size": 4, "best": False, "alike": alike},
+            row | {"group_size": 16, "best": True, "alike": True},
+        ]
+        assert next_step(result, config).endswith(f"group_size={size}")
+    replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
+    step = next_step(result, asdict(compose_config("mse", replaced)))
+    assert "objective.zero_variance_groups=drop" in step and "replace" not in step
