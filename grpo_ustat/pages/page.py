@@ -109,7 +109,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page, in this order; the provenance follows the notes."""
+    """The content of a page; the provenance follows the notes."""
 
     # Of the run or the report.
     title: str
@@ -121,9 +121,11 @@ class Page:
     notes: Sequence[str] = ()
     # Names and values of what was run.
     facts: Sequence[tuple[str, Cell]] = ()
-    # A table with the main results, above all figures; None where there is none.
+    # The picture and the table of the main result, side by side below the answer and before the
+    # next step; None where there are none.
+    lead: Figure | None = None
     overview: Table | None = None
-    # Below the overview, as the tables are.
+    # Further ones, below.
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     # None where there are none.
@@ -216,7 +218,7 @@ def _printed(page: Page) -> Iterator[str]:
     for table in filter(None, (page.overview, *page.tables)):
         yield from (table.title, *table.columns, *table.notes)
         yield from (cell for row in table.rows for cell in row if isinstance(cell, str))
-    for figure in page.figures:
+    for figure in filter(None, (page.lead, *page.figures)):
         yield from (figure.title, figure.caption)
         yield from re.findall(">([^<>]+)</(?:text|tspan)>", figure.svg)
 

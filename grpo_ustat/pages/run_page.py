@@ -40,6 +40,11 @@ def nothing_follows(run: RunRecord) -> str:
     return ""
 
 
+def no_overview(run: RunRecord) -> Table | None:
+    """Return no table of the main result."""
+    return None
+
+
 @dataclass(frozen=True)
 class RunView:
     """The parts of a page that depend on the command whose run it shows."""
@@ -56,6 +61,9 @@ class RunView:
     figures: Mapping[str, tuple[str, str, str | None]]
     # The command to type next; "" where there is none.
     following: Callable[[RunRecord], str] = nothing_follows
+    # The table of the main result, and the name of its picture; "" where there is none.
+    overview: Callable[[RunRecord], Table | None] = no_overview
+    lead: str = ""
 
 
 def leave_page(folder: RunFolder, view: RunView, result: dict[str, Any] | None = None) -> None:
@@ -87,6 +95,7 @@ def run_page(
     """
     run = RunRecord(folder, result=result)
     figures = _figures(run, view.figures)
+    lead = figures.pop(view.lead, None)
     rows, sentence = run.completions()
     final = run.result or {}
     if final.get("pool_completions"):
@@ -121,7 +130,9 @@ def run_page(
         next_step=view.following(run),
         notes=[*view.notes(run), *run.notes],  # once all files are read
         facts=[*facts, *_provenance(run, now)],
-        figures=figures,
+        lead=lead,
+        overview=view.overview(run),
+        figures=[*figures.values()],
         tables=page_tables,
         completions=Completions(rows, sentence) if rows else None,
         configurations={run.label: run.config},
@@ -129,10 +140,12 @@ def run_page(
     )
 
 
-def _figures(run: RunRecord, catalogue: Mapping[str, tuple[str, str, str | None]]) -> list[Figure]:
-    """Return every SVG of the folder, those that our runs draw first."""
+def _figures(
+    run: RunRecord, catalogue: Mapping[str, tuple[str, str, str | None]]
+) -> dict[str, Figure]:
+    """Return every SVG of the folder by its name, those that our runs draw first."""
     files = {file.stem: file for file in sorted(run.folder.glob("*.svg"))}
-    figures = []
+    figures: dict[str, Figure] = {}
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):
         title, caption, data = catalogue.get(name, (name, "", None))
         if data is None or not (run.folder / data).is_file():
@@ -141,7 +154,7 @@ def _figures(run: RunRecord, catalogue: Mapping[str, tuple[str, str, str | None]
         if figure is None:
             run.add_note(f"{name}.svg is not shown: {wrong}")
         else:
-            figures.append(figure)
+            figures[name] = figure
     return figures
 
 
