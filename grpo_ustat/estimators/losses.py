@@ -53,12 +53,14 @@ DRAWN_GROUPS = 256
 
 
 class Refusal(NamedTuple):
-    """Reason why a loss cannot be measured on a pool at a group size; the caller words it."""
+    """Reason why a loss cannot be measured on a pool at a group size."""
 
     # "questions", "rule reads more", "rule remembers", "rule's groups", "completions",
     # "no multiple", "mixed questions", "metrics", "micro-batches", "rule's prompts" or
-    # "coupled questions", see `refusal`.
+    # "coupled questions".
     kind: str
+    # In words, with the fields of a study that mend it.
+    line: str
     # Numbers of the things that `kind` names, if it names some.
     needed: int = 0
     found: int = 0
@@ -212,34 +214,61 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     """Return the reason why a loss cannot be measured on a pool at G; None if it can."""
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
+    named = f"baseline {loss.rule}"
     if questions < LEAST_QUESTIONS:
-        return Refusal("questions", LEAST_QUESTIONS, questions)
-    if rule.needs - FROM_A_POOL - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
-        return Refusal("rule reads more")
+        few = "1 question gives" if questions == 1 else f"{questions} questions give"
+        line = f"{few} no interval: use study.questions={LEAST_QUESTIONS}"
+        return Refusal("questions", line, LEAST_QUESTIONS, questions)
+    missing = rule.needs - FROM_A_POOL
+    if missing - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
+        line = f"{named} reads {', '.join(sorted(missing))}, which no pool of one policy has"
+        return Refusal("rule reads more", line)
     if rule.only_trains:
-        return Refusal("rule remembers")
+        line = f"{named} remembers past batches, which a pool has none of"
+        return Refusal("rule remembers", line)
     if group_size < rule.min_group_size:
-        return Refusal("rule's groups", rule.min_group_size, group_size)
+        line = f"{named} needs groups of {rule.min_group_size} or more"
+        return Refusal("rule's groups", line, rule.min_group_size, group_size)
     if group_size > completions:
-        return Refusal("completions", group_size, completions)
+        line = (
+            f"groups of {group_size} need as many completions of each question, the pool has "
+            f"{completions}: use budget.pool_completions={group_size}, or log larger groups"
+        )
+        return Refusal("completions", line, group_size, completions)
     if rollouts % group_size:
-        return Refusal("no multiple")
+        line = f"study.rollouts={rollouts} is no multiple of {group_size}"
+        return Refusal("no multiple", line)
     kept = 1.0
     if loss.rows.replaces:
         kept_P = 1 - silent_share(pool.rewards_PN, group_size)
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
         if mixed < LEAST_QUESTIONS:
-            return Refusal("mixed questions", LEAST_QUESTIONS, mixed)
+            line = (
+                f"{mixed} questions have groups of {group_size} whose rewards differ: use "
+                f"{LEAST_QUESTIONS} or more of such"
+            )
+            return Refusal("mixed questions", line, LEAST_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:
-        return Refusal("metrics", 1, pool.metrics)
+        line = "rows of several questions are weighed together, and each half has its own metric"
+        return Refusal("metrics", line, 1, pool.metrics)
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
-        return Refusal("micro-batches")
+        line = f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
+        return Refusal("micro-batches", line)
     if prompts < rule.min_prompts:
-        return Refusal("rule's prompts", rule.min_prompts, prompts)
-    if prompts_needed(prompts, kept) > questions:
-        return Refusal("coupled questions", prompts_needed(prompts, kept), questions)
+        line = (
+            f"{named} needs {rule.min_prompts} prompts in an update, and study.rollouts={rollouts} "
+            f"in groups of {group_size} has {prompts}"
+        )
+        return Refusal("rule's prompts", line, rule.min_prompts, prompts)
+    needed = prompts_needed(prompts, kept)
+    if needed > questions:
+        line = (
+            f"an update has {prompts} questions whose rows are weighed together: batches of so "
+            f"many need a study of {needed}, got {questions}"
+        )
+        return Refusal("coupled questions", line, needed, questions)
     return None
 
 

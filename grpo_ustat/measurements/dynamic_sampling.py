@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from grpo_ustat.estimators.closed_form import CURVE_SIZES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
+from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
@@ -16,8 +17,6 @@ from grpo_ustat.runs.contents import Size
 
 # Share of the error; a smaller saving does not pay for drawing groups anew.
 WORTHWHILE_SAVING = 0.05
-# TRL's default G, of which the sentence speaks.
-USUAL_SIZE = 8
 COLUMNS = ("G", "groups kept", "generated for a kept one", "break-even share thrown away")
 NOTE = (
     "Groups are drawn until enough have rewards that differ (DAPO). The gradient then has the "

@@ -8,19 +8,29 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from grpo_ustat.config.own_functions import MEASUREMENTS
-from grpo_ustat.measurements.base import Measurement, PoolStudy, Study
+from grpo_ustat.measurements.assumption2 import ASSUMPTION2
+from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, study_columns
 from grpo_ustat.measurements.dynamic_sampling import DYNAMIC_SAMPLING
+from grpo_ustat.measurements.errors import CURVES, GRADIENT, NOT_MEASURED, RATIOS
+from grpo_ustat.measurements.group_size import NOISE, SCALING
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
 from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
-from grpo_ustat.pages.gradient_error import study_columns
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.record import RESULT, RunRecord
 
 OURS: tuple[Measurement[Any], ...] = (
+    CURVES,
+    SCALING,
+    ASSUMPTION2,
+    GRADIENT,
+    NOISE,
     REWARD_FUNCTIONS,
     REWARD_CORRELATIONS,
     DYNAMIC_SAMPLING,
     UNEQUAL_GROUPS,
+    RATIOS,
+    NOT_MEASURED,
 )
 
 
@@ -40,6 +50,19 @@ def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
             )
         others.append(offered)
     return [*OURS, *others]
+
+
+def finished_study(run: RunRecord) -> Study | None:
+    """Return the study of a run; None while it is unfinished, or damaged, which is noted."""
+    if run.result is None:
+        return None
+    study = Study(run)
+    if study.result.equal_rewards is not None:
+        return study
+    absent = [one.name for one in OURS if one.always and study.of(one) is None]
+    if absent:
+        run.add_note(f"{RESULT} is damaged and not shown: it has no {absent[0]}")
+    return None if absent else study
 
 
 def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
@@ -77,7 +100,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
     """
     found = []
     for one in _shown(studies):
-        records = one.of(studies)
+        records = one.of(studies) if one.in_reports else {}
         data = [
             study_columns(study.run, study_keys) | content_of(row)
             for study, record in records.items()

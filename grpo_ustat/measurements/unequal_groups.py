@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from grpo_ustat.estimators.allocation import AllocationSaving, allocation_savings
+from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, percent
 
 # Share of the error; plans that save less do not help.
 HELPFUL_SAVING = 0.05
-# The mean G of which the sentence speaks.
-USUAL_SIZE = 8
 NOTE = (
     "Error at the same number of rollouts over that of equal groups, less 1: planned from one "
     "half of the pool, judged on the other, both ways; at least 2 completions a prompt. In "

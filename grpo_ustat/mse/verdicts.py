@@ -20,12 +20,11 @@ from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
 from grpo_ustat.estimators.intervals import Interval, decide, is_binary
-from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_errors, refusal
+from grpo_ustat.estimators.losses import UNBIASED, loss_errors, refusal
 from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import LossError, relative, worth
-from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.off_policy import OffPolicy
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.claims import FAMILY_ERROR, holm_adjust
@@ -181,8 +180,7 @@ def _of_losses(pool: ScorePool, size: int, rollouts: int, draws: int, seed: int)
         reason = reasons[UNBIASED] or reasons[loss]
         error = errors.get((loss, size))
         if reason or error is None or not error.known:
-            line = refusal_line(LossRow(loss, size, rollouts, None, reason=reason))
-            rows.append(replace(claim, reason=line or NO_DIRECTION))
+            rows.append(replace(claim, reason=reason.line if reason else NO_DIRECTION))
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
         found = worth(error, size, unbiased, pool.metrics)
@@ -240,7 +238,7 @@ def _of_ratios(
     if not losses:
         return []
     refused = refusal(off_policy.compared, UNBIASED, size, rollouts)
-    absent = refusal_line(LossRow(UNBIASED, size, rollouts, None, reason=refused)) or NO_DIRECTION
+    absent = refused.line if refused else NO_DIRECTION
     errors: dict[tuple[Loss, int], LossError] = {}
     if refused is None:
         measured = {loss: [size] for loss in (UNBIASED, *losses.values())}

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.figures import (
     FONTS,
@@ -20,9 +21,7 @@ from grpo_ustat.pages.figures import (
     plt,
     save,
 )
-from grpo_ustat.pages.findings import USUAL_SIZE
-from grpo_ustat.pages.gradient_error import MOST_BASELINES
-from grpo_ustat.pages.tables import Table, enumeration
+from grpo_ustat.pages.tables import MOST_BASELINES, Table, enumeration
 from grpo_ustat.runs.contents import row_interval
 
 ADVANTAGE_WORDS = {

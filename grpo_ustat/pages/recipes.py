@@ -11,9 +11,8 @@ import numpy as np
 
 from grpo_ustat.config.recipes import CHANCE, RECIPES
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
-from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.scaling import CONSTANTS, ScalingLaw
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
-from grpo_ustat.pages.findings import is_decided
 from grpo_ustat.pages.losses import AT_BEST, loss_words, not_measured, worth_text
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import row_interval
@@ -87,8 +86,10 @@ def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) 
         scaling: of `result.json`.
         level: of the intervals of all G together, see `ScalingLaw.extra_error`.
     """
-    law = ScalingLaw.of_result(scaling)
-    if not is_decided(scaling) or not law.has_errors:
+    c1, c2, c3 = (scaling[name] for name in CONSTANTS)
+    law = ScalingLaw.stored(c1, c2, c3, scaling.get("covariance"), scaling.get("dof"))
+    decided = row_interval(scaling, "gstar")
+    if not all(map(math.isfinite, decided)) or not law.has_errors:
         return NOTHING
     best = law.best_of(range(2, LARGEST_SIZE))
     extra, low, high = law.extra_error(group_size, best, level)

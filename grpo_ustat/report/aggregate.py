@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.measurements import error_figures, errors, group_size
 from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.group_size import SCALING, WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.measurements.registry import OURS, report_tables
-from grpo_ustat.pages import error_figures, gradient_error
-from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.pages.page import (
     NAME,
@@ -115,7 +116,7 @@ def write_report(report: Report) -> None:
         _add_studies(report)
     report.answers += [
         f"{run.policy} on {run.dataset}, in no table and no figure: "
-        f"{decision_sentence(run.final_result, study_rollouts(run.config))}"
+        f"{decision_sentence(Study(run), study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
     if report.training:
@@ -166,16 +167,17 @@ def _tables_of_one(run: RunRecord) -> None:
         theorems_table(one.theorems)
         claims_table(one.theorems).latex()
     if one.studies:
-        gradient_error.mse_table([run], ()).latex()
-        gradient_error.scaling_table([run], ()).latex()
+        study = Study(run)
+        errors.joint_table([study], ()).latex()
+        group_size.joint_table([study], ()).latex()
         if panels := loss_panels([run]):
             losses_table(panels, ()).latex()
             losses_answer(panels)
         if "off_policy" in run.final_result:
             lag_table([run], ()).latex()
             lag_answer([run])
-        decision_sentence(run.final_result, study_rollouts(run.config))
-        error_figures.ratio_rows(run.final_result, error_figures.widest_setting(run.final_result))
+        decision_sentence(study, study.rollouts)
+        error_figures.ratio_rows(study, error_figures.widest_setting(study))
     if one.training:
         accuracy.accuracy_rows([run], (), swept_axis([run], ()))
         learning_rows([Learning("", run.metrics, run.evals)])
@@ -202,33 +204,28 @@ def run_set_notes(run_set: RunSet) -> list[str]:
 
 
 def _add_studies(report: Report) -> None:
-    studies = [
-        members[0] for members in by_pool(report.studies)
-    ]  # errors are of the pool, whatever the loss
-    keys = distinguishing_keys([run.keys for run in studies], ignored=())
-    mse_table = gradient_error.mse_table(studies, keys)
-    scaling_table = gradient_error.scaling_table(studies, keys)
-    for table, draw in (
-        (scaling_table, error_figures.joint_fixed_n_figure),
-        (mse_table, error_figures.joint_mse_figure),
-    ):
-        lines = [*(table.figure_notes or ()), *report.missing_notes]
-        if draw is error_figures.joint_mse_figure:
-            bands = error_figures.bands_text([run.final_result for run in studies])
-            lines = [" ".join([bands, *report.missing_captions])]
-            lines += shorten(gradient_error.missing_in(studies), 3, "mse.csv")
-        draw(report.folder, table.name, studies, lines)
-        report.tables.append(table)
-    for run in studies:
-        decision = decision_sentence(run.final_result, study_rollouts(run.config))
-        report.answers.append(f"{run.policy} on {run.dataset}: {decision}")
+    # Errors are of the pool, whatever the loss.
+    studies = [Study(members[0]) for members in by_pool(report.studies)]
+    keys = distinguishing_keys([study.run.keys for study in studies], ignored=())
+    table = group_size.joint_table(studies, keys)
+    lines = [*(table.figure_notes or ()), *report.missing_notes]
+    group_size.draw_joint(report.folder, table.name, studies, lines)
+    report.tables.append(table)
+    table = errors.joint_table(studies, keys)
+    lines = [" ".join([error_figures.bands_text(studies), *report.missing_captions])]
+    lines += shorten(errors.missing_in(studies), 3, "mse.csv")
+    error_figures.draw_joint(report.folder, table.name, studies, lines)
+    report.tables.append(table)
+    for study in studies:
+        decision = decision_sentence(study, study.rollouts)
+        report.answers.append(f"{study.run.policy} on {study.run.dataset}: {decision}")
     if panels := loss_panels(report.studies):
         table = losses_table(panels, distinguishing_keys([run.keys for run in report.studies]))
         lines = [*(table.figure_notes or ()), *report.missing_captions]
         joint_losses_figure(report.folder, table.name, panels, lines)
         report.tables.append(table)
         report.answers.append(losses_answer(panels))
-    report.tables += report_tables([Study(run) for run in studies], keys)
+    report.tables += report_tables(studies, keys)
     if lagged := [run for run in report.studies if "off_policy" in run.final_result]:
         report.tables.append(lag_table(lagged, distinguishing_keys([run.keys for run in lagged])))
         report.answers.append(lag_answer(lagged))
@@ -303,9 +300,7 @@ def _add_best_group_size(report: Report) -> None:
     report.notes += found.notes
 
 
-def _measured_gstar(
-    report: Report, axis: Axis
-) -> tuple[tuple[float | None, float, float | None] | None, list[str]]:
+def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
     """Return G* and its interval of the policy from which all training runs start, with a line.
 
     They are present if a study among the runs has measured that policy.
@@ -317,11 +312,10 @@ def _measured_gstar(
     starts = [start(run) for run in report.training]
     if axis.key == SIZE_KEY and all(own == starts[0] for own in starts):
         for run in report.studies:
-            scaling = run.final_result["scaling"]
-            best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
-            text = best_size(best, low, high)
+            gstar = Study(run).need(SCALING).gstar
+            text = best_size(*gstar)
             if start(run) == starts[0] and text is not None:
-                return (best, low, high), [f"Grey: G* = {text} of the gradient before training."]
+                return gstar, [f"Grey: G* = {text} of the gradient before training."]
     return None, []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_ustat.pages.gradient_error import study_columns
+from grpo_ustat.measurements.base import study_columns
 from grpo_ustat.pages.losses import (
     NOISE_NOTE,
     by_loss,

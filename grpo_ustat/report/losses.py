@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.pages.error_figures import panel_grid, panel_title
+from grpo_ustat.measurements.base import Study, study_columns
+from grpo_ustat.measurements.panels import panel_grid, panel_title
 from grpo_ustat.pages.figures import FONTS, note, plt, save
-from grpo_ustat.pages.gradient_error import study_columns
 from grpo_ustat.pages.losses import (
     AT_BEST,
     BARS_NOTE,
@@ -178,22 +178,22 @@ def joint_losses_figure(
         panels: panels with a measured loss each.
         notes: lines under the figure.
     """
-    of_study = {panel.study: panel for panel in panels}
-    grid = panel_grid([panel.study for panel in panels])
+    of_study = {Study(panel.study): panel for panel in panels}
+    grid = panel_grid(of_study)
     names = list(dict.fromkeys(name for panel in panels for name in panel.measured))
     wide, high = max(map(len, grid)), len(grid)
     with plt.rc_context(FONTS):
         size = (max(6.4, 0.6 + 3.6 * wide), 1.2 + 3.6 * high)
         figure, axes = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
-        for line, runs in zip(axes, grid, strict=True):
-            for one, run in zip(line, runs, strict=False):
-                panel = of_study[run]
+        for line, studies in zip(axes, grid, strict=True):
+            for one, study in zip(line, studies, strict=False):
+                panel = of_study[study]
                 worth_panel(one, panel.measured, names)
                 rollouts = next(iter(panel.measured.values()))[0]["rollouts"]
-                one.set_title(f"{panel_title(run)}\nn = {rollouts}", fontsize=8, loc="left")
-            for one in line[len(runs) :]:
+                one.set_title(f"{panel_title(study)}\nn = {rollouts}", fontsize=8, loc="left")
+            for one in line[len(studies) :]:
                 one.set_visible(False)
-            line[0].set_ylabel(f"worth of a rollout,\nin {AT_BEST}\n{runs[0].dataset}")
+            line[0].set_ylabel(f"worth of a rollout,\nin {AT_BEST}\n{studies[0].run.dataset}")
         worth_legend(figure, size[0])
         note(figure, notes, size[0])
         save(figure, folder, name)

@@ -37,6 +37,7 @@ from populations import FITTED, UNSEEN, clopper_pearson
 
 from grpo_ustat.estimators.group_size import USUAL_SIZES
 from grpo_ustat.estimators.scaling import LEAST_GSTAR, ScalingLaw
+from grpo_ustat.measurements.group_size import NEIGHBOUR_OFFSETS
 from grpo_ustat.pages.advice import (
     KEEP,
     LOWER,
@@ -44,7 +45,6 @@ from grpo_ustat.pages.advice import (
     TOLERABLE_EXTRA_ERROR,
     group_size_advice,
 )
-from grpo_ustat.pages.findings import NEIGHBOUR_OFFSETS
 
 POPULATIONS = {**FITTED, **UNSEEN}
 CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from prompt_pools import whole_pool
 
 from grpo_ustat.estimators import losses
 from grpo_ustat.estimators.losses import UNBIASED, loss_worths, refusal
-from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.records import ScorePool
 
 COMPLETIONS = 8
@@ -39,7 +40,8 @@ def a_pool(questions, metrics=1):
 
 def test_a_coupled_loss_needs_one_metric_and_an_additive_one_does_not():
     pool = a_pool(24, metrics=2)
-    assert refusal(pool, COUPLED, 2, 16) == ("metrics", 1, 2)
+    refused = refusal(pool, COUPLED, 2, 16)
+    assert refused and (refused.kind, refused.needed, refused.found) == ("metrics", 1, 2)
     assert refusal(pool, ADDITIVE, 2, 16) is None
     assert refusal(a_pool(24), COUPLED, 2, 16) is None
 
@@ -127,3 +129,51 @@ def test_worth_by_drawn_groups_hardly_depends_on_the_seed():
     rows = [loss_worths(pool, [loss], [4], 16, 4, seed)[0] for seed in range(4)]
     worths = [row.worth.worth.estimate for row in rows if row.worth is not None]
     assert np.std(worths) < 0.02 * np.mean(worths)
+
+
+MICRO = Loss("micro", "leave_one_out", {}, "bnpo", 9, micro_batch_size=6)
+REPLACED = Loss("replaced", "none", {}, "sum", 9, rows=RowFilter("replace"))
+
+
+def rule_of(name):
+    return Loss("own", name, {}, "sum", 9)
+
+
+REFUSED = {
+    "one question": (1, ADDITIVE, 2, 16, "1 question gives no interval: use study.questions=4"),
+    "two questions": (2, ADDITIVE, 2, 16, "2 questions give no interval: use study.questions=4"),
+    "few questions": (3, ADDITIVE, 2, 16, "3 questions give no interval: use study.questions=4"),
+    "no value": (30, rule_of("oracle"), 2, 16,
+                 "baseline oracle reads value_P, which no pool of one policy has"),
+    "several functions": (30, rule_of("gdpo"), 2, 16,
+                          "baseline gdpo reads reward_weights_F, rewards_PGF, which no pool of one "
+                          "policy has"),
+    "past batches": (30, rule_of("running_mean"), 2, 16,
+                     "baseline running_mean reads running, which no pool of one policy has"),
+    "a small group": (30, rule_of("leave_one_out_std"), 2, 16,
+                      "baseline leave_one_out_std needs groups of 3 or more"),
+    "a large group": (30, ADDITIVE, 16, 16,
+                      "groups of 16 need as many completions of each question, the pool has 8: use "
+                      "budget.pool_completions=16, or log larger groups"),
+    "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is no multiple of 8"),
+    "a micro-batch": (30, MICRO, 2, 16, "micro-batches of 6 do not divide 16 rollouts"),
+    "a large batch": (23, COUPLED, 2, 16,
+                      "an update has 8 questions whose rows are weighed together: batches of so "
+                      "many need a study of 24, got 23"),
+    "no groups": (30, REPLACED, 2, 16,
+                  "0 questions have groups of 2 whose rewards differ: use 4 or more of such"),
+    "a small batch": (30, rule_of("james_stein"), 8, 16,
+                      "baseline james_stein needs 3 prompts in an update, and study.rollouts=16 in "
+                      "groups of 8 has 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("questions, loss, size, rollouts, line", REFUSED.values(), ids=REFUSED)
+def test_what_a_pool_does_not_tell_is_a_line(questions, loss, size, rollouts, line):
+    rewards = np.zeros((questions, 8))
+    rewards[:, 0] = 1
+    rewards[:, 1:] += loss == REPLACED
+    pool = whole_pool(np.ones((questions, 8, 4)), rewards, np.ones((questions, 8), dtype=int))
+    (row,) = loss_worths(pool, [loss], [size], rollouts, 4, 0)
+    assert row.reason.line == line
+    assert (row.worth, row.best, row.alike) == (None, False, False)

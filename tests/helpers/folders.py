@@ -7,14 +7,18 @@ import json
 import re
 from dataclasses import asdict, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 import yaml
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.registry import OURS
 from grpo_ustat.pages.tables import csv_text
 from grpo_ustat.runs.contents import keys_of
+from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import StudyResult, TheoremResult, TrainResult
 
 DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
@@ -35,12 +39,24 @@ def pictures(page):
 def completed(record, content=None):
     """A file's content with what it lacks of a record, as little of it as there may be."""
     content = content or {}
+    keys = keys_of(record)
+    if record is StudyResult:
+        vary = "equal_rewards" not in content
+        keys = keys | {one.name: (one.record, one.always and vary) for one in OURS}
     found = {
         key: with_entries(kind, content[key]) if key in content else least(kind)
-        for key, (kind, required) in keys_of(record).items()
+        for key, (kind, required) in keys.items()
         if required or key in content
     }
     return found | {key: value for key, value in content.items() if key not in found}
+
+
+def study_of(result, config=None, folder="runs/a"):
+    """A study of a result, completed, that no folder holds."""
+    run = RunRecord(Path(folder), "study", result=completed(StudyResult, result))
+    if config is not None:
+        run.config = config
+    return Study(run)
 
 
 def with_entries(kind, value):

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import LoraConfig
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators import closed_form as closed_form_module
 from grpo_ustat.estimators.losses import loss_worths
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.mse import closed_form as closed_form_module
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import scoring
 from grpo_ustat.mse import study as study_run

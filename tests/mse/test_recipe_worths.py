@@ -14,7 +14,6 @@ from slow_cases import slow_after
 from grpo_ustat.config.recipes import CHANCE, RECIPES
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, loss_worths
 from grpo_ustat.estimators.worth import relative
-from grpo_ustat.mse.loss_refusals import refusal_line
 from grpo_ustat.mse.recipes import recipe_worths
 
 LONGEST, DRAWS, SEED = 9, 20, 3
@@ -87,17 +86,17 @@ def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
 def test_a_pool_too_small_says_why_of_each_recipe():
     for row in worths(a_pool(3, 4)).values():
         assert row.worth is None and (row.best, row.alike) == (False, False)
-        assert "3 questions give no interval" in (refusal_line(row) or "")
+        assert "3 questions give no interval" in row.reason.line
     found = worths(a_pool(40, 4), rollouts=32)
     measured = [name for name, row in found.items() if row.worth is not None]
     assert measured == ["2-GRPO (arXiv 2510.00977)"]
-    assert "groups of 8 need as many completions" in (refusal_line(found["TRL's default"]) or "")
+    assert "groups of 8 need as many completions" in found["TRL's default"].reason.line
     assert found["DAPO (arXiv 2503.14476)"].rollouts == 32
 
 
 def test_an_update_smaller_than_a_group_is_said():
     found = worths(a_pool(40, 16), rollouts=8)
-    assert refusal_line(found["DAPO (arXiv 2503.14476)"]) == "study.rollouts=8 is no multiple of 16"
+    assert found["DAPO (arXiv 2503.14476)"].reason.line == "study.rollouts=8 is no multiple of 16"
     assert found["Dr. GRPO (arXiv 2503.20783)"].worth is not None
 
 

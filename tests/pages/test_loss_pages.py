@@ -7,10 +7,11 @@ from dataclasses import asdict
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from folders import loss_row, refused_loss
+from folders import loss_row, refused_loss, study_of
 from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.measurements.next_step import next_step, objective_overrides
 from grpo_ustat.pages.losses import (
     BARS_NOTE,
     loss_details,
@@ -19,7 +20,6 @@ from grpo_ustat.pages.losses import (
     losses_tables,
     worth_panel,
 )
-from grpo_ustat.pages.next_step import next_step, objective_overrides
 
 NOT_DECIDED = {"worth": (None, 0.0, None), "direction": (None, 0.0, None)}
 DECIDED = [
@@ -194,16 +194,18 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
         "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
     }  # fmt: skip
     result = {"scaling": scaling, "assumption2": {"corr": 0.1}, "losses": []}
-    assert next_step(result, config).endswith("objective=trl_dapo budget.rollouts=256 group_size=4")
+    assert next_step(study_of(result, config)).endswith(
+        "objective=trl_dapo budget.rollouts=256 group_size=4"
+    )
     row = {"loss": "trl_dapo", "worth": 1.0}
     for alike, size in ((True, 4), (False, 16)):
         result["losses"] = [
             row | {"group_size": 4, "best": False, "alike": alike},
             row | {"group_size": 16, "best": True, "alike": True},
         ]
-        assert next_step(result, config).endswith(f"group_size={size}")
+        assert next_step(study_of(result, config)).endswith(f"group_size={size}")
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
-    step = next_step(result, asdict(compose_config("mse", replaced)))
+    step = next_step(study_of(result, asdict(compose_config("mse", replaced))))
     assert "objective.zero_variance_groups=drop" in step and "replace" not in step
 
 

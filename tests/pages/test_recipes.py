@@ -25,6 +25,7 @@ def judged(name, size, low, worth, high, **changes):
     return loss_row(name, size, **ends) | changes
 
 
+LAW = ScalingLaw.stored(1.0, 2.0, 9.0, SCALING["covariance"], SCALING["dof"])
 MEASURED = {
     "scaling": SCALING,
     "policy": POLICY,
@@ -45,11 +46,10 @@ MEASURED = {
 def test_a_study_without_recipes_is_judged_by_the_law_of_its_group_sizes():
     rows = recipes({"scaling": SCALING})
     assert [one.row["loss"] for one in rows] == list(RECIPES)
-    law = ScalingLaw.of_result(SCALING)
     for one in rows:
         size = one.row["group_size"]
         assert one.alone and size == RECIPES[one.row["loss"]].group_size
-        extra = law.extra_error(size, 4)
+        extra = LAW.extra_error(size, 4)
         assert 1 / one.worth.estimate - 1 == pytest.approx(extra.estimate)
         assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
         assert 1 / one.worth.high - 1 == pytest.approx(extra.low)
@@ -95,7 +95,9 @@ def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
 def test_half_of_the_chance_to_miss_is_left_to_the_group_sizes():
     """A law's interval beside measured worths, which take the other half."""
     (one,) = [one for one in recipes(MEASURED) if one.row["group_size"] == 64]
-    extra = ScalingLaw.of_result(SCALING).extra_error(64, 4, 1 - CHANCE)
+    extra = ScalingLaw.stored(1.0, 2.0, 9.0, SCALING["covariance"], SCALING["dof"]).extra_error(
+        64, 4, 1 - CHANCE
+    )
     assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
     wider = recipes({"scaling": SCALING})[5].worth
     assert one.worth.low < wider.low < wider.high < one.worth.high
