@@ -34,8 +34,16 @@ from grpo_ustat.logs.rewards import (
     share_text,
 )
 from grpo_ustat.logs.rows import TOKEN_COLUMNS, step_rollouts
-from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.assumption2 import rewards_vary
+from grpo_ustat.measurements.group_size import (
+    SCALING,
+    best_size_sentence,
+    interval_note,
+    noise_sentence,
+)
 from grpo_ustat.measurements.losses import LOSSES
+from grpo_ustat.measurements.next_step import next_step, objective_overrides, policy_overrides
+from grpo_ustat.measurements.registry import finished_study
 from grpo_ustat.pages.advice import (
     UNKNOWN,
     Advice,
@@ -43,18 +51,10 @@ from grpo_ustat.pages.advice import (
     other_sizes,
     rollouts_in_groups,
 )
-from grpo_ustat.pages.findings import (
-    best_size_sentence,
-    group_size_costs,
-    interval_note,
-    monitored_constants,
-    noise_sentence,
-    training_noise_sentence,
-)
-from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_overrides
-from grpo_ustat.runs.contents import parsed_json, row_interval, text_of
+from grpo_ustat.pages.learning import monitored_constants, training_noise_sentence
+from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import natural_order
-from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around, study_rollouts
+from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around
 
 OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your loss wants is told by:"
 # Refused by mse.
@@ -155,33 +155,30 @@ def _refuse_dump(request: Request) -> None:
 
 def _from_study(run: RunRecord, request: Request) -> Advice:
     """Return advice from a study's own `result.json`."""
-    if run.result is None:
+    study = finished_study(run)
+    if study is None:
         again = command_line("mse", *policy_overrides(run.config))
         raise ConfigError(
             f"{run.folder} is not finished: the same command goes on, such as {again}"
         )
-    result = run.result
     group_size = request.num_generations
     pool = request.source if request.source.is_file() else run.config.get("pool")
     theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
     if theirs is not None and group_size is not None:
         theirs = theirs // group_size * group_size or None  # whole groups
-    asked = study_rollouts(run.config)
-    asked = request.rollouts or theirs or rollouts_in_groups(group_size, asked)
+    asked = request.rollouts or theirs or rollouts_in_groups(group_size, study.rollouts)
     rollouts = divisible_rollouts(asked) if group_size is None else asked
     _check_sizes(group_size, rollouts)
-    if result["assumption2"].get("corr") is None:  # every group has zero variance
-        following = next_step(result, run.config, run.folder, rollouts)
-        return Advice(UNKNOWN, best_size_sentence(result), [], following)
-    law, gstar = ScalingLaw.of_result(result["scaling"]), row_interval(result["scaling"], "gstar")
-    verdict, sentence, numbers = group_size_advice(law, gstar, group_size, rollouts)
-    details = [best_size_sentence(result)]
+    if not rewards_vary(study):
+        return Advice(UNKNOWN, best_size_sentence(study), [], next_step(study, rollouts))
+    scaling = study.need(SCALING)
+    verdict, sentence, numbers = group_size_advice(scaling.law, scaling.gstar, group_size, rollouts)
+    details = [best_size_sentence(study)]
     if rollouts != asked:
         details.append(f"Only num_generations = {asked} divides n = {asked}.")
     if verdict != UNKNOWN:
-        details.append(other_sizes(group_size_costs(law, rollouts)))
-    details += filter(None, [noise_sentence(result, rollouts, group_size)])
-    study = Study(run)
+        details.append(other_sizes(scaling.law.costs(rollouts)))
+    details += filter(None, [noise_sentence(study, rollouts, group_size)])
     losses = study.of(LOSSES)
     details += LOSSES.sentences(losses or [], study)
     if request.objective and losses is None:
@@ -189,8 +186,8 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
         details.append(f"{OF_THE_UNBIASED} {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:
         details.append(f"n = {theirs} is a training step of those who wrote {pool}.")
-    details.append(interval_note(result))
-    following = next_step(result, run.config, run.folder, rollouts)
+    details.append(interval_note(study))
+    following = next_step(study, rollouts)
     if verdict == "keep" and group_size is not None:
         following = f"go on with num_generations={group_size}"
     return Advice(verdict, sentence, details, following, numbers)
@@ -228,7 +225,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     if request.objective or _measurable_loss(run):
         details.append(f"{OF_THE_UNBIASED} {_measure_checkpoint(run, request.objective)}")
     if verdict != UNKNOWN:
-        details.insert(1, other_sizes(group_size_costs(law, rollouts)))
+        details.insert(1, other_sizes(law.costs(rollouts)))
         used = numbers["best_num_generations"]
         changed = command_line(
             "train", *policy_overrides(run.config), f"budget.rollouts={rollouts}",

@@ -44,6 +44,8 @@ PROBABILITY = 0.95
 CLOSE_PROBABILITY = 0.80
 # Sizes for which G* is decided, whatever the number of rollouts.
 USUAL_SIZES = tuple(2**power for power in range(1, 9))
+# TRL's default G.
+USUAL_SIZE = 8
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
 # Studies are simulated with up to so many prompts, at so many numbers of them.
 MAX_PROMPTS, COUNTS = 10**6, 50

@@ -12,11 +12,29 @@ for T the mean over the B questions of a batch, as every setting leaves E T = mu
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypeVar
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.records import Array
 
 Number = TypeVar("Number", float, Array)
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """The error of an estimate T of the gradient, by one rule at one group size."""
+
+    # E||T - tau||^2 with its interval; `bias2` and `variance` are its parts.
+    mse: Interval
+    bias2: float
+    variance: float
+    # Of one draw T and tau, and the MSE of the best multiple of T, see `scale_free`.
+    cosine: float | None
+    best_scalar_mse: float | None
+    # Groups drawn of each question, or pairs of batches; None of a closed form, and where all
+    # groups of a pool count.
+    draws: int | None = None
 
 
 def decompose(

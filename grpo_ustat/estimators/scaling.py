@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.group_size import (
@@ -75,6 +76,21 @@ LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)
 ONE_SIDED_FACTOR = 2.0
 # A number of rollouts that nothing divides is replaced by the next multiple of this.
 WHOLE_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class GroupSizeCosts:
+    """The extra error of every admissible group size at a fixed number of rollouts."""
+
+    # n of a step.
+    rollouts: int
+    # The admissible G, one that divides n, to take.
+    best: int
+    # MSE at G over MSE at `best`, less 1, by G; simultaneous 95 % intervals, see
+    # `ScalingLaw.extra_error`, NaN where C1 to C3 have none.
+    extra: Mapping[int, Interval]
+    # The error at `best` is within this share of the least one; None: not decided.
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,18 +163,23 @@ class ScalingLaw:
         return cls.jackknifed(values_4S.mean(axis=1), delete_one_4S[:, None], count * prompts)
 
     @classmethod
-    def of_result(cls, scaling: Mapping[str, Any]) -> ScalingLaw:
-        """Return the law that a study stored, without ||grad J||^2.
+    def stored(
+        cls,
+        c1: float,
+        c2: float,
+        c3: float,
+        covariance: ArrayLike | None = None,
+        dof: float | None = None,
+    ) -> ScalingLaw:
+        """Return the law of stored constants, without ||grad J||^2.
 
         Args:
-            scaling: entry of `result.json`, see `stored_errors`; without a covariance the errors
-                are unknown.
+            covariance, dof: see `stored_errors`; without a covariance the errors are unknown.
         """
-        constants_4 = np.array([*(scaling[name] for name in CONSTANTS), math.nan], float)
         covariance_K44 = np.full((1, 4, 4), math.nan)
-        covariance_K44[0, :3, :3] = scaling.get("covariance", math.nan)
-        dof = float(scaling.get("dof", 1.0))
-        return cls(constants_4, covariance_K44, dof, dof + 1)
+        covariance_K44[0, :3, :3] = math.nan if covariance is None else covariance
+        dof = 1.0 if dof is None else float(dof)
+        return cls(np.array([c1, c2, c3, math.nan]), covariance_K44, dof, dof + 1)
 
     def stored_errors(self) -> dict[str, Any]:
         """Return the errors of C1, C2 and C3 for `result.json`; None if they are unknown."""
@@ -291,6 +312,20 @@ class ScalingLaw:
         place, tolerance = self._estimates.decide(sizes)
         known = float(tolerance[0])
         return Decision(sizes[int(place[0])], known if math.isfinite(known) else None)
+
+    def costs(self, rollouts: int) -> GroupSizeCosts:
+        """Compute the cost of each admissible group size, with the errors of C1, C2 and C3.
+
+        Args:
+            rollouts: n of a training step.
+
+        Raises:
+            ValueError: n < 2.
+        """
+        sizes = divisors(rollouts)
+        best, tolerance = self.decide(sizes)
+        extra = {size: self.extra_error(size, best) for size in sizes}
+        return GroupSizeCosts(rollouts, best, extra, tolerance)
 
     def best_size(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> float:
         """Return the G > 1 that minimises the error at a fixed cost; NaN if there is none.

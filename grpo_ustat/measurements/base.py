@@ -13,20 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.closed_form import ClosedForm, Request
 from grpo_ustat.estimators.drift import Drift
+from grpo_ustat.estimators.minibatch import GradientError
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
-from grpo_ustat.pages.tables import Table
-from grpo_ustat.records import ScorePool
+from grpo_ustat.pages.tables import Table, interval_scope
+from grpo_ustat.records import LEAST_QUESTIONS, ScorePool, joint_quantity
 from grpo_ustat.runs.contents import misfit, record_of
-from grpo_ustat.runs.record import RunRecord, study_rollouts
+from grpo_ustat.runs.record import RESULT, RunRecord, key_label, study_rollouts
 from grpo_ustat.runs.result import StudyResult
 
 R = TypeVar("R")
 
-# TRL's default G, of which sentences speak.
-USUAL_SIZE = 8
 # Keys of a study that change no pool.
 LOSS_KEYS = ("objective", "objectives", "baseline")
 LAG_KEYS = ("study.policy", "study.reference", "study.corrections", "study.correction_cap")
@@ -79,8 +79,18 @@ class PoolStudy:
     reward_names: Sequence[str]
     # Measurements that are made only if they are asked for.
     asked: frozenset[str]
-    # With intervals for these questions, or for new ones in AdamW's metric.
+    # `closed_form`, `monte_carlo` or both.
+    methods: Sequence[str]
+    # Rules whose errors are compared, in the order of the curves.
+    baselines: Sequence[str]
+    # Options of those of them without a closed form, by name; none if they are not compared.
+    rules: Mapping[str, Mapping[str, float]]
+    # The errors that Monte Carlo has drawn, by rule and G.
+    monte_carlo: Mapping[tuple[str, int], GradientError]
+    # With intervals for these questions, or for new ones in AdamW's metric, see `interval`.
     at_hand: ClosedForm
+    # `completions` or `questions`, over which intervals of `at_hand` are.
+    interval: str
     # With intervals for new questions, the population of a training step, and its request.
     population: ClosedForm
     request: Request
@@ -93,6 +103,7 @@ class Study:
 
     def __init__(self, run: RunRecord):
         self.run = run
+        self._found: dict[str, Any] = {}
 
     @cached_property
     def result(self) -> StudyResult:
@@ -106,11 +117,31 @@ class Study:
 
     def of(self, measurement: Measurement[R]) -> R | None:
         """Return what was measured; None where the study did not, or where it is damaged."""
+        name = measurement.name
+        if name not in self._found:
+            self._found[name] = self._read(measurement)
+        return self._found[name]
+
+    def need(self, measurement: Measurement[R]) -> R:
+        """Return what every study measures whose rewards are not all equal.
+
+        Raises:
+            ConfigError: it is missing or damaged.
+        """
+        record = self.of(measurement)
+        if record is None:
+            raise ConfigError(
+                f"{self.run.folder / RESULT} has no {measurement.name}, or one of another type: "
+                "delete it, the same command writes it again"
+            )
+        return record
+
+    def _read(self, measurement: Measurement[R]) -> R | None:
         content = self.run.final_result.get(measurement.name)
         if content is None:
             return None
         if wrong := misfit(content, measurement.record, measurement.name):
-            self.run.add_note(f"result.json is damaged: {wrong}")
+            self.run.add_note(f"{RESULT} is damaged: {wrong}")
             return None
         return record_of(measurement.record, content)
 
@@ -180,6 +211,10 @@ class Measurement(Generic[R]):
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
     # True if its tables are printed on the terminal, too.
     prints: bool = False
+    # False if a report of several studies tables it otherwise.
+    in_reports: bool = True
+    # True if every study measures it whose rewards are not all equal.
+    always: bool = False
     figure: Figure[R] | None = None
     # In a report, where it is not the tables of a page.
     joint: Joint[R] | None = None
@@ -212,3 +247,29 @@ def table_of_studies(
         for row in rows
     ]
     return Table(title, ["policy", *columns], joint, notes, headings=True)
+
+
+def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of the CSV files that name the study of a row.
+
+    Args:
+        study_keys: configuration keys in which the studies differ.
+    """
+    return {
+        "run": run.label,
+        "differs_in": key_label(run.keys, study_keys),
+        "policy": run.policy,
+        "dataset": run.dataset,
+    }
+
+
+def policies_quantity(studies: Iterable[Study]) -> str:
+    """Return the name of the policies' quantity, an accuracy or a mean reward."""
+    return joint_quantity(study.result.policy.quantity for study in studies)
+
+
+def scopes_text(studies: Iterable[Study]) -> str:
+    """Describe intervals for new questions, where studies have enough of them and where not."""
+    scopes = sorted({interval_scope(study.result.questions) for study in studies})
+    few = f" (fewer than {LEAST_QUESTIONS})" * (len(scopes) > 1)
+    return f"{' or '.join(scopes)}{few}"

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 
 from grpo_ustat.estimators.closed_form import CURVE_SIZES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
+from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.measurements.base import (
-    USUAL_SIZE,
-    Measurement,
-    PoolStudy,
-    Study,
-    table_of_studies,
-)
+from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.runs.contents import Size
 

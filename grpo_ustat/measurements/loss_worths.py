@@ -11,13 +11,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.row_weights import RowFilter
-from grpo_ustat.measurements.base import USUAL_SIZE
 from grpo_ustat.pages.figures import FONTS, legend_label, line_style, log_sizes, note, plt, save
-from grpo_ustat.pages.gradient_error import MOST_BASELINES
-from grpo_ustat.pages.tables import Table, enumeration
+from grpo_ustat.pages.tables import MOST_BASELINES, Table, enumeration
 from grpo_ustat.runs.contents import Size, Sometimes
 
 ADVANTAGE_WORDS = {

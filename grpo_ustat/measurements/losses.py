@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.estimators.losses import loss_worths
-from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study, by_pool
+from grpo_ustat.measurements.base import (
+    Figure,
+    Joint,
+    Measurement,
+    PoolStudy,
+    Study,
+    by_pool,
+    study_columns,
+)
 from grpo_ustat.measurements.loss_worths import (
     AT_BEST,
     BARS_NOTE,
@@ -36,8 +44,7 @@ from grpo_ustat.measurements.loss_worths import (
     worth_tables,
     worth_text,
 )
-from grpo_ustat.pages.error_figures import panel_grid, panel_title
-from grpo_ustat.pages.gradient_error import study_columns
+from grpo_ustat.measurements.panels import panel_grid, panel_title
 from grpo_ustat.pages.tables import Table, enumeration, shorten
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys, key_label
@@ -181,15 +188,15 @@ def draw_joint(
 
     Each data set has a line of panels or more.
     """
-    panels = {panel.study.run: panel for panel in loss_panels(rows_by_study)}
+    panels = {panel.study: panel for panel in loss_panels(rows_by_study)}
     grids: dict[str, list[list[Panel]]] = {}
-    for runs in panel_grid(list(panels)):
+    for studies in panel_grid(panels):
         line: list[Panel] = []
-        for run in runs:
-            measured = panels[run].measured
+        for study in studies:
+            measured = panels[study].measured
             rollouts = next(iter(measured.values()))[0].rollouts
-            line.append((f"{panel_title(run)}\nn = {rollouts}", measured))
-        grids.setdefault(str(runs[0].dataset), []).append(line)
+            line.append((f"{panel_title(study)}\nn = {rollouts}", measured))
+        grids.setdefault(str(studies[0].run.dataset), []).append(line)
     draw_panels(folder, "losses", grids, lines)
 
 

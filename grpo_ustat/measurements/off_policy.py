@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import loss_worths
-from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study
+from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study, study_columns
 from grpo_ustat.measurements.loss_worths import (
     NOISE_NOTE,
     LossWorth,
@@ -26,7 +26,6 @@ from grpo_ustat.measurements.loss_worths import (
     worth_tables,
     worth_text,
 )
-from grpo_ustat.pages.gradient_error import study_columns
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.losses import UNBIASED, LossRow, kept_share, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.worth import worth
 from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study
+from grpo_ustat.measurements.group_size import SCALING, Scaling
 from grpo_ustat.measurements.loss_worths import (
     AT_BEST,
     LossWorth,
@@ -26,7 +26,6 @@ from grpo_ustat.measurements.loss_worths import (
     worth_text,
 )
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
-from grpo_ustat.pages.findings import is_decided
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.study_parts import PolicyFacts
@@ -129,22 +128,21 @@ def judged_recipes(rows: Sequence[LossWorth], study: Study) -> list[Judged]:
         found, alone = row.worth_best, False
         if found is None or not found.is_known:
             alone = True
-            found = group_size_worth(study.run.final_result["scaling"], row.group_size, level)
+            found = group_size_worth(study.need(SCALING), row.group_size, level)
         judged.append(Judged(row, found, alone))
     return judged if any(one.worth.is_known for one in judged) else []
 
 
-def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) -> Interval:
+def group_size_worth(scaling: Scaling, group_size: int, level: float) -> Interval:
     """Compute the error of leave_one_out at its best G over that at this one.
 
     It is the same for any number of rollouts, and NaN where G* is not decided.
 
     Args:
-        scaling: of `result.json`.
         level: of the intervals of all G together, see `ScalingLaw.extra_error`.
     """
-    law = ScalingLaw.of_result(scaling)
-    if not is_decided(scaling) or not law.has_errors:
+    law = scaling.law
+    if not scaling.is_decided or not law.has_errors:
         return NOTHING
     best = law.best_of(range(2, LARGEST_SIZE))
     extra, low, high = law.extra_error(group_size, best, level)

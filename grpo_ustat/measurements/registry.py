@@ -9,27 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.own_functions import MEASUREMENTS
-from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Study, by_pool
+from grpo_ustat.measurements.assumption2 import ASSUMPTION2
+from grpo_ustat.measurements.base import (
+    Joint,
+    Measurement,
+    PoolStudy,
+    Study,
+    by_pool,
+    study_columns,
+)
 from grpo_ustat.measurements.dynamic_sampling import DYNAMIC_SAMPLING
+from grpo_ustat.measurements.errors import CURVES, GRADIENT, NOT_MEASURED, RATIOS
+from grpo_ustat.measurements.group_size import NOISE, SCALING
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.off_policy import OFF_POLICY
 from grpo_ustat.measurements.recipes import RECIPE_WORTHS
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
 from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
 from grpo_ustat.measurements.verdicts import VERDICTS
-from grpo_ustat.pages.gradient_error import study_columns
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.record import RESULT, RunRecord
 
 OURS: tuple[Measurement[Any], ...] = (
     VERDICTS,
     OFF_POLICY,
     LOSSES,
+    CURVES,
+    SCALING,
+    ASSUMPTION2,
+    GRADIENT,
     RECIPE_WORTHS,
+    NOISE,
     REWARD_FUNCTIONS,
     REWARD_CORRELATIONS,
     DYNAMIC_SAMPLING,
     UNEQUAL_GROUPS,
+    RATIOS,
+    NOT_MEASURED,
 )
 
 
@@ -49,6 +66,19 @@ def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
             )
         others.append(offered)
     return [*OURS, *others]
+
+
+def finished_study(run: RunRecord) -> Study | None:
+    """Return the study of a run; None while it is unfinished, or damaged, which is noted."""
+    if run.result is None:
+        return None
+    study = Study(run)
+    if study.result.equal_rewards is not None:
+        return study
+    absent = [one.name for one in OURS if one.always and study.of(one) is None]
+    if absent:
+        run.add_note(f"{RESULT} is damaged and not shown: it has no {absent[0]}")
+    return None if absent else study
 
 
 def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
@@ -93,7 +123,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
     """
     found = [table for one, records in _joint(studies) for table in one.tables(records)]
     for one in shown(studies):
-        if one.joint is not None:
+        if one.joint is not None or not one.in_reports:
             continue
         records = one.of([members[0] for members in by_pool(studies)])
         data = [

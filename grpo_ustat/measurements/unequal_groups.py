@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from grpo_ustat.estimators.allocation import AllocationSaving, allocation_savings
-from grpo_ustat.measurements.base import (
-    USUAL_SIZE,
-    Measurement,
-    PoolStudy,
-    Study,
-    table_of_studies,
-)
+from grpo_ustat.estimators.group_size import USUAL_SIZE
+from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, percent
 
 # Share of the error; plans that save less do not help.

@@ -19,6 +19,7 @@ from grpo_ustat.estimators.advantage_bias import mixed_groups_after
 from grpo_ustat.estimators.closed_form import ClosedForm
 from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
+from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
 from grpo_ustat.estimators.intervals import UNDETERMINED, Interval, decide, is_binary
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, refusal
@@ -26,7 +27,7 @@ from grpo_ustat.estimators.proxies import corrected_correlation, within_correlat
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import LossError, relative, worth
-from grpo_ustat.measurements.base import USUAL_SIZE, Joint, Measurement, PoolStudy, Rescored, Study
+from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Rescored, Study
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.claims import FAMILY_ERROR, holm_adjust

@@ -11,21 +11,21 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
-from grpo_ustat.mse.result import policy_facts, study_cost
+from grpo_ustat.mse.result import policy_facts, precision, study_cost
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.pages.caveats import unjudged_warning
 from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.runs.folder import versions
-from grpo_ustat.runs.result import EqualRewardsResult
+from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.runs.study_parts import CompletionCounts, Sampler
 from grpo_ustat.tasks.base import extracted
 
 
 def equal_rewards_result(
     config: MseConfig, equal: EqualRewards, left_out: dict[str, int]
-) -> EqualRewardsResult:
-    """Return the content of `result.json`, without curves and intervals of the gradient.
+) -> StudyResult:
+    """Return the content of `result.json`, in which nothing of the gradient is measured.
 
     Args:
         left_out: numbers of questions by the reason why they were left out.
@@ -42,11 +42,9 @@ def equal_rewards_result(
     counts = completion_counts(config, equal)
     cut_at = None if config.imports_pool else config.max_completion_length
     gap = mean_sampler_gap([part.sampler_gap for part in parts])
-    return EqualRewardsResult(
-        curves=[],
+    return StudyResult(
         equal_rewards=counts,
-        scaling=dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
-        assumption2={"corr": None},
+        precision=precision(config),
         policy=policy_facts(config, rewards_PN, lengths_PN, cost),
         questions=len(rewards_PN),
         pool_completions=rewards_PN.shape[1],
@@ -56,7 +54,6 @@ def equal_rewards_result(
         cost=study_cost(cost),
         versions=versions(),
         pool_versions=dict(packages),
-        not_measured=[],
         sampler=None if gap is None else Sampler(name=config.rollout.name, gap=gap),
         left_out=left_out,
     )

@@ -32,8 +32,8 @@ from grpo_ustat.estimators.baselines import (
     best_constant,
     weighted_sum,
 )
-from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
-from grpo_ustat.estimators.minibatch import scale_free
+from grpo_ustat.estimators.intervals import jackknife_variance, positive_interval
+from grpo_ustat.estimators.minibatch import GradientError, scale_free
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.mse.pool import greedy_rewards_with_cost, reward_completions, sample_with_cost
 from grpo_ustat.mse.sampler import start_sampler
@@ -50,22 +50,6 @@ from grpo_ustat.terminal.progress import Progress
 MOST_ROWS = 512
 # Numbers kept of a gradient, a prime; gradients of smaller models are kept in full.
 SKETCH_SIZE = 262139
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The gradient's error of one baseline at one group size."""
-
-    # With its interval over replicates and reference blocks; `bias2` and `variance` are its parts.
-    mse: Interval
-    bias2: float
-    variance: float
-    # Independent groups per question behind it.
-    replicates: int
-    # <E ghat, grad J> / sqrt(E||ghat||^2 ||grad J||^2).
-    cosine: float | None
-    # The MSE of the best multiple of the estimate.
-    best_scalar_mse: float | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +77,7 @@ def monte_carlo(
     options: Mapping[str, Mapping[str, float]],
     group_sizes: Sequence[int],
     prompts: list[Prompt],
-) -> tuple[dict[tuple[str, int], Curve], WorkCost]:
+) -> tuple[dict[tuple[str, int], GradientError], WorkCost]:
     """Compute curves by (baseline, group size) from `budget.replicates` replicates, and their cost.
 
     Args:
@@ -315,7 +299,7 @@ def curve(
     gram_HH: np.ndarray,
     sum_sq: float,
     excess: float = 0.0,
-) -> Curve:
+) -> GradientError:
     """Compute MSE, bias^2 and variance of R replicates against H reference blocks.
 
     Args:
@@ -343,13 +327,13 @@ def curve(
         float(parts @ parts), np.finfo(float).tiny
     )
     cosine, best = scale_free(float(squared_R.mean()) - excess, cross, grad_sq)
-    return Curve(
+    return GradientError(
         mse=positive_interval(mse, block_variance + replicate_variance, max(dof, 1.0)),
         bias2=float(bias2),
         variance=mse - float(bias2),
-        replicates=count,
         cosine=cosine,
         best_scalar_mse=best,
+        draws=count,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,16 +11,13 @@ import numpy as np
 from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.closed_form import (
-    CURVE_SIZES,
     ClosedForm,
     CurvePoint,
     Request,
 )
-from grpo_ustat.estimators.intervals import Interval, pool_mean_reward, quantity
-from grpo_ustat.estimators.moments import refutes_assumption2
-from grpo_ustat.estimators.scaling import divisible_rollouts, divisors
-from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.mse.curves import oracle_ratios
+from grpo_ustat.estimators.intervals import pool_mean_reward, quantity
+from grpo_ustat.measurements.base import PoolStudy
+from grpo_ustat.measurements.group_size import summary_text
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.sampler import sampler_text
@@ -33,8 +29,7 @@ from grpo_ustat.pages.caveats import (
     unjudged_warning,
     zero_scores_sentence,
 )
-from grpo_ustat.pages.findings import summary_sentences
-from grpo_ustat.records import LEAST_QUESTIONS, Array, Integers, ScorePool
+from grpo_ustat.records import Array, Integers, ScorePool
 from grpo_ustat.runs import study_parts as parts
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.result import StudyResult
@@ -84,15 +79,11 @@ def of_population(config: MseConfig, request: Request) -> Request:
 
 def study_result(
     config: MseConfig,
-    pool: ScorePool,
-    statistics: ClosedForm,
-    population: ClosedForm,
-    curves: list[parts.CurveRow],
+    study: PoolStudy,
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
     moved: float | None,
-    refusals: list[parts.NotMeasured],
     left_out: dict[str, int],
     remarks: str,
     measured: Mapping[str, Any],
@@ -100,25 +91,17 @@ def study_result(
     """Return the content of `result.json`.
 
     Args:
-        statistics: closed forms of the pool, for the curves.
-        population: closed forms over questions, which generalise to training.
-        curves: rows of all methods.
+        study: what was asked of the pool.
         pool_cost, replicate_cost: costs of the pool and of Monte Carlo.
         moved: the shift of G* in AdamW's metric, see `second_moments`; None in another metric.
-        refusals: rules without a row of `new_questions`, with reasons.
         left_out: numbers of questions by the reason why they were left out.
         remarks: sentences on the pool, after the verdict.
         measured: the record of each measurement by its name.
     """
     total_cost = pool_cost + replicate_cost
+    pool, population = study.pool, study.population
     gap = pool.sampler_gap
     return StudyResult(
-        curves=curves,
-        ratio_to_oracle=oracle_ratios(statistics) + oracle_ratios(population),
-        scaling=_scaling(population, config.study.rollouts),
-        noise=_noise(population),
-        assumption2=_assumption(statistics, population, pool),
-        grad_sq=_gradient(statistics, curves),
         metric=_metric(config, pool, facts, population, moved),
         precision=precision(config),
         policy=policy_facts(
@@ -129,12 +112,10 @@ def study_result(
         ),
         questions=len(pool.rewards_PN),
         pool_completions=pool.rewards_PN.shape[1],
-        summary=summary_sentences(
-            statistics.statistics, population.statistics, pool.rewards_PN, config.study.interval
-        )
+        summary=summary_text(study)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(statistics.tails, population.tails)
+        + heavy_warning(study.at_hand.tails, population.tails)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,
@@ -151,7 +132,6 @@ def study_result(
         pool_versions=pool.packages,
         sampler=None if gap is None else parts.Sampler(name=config.rollout.name, gap=gap),
         left_out=left_out,
-        not_measured=refusals,
         measured=measured,
     )
 
@@ -209,112 +189,6 @@ def tf32_text(config: MseConfig) -> str:
     return (
         f" Products were TF32: a squared score norm is off by about {percentage(norm, 1)}, their "
         f"sum by at most {percentage(total, 2)}, as measured on three policies."
-    )
-
-
-def _gradient(statistics: ClosedForm, curves: list[parts.CurveRow]) -> parts.GradientNorm:
-    """Return ||grad J||^2, and the reason where columns that are free of scale are null."""
-    reason = None
-    if methods := list(dict.fromkeys(row.method for row in curves if row.relative_mse is None)):
-        reason = (
-            "||grad J||^2 is not significantly different from 0: relative_mse, best_scalar_mse "
-            f"and cosine are null ({', '.join(methods)})"
-        )
-    return parts.GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
-
-
-def _scaling(population: ClosedForm, rollouts: int) -> parts.Scaling:
-    law, gstar, best_divisor = population.law, population["gstar"], None
-    if math.isfinite(gstar.estimate):
-        counts = sorted({256, 1024, 2048, 4096, rollouts})
-        best_divisor = {str(n): law.least(divisors(divisible_rollouts(n))) for n in counts}
-    curve = []
-    for size in CURVE_SIZES:
-        n_mse, low, high = population[f"n_mse/{size}"]
-        curve.append(parts.FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
-    names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens")
-    return parts.Scaling(
-        **{name: population[name] for name in names},
-        **law.stored_errors(),
-        best_divisor=best_divisor,
-        curve=curve,
-        reason=None if math.isfinite(gstar.high) else _unbounded_reason(gstar.low),
-    )
-
-
-def _noise(population: ClosedForm) -> parts.Noise:
-    """Return leave_one_out's noise scale at every G and at its least, see `estimators.scaling`."""
-
-    def numbers(name: str) -> dict[str, Interval]:
-        keys = {"rollouts": "noise", "tokens": "noise_tokens", "prompt_share": "prompt_share"}
-        return {key: population[f"{statistic}/{name}"] for key, statistic in keys.items()}
-
-    reason = None
-    if not population["grad_sq"].low > 0:
-        reason = (
-            "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
-        )
-    return parts.Noise(
-        curve=[parts.NoiseRow(group_size=size, **numbers(str(size))) for size in CURVE_SIZES],
-        best=parts.LeastNoise(
-            group_size=_scaled_size(population["gstar"]),
-            **numbers("best"),
-            group_size_tokens=_scaled_size(population["gstar_tokens"]),
-        ),
-        grad_sq=population["grad_sq"],
-        reason=reason,
-    )
-
-
-def _scaled_size(best: Interval) -> float | None:
-    """Return G* where its interval has both ends; elsewhere the least noise scale is unknown."""
-    return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
-
-
-def _unbounded_reason(low: float) -> str:
-    """Return the reason why the interval of G* has no upper end."""
-    if not math.isfinite(low):
-        return (
-            "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
-        )
-    if low <= 1:
-        return "no group size is decided: G* may be any"
-    return "no group size is decided: the interval of G* has no upper end"
-
-
-def _assumption(
-    statistics: ClosedForm, population: ClosedForm, pool: ScorePool
-) -> parts.Assumption2:
-    """Return the results on Assumption 2 and on the ordering, for new questions.
-
-    The assumption is a hypothesis on every question, so it is refuted where the questions at hand
-    refute it.
-    """
-    refuted = refutes_assumption2(statistics["share"], statistics["corr"])
-    statistics = statistics if len(pool.rewards_PN) < LEAST_QUESTIONS else population
-    corr, crossover = statistics["corr"].within(-1, 1), statistics["crossover"]
-    size, silent_share_there, reason = pool.rewards_PN.shape[1], None, None
-    if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
-        silent_P = silent_share(pool.rewards_PN, math.ceil(crossover.estimate))
-        silent_share_there = float(silent_P.mean())
-    if not math.isfinite(corr.estimate):
-        reason = "all rewards of a question are equal: no covariance with the reward"
-    elif statistics["av_minus_a0"].low > 0:
-        reason = "A_0 < A_V: GRPO never passes vanilla"
-    elif not math.isfinite(crossover.high):
-        reason = "A_0 - A_V is not significantly different from 0: no finite crossover interval"
-    return parts.Assumption2(
-        a0=statistics["a0"].estimate,
-        a_v=statistics["a_v"].estimate,
-        a_bstar=statistics["a_bstar"].estimate,
-        share=statistics["share"],
-        av_minus_abstar=statistics["av_minus_abstar"],
-        av_minus_a0=statistics["av_minus_a0"],
-        corr=corr,
-        crossover_group_size=crossover,
-        silent_share_at_crossover=silent_share_there,
-        refuted=refuted,
-        reason=reason,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.logs.pairing import other_policy_sentence
+from grpo_ustat.measurements import error_figures, group_size
 from grpo_ustat.measurements.base import PoolStudy, Study
+from grpo_ustat.measurements.errors import CURVES, NOT_MEASURED, terminal_tables
 from grpo_ustat.measurements.losses import LOSSES
+from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.measurements.off_policy import OFF_POLICY
 from grpo_ustat.measurements.registry import (
     draw_figures,
@@ -27,7 +30,6 @@ from grpo_ustat.measurements.registry import (
 )
 from grpo_ustat.measurements.study_page import VIEW, further_findings
 from grpo_ustat.mse.adam_pool import adam_pool
-from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, new_questions_rows
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -47,12 +49,7 @@ from grpo_ustat.mse.pool import (
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
 from grpo_ustat.mse.result import closed_form_request, of_population, study_result
-from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.pages.caveats import summary_and_warnings
-from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
-from grpo_ustat.pages.findings import study_answer
-from grpo_ustat.pages.gradient_error import study_tables
-from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.policy.chat import reads_clock, tell_date, warn_of_options
@@ -67,7 +64,7 @@ from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import RunRecord
-from grpo_ustat.runs.result import EqualRewardsResult, StudyResult
+from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
@@ -97,9 +94,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
-    answer = study_answer(result, config.study.rollouts)
-    console.print(f"{wrapped(answer)}\n", soft_wrap=True)
     view = Study(RunRecord(folder.path, result=result))
+    answer = group_size.study_answer(view, config.study.rollouts)
+    console.print(f"{wrapped(answer)}\n", soft_wrap=True)
     leading = [one for one in shown([view]) if one.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
@@ -107,18 +104,19 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     rest = [one for one in shown([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
-    for table in (*first, *study_tables(result), *last):
+    errors = [] if view.result.equal_rewards else terminal_tables(view)
+    for table in (*first, *errors, *last):
         console.print(table.terminal())
-    if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
+    if absent := dict.fromkeys(row.baseline for row in view.of(NOT_MEASURED) or []):
         console.print(
             wrapped(f"Not measured in every way: {', '.join(absent)}; why is on the page.")
         )
-    _, warnings = summary_and_warnings(result["summary"])
+    _, warnings = summary_and_warnings(view.result.summary)
     for sentence in (*warnings, *further_findings(view)):
         console.print(wrapped(sentence), soft_wrap=True)
-    console.print(f"next: {next_step(result, asdict(config), folder.path)}", soft_wrap=True)
+    console.print(f"next: {next_step(view)}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
-    return result["curves"][0]["mse"] if result["curves"] else None
+    return result["curves"][0]["mse"] if view.of(CURVES) else None
 
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
@@ -138,13 +136,14 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
             leave_page(folder, VIEW)
         raise
     content = content_of(result)
-    if result.curves:
+    if content.get("curves"):
         write_csv(folder, "curves.csv", content["curves"])
     if is_main():
-        if result.curves:
-            mse_figure(folder.path, content)
-            scaling_figure(folder.path, content, config.study.rollouts)
-            draw_figures(folder.path, Study(RunRecord(folder.path, result=content)))
+        if content.get("curves"):
+            view = Study(RunRecord(folder.path, result=content))
+            error_figures.draw(folder.path, view)
+            group_size.draw(folder.path, view)
+            draw_figures(folder.path, view)
         leave_page(folder, VIEW, content)
     folder.finish(result)
     return content
@@ -166,7 +165,7 @@ def fill_part(config: MseConfig) -> str:
     return f"{text}; the same command without study.part runs the study"
 
 
-def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
+def study(config: MseConfig, folder: Path) -> StudyResult:
     """Build the pool, run the methods, and return the result.
 
     Where all rewards are equal, no method has anything to measure.
@@ -204,7 +203,11 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     statistics = closed_form(pool, request, config.study.interval)
     request = of_population(config, request)
     population = closed_form(pool, request, "questions")
-    rescored = None
+    curves_by_rule, replicate_cost, rescored = {}, WorkCost(), None
+    if "monte_carlo" in config.study.methods:
+        curves_by_rule, replicate_cost = monte_carlo(
+            config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
+        )
     if config.measured.is_off_policy:
         size = pool.rewards_PN.shape[1]
         written = rollouts or stored_completions(config, prompts, pool_folder, size)
@@ -220,28 +223,18 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         max_completion_length=config.max_completion_length,
         reward_names=reward_names(config.reward_funcs),
         asked=frozenset(["verdicts"] * config.study.verdicts),
+        methods=config.study.methods,
+        baselines=config.baselines,
+        rules=config.rules_by_groups if config.compares_by_groups else {},
+        monte_carlo=curves_by_rule,
         at_hand=statistics,
+        interval=config.study.interval,
         population=population,
         request=request,
         rescored=rescored,
     )
     measured = main_only(measure_all, pool_study, config.study.measurements)
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
-    curves, replicate_cost = [], WorkCost()
-    if "closed_form" in config.study.methods:
-        curves += closed_form_rows(config, statistics)
-    refusals = []
-    if config.compares_by_groups:
-        errors, refusals = main_only(
-            rule_errors, pool, config.rules_by_groups, config.group_sizes, config.study.rollouts,
-            config.budget.loss_draws, config.seed,
-        )  # fmt: skip
-        curves += new_questions_rows(config, errors, population)
-    if "monte_carlo" in config.study.methods:
-        curves_by_rule, replicate_cost = monte_carlo(
-            config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
-        )
-        curves += monte_carlo_rows(curves_by_rule, statistics, len(prompts))
     rows = logged_rollouts(config) if config.imports_pool else []
     remarks = repeated_sentence(rows)
     if rows and (other := other_policy_sentence(rows[0].path, config.model.model_name_or_path)):
@@ -252,8 +245,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, curves, facts, pool_cost, replicate_cost,
-        moved=moved, refusals=refusals, left_out=left_out, remarks=remarks, measured=measured,
+        config, pool_study, facts, pool_cost, replicate_cost, moved=moved, left_out=left_out,
+        remarks=remarks, measured=measured,
     )  # fmt: skip
 
 

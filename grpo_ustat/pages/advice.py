@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.pages.findings import GroupSizeCosts, group_size_costs
+from grpo_ustat.estimators.scaling import GroupSizeCosts, ScalingLaw, noise_share
 from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
@@ -70,7 +69,7 @@ def group_size_advice(
     Raises:
         ValueError: n < 2.
     """
-    costs = group_size_costs(law, rollouts)
+    costs = law.costs(rollouts)
     best = costs.best
     numbers = {
         "num_generations": group_size,
@@ -173,3 +172,36 @@ def other_sizes(costs: GroupSizeCosts) -> str:
             ends = f" [{percent(low)}, {percent(high)}]" if math.isfinite(low) else ""
             parts.append(f"{size}: {percent(extra)}{ends}")
     return f"Extra error at n = {costs.rollouts}: {'; '.join(parts)}."
+
+
+def noise_text(scale: Interval, rollouts: int) -> str:
+    r"""Return a sentence on the noise of a step, and on twice or half as many rollouts.
+
+    Args:
+        scale: n_c, in rollouts; the sentence is "" where nothing is known of it.
+        rollouts: n of a training step.
+
+    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace("; ", ";\n"))
+    A step of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200);
+    doubling it gains 91 % more.
+    >>> noise_text(Interval(9, 5, 20), 256)
+    'A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 %.'
+    >>> noise_text(Interval(math.nan, 400, math.inf), 256)
+    'A step of 256 rollouts is at least 61 % noise.'
+    """
+    if not scale.low > 0:
+        return ""
+    share, low, high = noise_share(scale, rollouts)
+    if round(100 * low) == 100:
+        return f"A step of {rollouts} rollouts is nearly all noise."
+    if not math.isfinite(scale.estimate):
+        return f"A step of {rollouts} rollouts is at least {100 * low:.0f} % noise."
+    first = (
+        f"A step of {rollouts} rollouts is {100 * share:.0f} % noise [{100 * low:.0f} %, "
+        f"{100 * high:.0f} %] (half at n = {float(f'{scale.estimate:.2g}'):.0f})"
+    )
+    if rollouts > scale.high:
+        lost = scale.estimate / (rollouts + 2 * scale.estimate)
+        return f"{first}; halving it loses {100 * lost:.0f} %."
+    gained = scale.estimate / (2 * rollouts + scale.estimate)
+    return f"{first}; doubling it gains {100 * gained:.0f} % more."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ustat.estimators.intervals import clustered_mean
-from grpo_ustat.estimators.scaling import CONSTANTS, ScalingLaw
+from grpo_ustat.estimators.intervals import LEAST_UNITS, clustered_mean
+from grpo_ustat.estimators.scaling import CONSTANTS, CONSTANTS_AND_GRADIENT, ScalingLaw
+from grpo_ustat.pages.advice import noise_text
 from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
-from grpo_ustat.pages.findings import monitored_constants
-from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
 
@@ -332,3 +332,30 @@ def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: 
                 [row["step"] + shift] * 2, [max(row["low"], 1.0), high], color=colour, linewidth=1,
                 alpha=0.6,
             )  # fmt: skip
+
+
+def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
+    """Return C1, C2, C3 and ||grad J||^2 of monitored steps, rows of `metrics.jsonl`, [4, S]."""
+    values_4S = [[row.get(f"monitor/{name}") for row in rows] for name in CONSTANTS_AND_GRADIENT]
+    return np.array(values_4S, float)
+
+
+def training_noise_sentence(
+    metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
+) -> str:
+    """Return `noise_text` of a training run, averaged over the last half of its monitored steps.
+
+    It is "" if that half has fewer than 4 steps.
+
+    Args:
+        metrics: rows of `metrics.jsonl`.
+        rollouts: n of the run's steps.
+    """
+    keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
+    rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]
+    recent = [row for row in rows if 2 * row["step"] >= rows[-1]["step"]]
+    if len(recent) < LEAST_UNITS:
+        return ""
+    law = ScalingLaw.of_steps(monitored_constants(recent))
+    text = noise_text(law.noise_scale(group_size), rollouts)
+    return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."

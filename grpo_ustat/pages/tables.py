@@ -27,6 +27,8 @@ MISSING = "–"
 # Characters of a cell on a terminal; longer ones are cut.
 MOST_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
+# Baselines side by side on a terminal of 80 characters.
+MOST_BASELINES = 4
 # The kind of a column of sentences.
 LATEX_SENTENCES = r"p{0.3\linewidth}"
 LATEX_SPECIAL = {
@@ -383,12 +385,25 @@ def number_text(value: float | str) -> str:
 
 def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | None:
     """Format a number with its interval after it, in `<prefix>low` and `<prefix>high`."""
-    value, low, high = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
-    if not isinstance(value, int | float):
+    values = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
+    return closed_interval_text(
+        Interval(*(x if isinstance(x, int | float) else math.nan for x in values))
+    )
+
+
+def closed_interval_text(value: Interval) -> str | None:
+    """Format an estimate to three digits with both ends of its interval; None: it is unknown.
+
+    >>> closed_interval_text(Interval(2.0, 1.0, 3.0)), closed_interval_text(UNDETERMINED)
+    ('2.00 [1.00, 3.00]', None)
+    >>> closed_interval_text(Interval(2.0, 1.0, math.inf))
+    '2.00 (no interval)'
+    """
+    if not value.is_known:
         return None
-    if low is None or high is None:
-        return f"{three_digits(value)} (no interval)"
-    return f"{three_digits(value)} [{three_digits(low)}, {three_digits(high)}]"
+    if not (math.isfinite(value.low) and math.isfinite(value.high)):
+        return f"{three_digits(value.estimate)} (no interval)"
+    return "{} [{}, {}]".format(*map(three_digits, value))
 
 
 def interval_text(value: Interval) -> str:

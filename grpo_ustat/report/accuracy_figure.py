@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.figures import (
     FONTS,
     legend_label,
@@ -33,7 +34,7 @@ def accuracy_figure(
     rows: Sequence[dict[str, Any]],
     axis: Axis,
     notes: Sequence[str],
-    gstar: tuple[float | None, float, float | None] | None = None,
+    gstar: Interval | None = None,
 ) -> None:
     """Draw the paper's Figure 5: held-out accuracy, or mean reward, against what was swept.
 
@@ -45,8 +46,7 @@ def accuracy_figure(
         rows: rows of the single runs, see `accuracy.accuracy_rows`.
         axis: axis along which the cells are placed.
         notes: lines under the figure.
-        gstar: the best group size of the gradient's error and its interval, a vertical band; an end
-            of None is outside the figure.
+        gstar: the best group size of the gradient's error and its interval, a vertical band.
     """
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
@@ -68,7 +68,7 @@ def accuracy_figure(
                 axis,
             )
             if gstar is not None:
-                _gstar_band(axes, *gstar)
+                _gstar_band(axes, gstar)
             axes.set_title(f"step {step}", fontsize=9)
             own, labels = axes.get_legend_handles_labels()
             handles |= dict(zip(labels, own, strict=True))
@@ -152,13 +152,13 @@ def _accuracy_panel(
     axes.grid(alpha=0.3, linewidth=0.5)
 
 
-def _gstar_band(axes: Axes, best: float | None, low: float, high: float | None) -> None:
+def _gstar_band(axes: Axes, gstar: Interval) -> None:
     """Draw a grey band over the interval of G*, dashed at its estimate, within the sizes shown."""
     left, right = axes.get_xlim()
     axes.axvspan(
-        max(low, left), right if high is None else max(left, min(high, right)), color="#999999",
-        alpha=0.3, linewidth=0, zorder=0,
+        max(gstar.low, left), max(left, min(gstar.high, right)), color="#999999", alpha=0.3,
+        linewidth=0, zorder=0,
     )  # fmt: skip
-    if best is not None and left <= best <= right:
-        axes.axvline(best, color="black", linestyle="--", linewidth=0.8, zorder=1)
+    if left <= gstar.estimate <= right:
+        axes.axvline(gstar.estimate, color="black", linestyle="--", linewidth=0.8, zorder=1)
     axes.set_xlim(left, right)

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.measurements import error_figures, errors, group_size
 from grpo_ustat.measurements.base import Study, by_pool
+from grpo_ustat.measurements.group_size import SCALING, WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.measurements.registry import (
     OURS,
     draw_report_figures,
     report_answers,
     report_tables,
 )
-from grpo_ustat.pages import error_figures, gradient_error
-from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.pages.page import (
     NAME,
@@ -119,7 +120,7 @@ def write_report(report: Report) -> None:
         _add_studies(report)
     report.answers += [
         f"{run.policy} on {run.dataset}, in no table and no figure: "
-        f"{decision_sentence(run.final_result, study_rollouts(run.config))}"
+        f"{decision_sentence(Study(run), study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
     if report.training:
@@ -170,13 +171,14 @@ def _tables_of_one(run: RunRecord) -> None:
         theorems_table(one.theorems)
         claims_table(one.theorems).latex()
     if one.studies:
-        gradient_error.mse_table([run], ()).latex()
-        gradient_error.scaling_table([run], ()).latex()
-        for table in report_tables([Study(run)], ()):
+        study = Study(run)
+        errors.joint_table([study], ()).latex()
+        group_size.joint_table([study], ()).latex()
+        for table in report_tables([study], ()):
             table.latex()
-        report_answers([Study(run)])
-        decision_sentence(run.final_result, study_rollouts(run.config))
-        error_figures.ratio_rows(run.final_result, error_figures.widest_setting(run.final_result))
+        report_answers([study])
+        decision_sentence(study, study.rollouts)
+        error_figures.ratio_rows(study, error_figures.widest_setting(study))
     if one.training:
         accuracy.accuracy_rows([run], (), swept_axis([run], ()))
         learning_rows([Learning("", run.metrics, run.evals)])
@@ -205,24 +207,20 @@ def run_set_notes(run_set: RunSet) -> list[str]:
 def _add_studies(report: Report) -> None:
     measured = [Study(run) for run in report.studies]
     # Errors are of the pool, whatever the loss.
-    studies = [members[0].run for members in by_pool(measured)]
-    keys = distinguishing_keys([run.keys for run in studies], ignored=())
-    mse_table = gradient_error.mse_table(studies, keys)
-    scaling_table = gradient_error.scaling_table(studies, keys)
-    for table, draw in (
-        (scaling_table, error_figures.joint_fixed_n_figure),
-        (mse_table, error_figures.joint_mse_figure),
-    ):
-        lines = [*(table.figure_notes or ()), *report.missing_notes]
-        if draw is error_figures.joint_mse_figure:
-            bands = error_figures.bands_text([run.final_result for run in studies])
-            lines = [" ".join([bands, *report.missing_captions])]
-            lines += shorten(gradient_error.missing_in(studies), 3, "mse.csv")
-        draw(report.folder, table.name, studies, lines)
-        report.tables.append(table)
-    for run in studies:
-        decision = decision_sentence(run.final_result, study_rollouts(run.config))
-        report.answers.append(f"{run.policy} on {run.dataset}: {decision}")
+    studies = [members[0] for members in by_pool(measured)]
+    keys = distinguishing_keys([study.run.keys for study in studies], ignored=())
+    table = group_size.joint_table(studies, keys)
+    lines = [*(table.figure_notes or ()), *report.missing_notes]
+    group_size.draw_joint(report.folder, table.name, studies, lines)
+    report.tables.append(table)
+    table = errors.joint_table(studies, keys)
+    lines = [" ".join([error_figures.bands_text(studies), *report.missing_captions])]
+    lines += shorten(errors.missing_in(studies), 3, "mse.csv")
+    error_figures.draw_joint(report.folder, table.name, studies, lines)
+    report.tables.append(table)
+    for study in studies:
+        decision = decision_sentence(study, study.rollouts)
+        report.answers.append(f"{study.run.policy} on {study.run.dataset}: {decision}")
     draw_report_figures(report.folder, measured, report.missing_captions)
     report.tables += report_tables(measured, keys)
     report.answers += report_answers(measured)
@@ -297,9 +295,7 @@ def _add_best_group_size(report: Report) -> None:
     report.notes += found.notes
 
 
-def _measured_gstar(
-    report: Report, axis: Axis
-) -> tuple[tuple[float | None, float, float | None] | None, list[str]]:
+def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
     """Return G* and its interval of the policy from which all training runs start, with a line.
 
     They are present if a study among the runs has measured that policy.
@@ -311,11 +307,10 @@ def _measured_gstar(
     starts = [start(run) for run in report.training]
     if axis.key == SIZE_KEY and all(own == starts[0] for own in starts):
         for run in report.studies:
-            scaling = run.final_result["scaling"]
-            best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
-            text = best_size(best, low, high)
+            gstar = Study(run).need(SCALING).gstar
+            text = best_size(*gstar)
             if start(run) == starts[0] and text is not None:
-                return (best, low, high), [f"Grey: G* = {text} of the gradient before training."]
+                return gstar, [f"Grey: G* = {text} of the gradient before training."]
     return None, []
 
 

@@ -27,6 +27,8 @@ from scipy import stats
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.group_size import SCALING
 from grpo_ustat.pages.claims import CLAIM_COLUMNS, claim_cells
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import joint_quantity
@@ -302,14 +304,13 @@ def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
     if len(same) != 1:
         raise ConfigError(f"{len(same)} finished studies are of the policy before training, one is "
                           "needed")  # fmt: skip
-    scaling = same[0].final_result["scaling"]
-    gstar = [scaling[f"gstar{end}"] for end in ("", "_low", "_high")]
-    if None in gstar:
+    scaling = Study(same[0]).need(SCALING)
+    if not scaling.is_decided:
         raise ConfigError(
-            f"{same[0].label} has no G* with an interval (C1 = {scaling['c1']}, C3 = "
-            f"{scaling['c3']}): raise its budget.pool_completions"
+            f"{same[0].label} has no G* with an interval (C1 = {scaling.c1.estimate}, C3 = "
+            f"{scaling.c3.estimate}): raise its budget.pool_completions"
         )
-    return Start(same[0], ScalingLaw.of_result(scaling), Interval(*gstar))
+    return Start(same[0], scaling.law, scaling.gstar)
 
 
 def nearest(gstar: float, sizes: Sequence[int]) -> int:

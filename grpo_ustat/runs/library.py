@@ -45,6 +45,6 @@ def read_curves(folder: str | Path) -> pandas.DataFrame:
     import pandas
 
     result = RunRecord(Path(folder)).result
-    if result is None or "curves" not in result:
+    if result is None or not result.get("curves"):
         raise FileNotFoundError(f"{folder} is no finished study of mse: it has no curves")
     return pandas.DataFrame(result["curves"])

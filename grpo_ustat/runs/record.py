@@ -8,6 +8,7 @@ fingerprint of its configuration and as many steps as that demands.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, ope
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
-from grpo_ustat.runs.contents import command_of
+from grpo_ustat.runs.contents import command_of, row_interval
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
 from grpo_ustat.runs.result import AGREES, ANY_RESULT, DISAGREES, OPEN, RESULT_TYPES, Evaluation
@@ -40,6 +41,11 @@ MOST_EVALS = 1000
 
 # A series of runs holds several values of these.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
+# The part of a study's `scaling` that its progress shows, see `measurements.group_size`.
+BEST_SIZES: contents.Shape = {
+    "gstar": float | None, "gstar_low": float | None, "gstar_high": float | None,
+    "best_divisor": dict[str, contents.Size],
+}  # fmt: skip
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 # Rollouts of a training step if none are named, as in conf/budget/train.yaml.
@@ -90,7 +96,7 @@ class RunState:
     questions: int | None = None
     # G* with its interval, in words; None if unknown.
     gstar: str | None = None
-    # The best G at the study's n, see `study_parts.Scaling`; None if unknown.
+    # The best G at the study's n, see `measurements.group_size`; None if unknown.
     best_divisor: int | None = None
     # Of a study of a theorem, the number of claims with each verdict; None until it is done.
     verdicts: dict[str, int] | None = None
@@ -340,12 +346,14 @@ class RunRecord:
             policy = result["policy"]
             summary = {name: policy[name] for name in ("quantity", "mean_reward")}
             summary |= {"low": policy["mean_reward_low"], "high": policy["mean_reward_high"]}
-            scaling = result["scaling"]
-            gstar = [scaling.get(f"gstar{end}") for end in ("", "_low", "_high")]
-            summary |= {"questions": result["questions"], "gstar": best_size(*gstar)}
-            if None not in gstar:
-                divisors = scaling.get("best_divisor", {})
-                summary["best_divisor"] = divisors.get(str(study_rollouts(self.config)))
+            summary["questions"] = result["questions"]
+            scaling = result.get("scaling") or {}
+            if contents.misfit(scaling, BEST_SIZES) is None:
+                gstar = row_interval(scaling, "gstar")
+                summary["gstar"] = best_size(*gstar)
+                if all(map(math.isfinite, gstar)):
+                    divisors = scaling.get("best_divisor", {})
+                    summary["best_divisor"] = divisors.get(str(study_rollouts(self.config)))
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result is another configuration's"
         if summary.get("step", 0) < (self.max_steps or 0):

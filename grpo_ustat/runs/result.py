@@ -96,13 +96,9 @@ class TrainResult(RunResult):
 class StudyResult(RunResult):
     """The result of a study of the gradient's error."""
 
-    curves: list[parts.CurveRow]
-    ratio_to_oracle: list[parts.OracleRatio]
-    scaling: parts.Scaling
-    noise: parts.Noise
-    assumption2: parts.Assumption2
-    grad_sq: parts.GradientNorm
-    metric: parts.Metric
+    # Where all rewards are equal, so that there is nothing else to measure.
+    equal_rewards: Sometimes[parts.CompletionCounts] = None
+    metric: Sometimes[parts.Metric] = None
     precision: parts.Precision
     policy: parts.PolicyFacts
     questions: Size
@@ -117,33 +113,8 @@ class StudyResult(RunResult):
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of questions by the reason why they were left out.
     left_out: dict[str, Count]
-    # Rules without a row of `new_questions` at some G, and the reasons.
-    not_measured: list[parts.NotMeasured]
     # The record of each of `measurements.registry`, by its name.
     measured: Beside = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EqualRewardsResult(RunResult):
-    """The result of a study in which all rewards are equal.
-
-    Fields are as in `StudyResult`, with null in place of what is unknown.
-    """
-
-    curves: list[parts.CurveRow]
-    equal_rewards: parts.CompletionCounts
-    scaling: dict[str, float | None]
-    assumption2: dict[str, float | None]
-    policy: parts.PolicyFacts
-    questions: Size
-    pool_completions: Size
-    summary: str
-    cost: parts.StudyCost
-    versions: dict[str, str]
-    pool_versions: dict[str, Count]
-    not_measured: list[parts.NotMeasured]
-    sampler: Sometimes[parts.Sampler] = None
-    left_out: dict[str, Count]
 
 
 @dataclass(frozen=True)
@@ -208,7 +179,7 @@ class TheoremResult(RunResult):
 # The record of each command's result.
 RESULT_TYPES: Mapping[str, Any] = {
     "train": TrainResult,
-    "mse": StudyResult | EqualRewardsResult,
+    "mse": StudyResult,
     "gap": TheoremResult,
 }
-ANY_RESULT: Any = TrainResult | StudyResult | EqualRewardsResult | TheoremResult
+ANY_RESULT: Any = TrainResult | StudyResult | TheoremResult

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.pages.caveats import summary_and_warnings
-from grpo_ustat.pages.findings import training_noise_sentence
+from grpo_ustat.pages.learning import training_noise_sentence
 from grpo_ustat.pages.run_page import RunView, spaced
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.pages.tables import Cell, Table, as_cell, open_interval, rows_table, with_interval

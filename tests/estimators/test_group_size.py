@@ -33,8 +33,7 @@ def sample(rng, noise, count=20):
 def law(c1, c2, c3, covariance=None, dof=1e9, prompts=1e12):
     """An estimate without errors, or with the covariance."""
     covariance = np.zeros((3, 3)) if covariance is None else covariance
-    stored = {"c1": c1, "c2": c2, "c3": c3, "covariance": covariance, "dof": dof}
-    return replace(ScalingLaw.of_result(stored), prompts=prompts)
+    return replace(ScalingLaw.stored(c1, c2, c3, covariance, dof), prompts=prompts)
 
 
 def densities(estimate, exponent):

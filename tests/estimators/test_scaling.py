@@ -106,13 +106,13 @@ def test_what_a_result_stores_is_read_back(rng):
     units = np.array([1.0, 2.0, 9.0, 0.5])[:, None] + 0.3 * rng.standard_normal((4, 40))
     law = ScalingLaw.of_steps(units, prompts=1)
     constants = {"c1": law.c1, "c2": law.c2, "c3": law.c3}
-    read = ScalingLaw.of_result(json.loads(json.dumps(constants | law.stored_errors())))
+    read = ScalingLaw.stored(**json.loads(json.dumps(constants | law.stored_errors())))
     np.testing.assert_array_equal(read.covariance_33, law.covariance_33)
     assert (read.dof, read.prompts) == (pytest.approx(39), pytest.approx(40))
     assert read.gstar() == pytest.approx(law.gstar())
     assert read.extra_error(8, 4) == pytest.approx(law.extra_error(8, 4))
     assert np.isnan(read.noise_scale(8)).all()
-    bare = ScalingLaw.of_result(constants)
+    bare = ScalingLaw.stored(**constants)
     assert not bare.has_errors and bare.stored_errors() == {"covariance": None, "dof": None}
     assert np.isnan(bare.extra_error(8, 4)[1:]).all() and bare.best_of([2, 4, 8]) == 4
 

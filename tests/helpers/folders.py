@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import asdict, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Union, get_args, get_origin
 
@@ -42,13 +43,25 @@ def completed(record, content=None):
     """
     content = content or {}
     beside = {one.name: one.record for one in OURS} if record is StudyResult else {}
+    keys = keys_of(record)
+    if record is StudyResult:
+        vary = "equal_rewards" not in content
+        keys = keys | {one.name: (one.record, one.always and vary) for one in OURS}
     found = {
         key: with_entries(kind, content[key]) if key in content else least(kind)
-        for key, (kind, required) in keys_of(record).items()
+        for key, (kind, required) in keys.items()
         if required or key in content
     }
     others = {key: value for key, value in content.items() if key not in found}
     return found | {key: with_entries(beside.get(key), value) for key, value in others.items()}
+
+
+def unsaved_study(result, config=None, folder="runs/a"):
+    """A study of a result, completed, that no folder holds."""
+    run = RunRecord(Path(folder), "study", result=completed(StudyResult, result))
+    if config is not None:
+        run.config = config
+    return Study(run)
 
 
 def with_entries(kind, value):

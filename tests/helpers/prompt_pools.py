@@ -98,3 +98,14 @@ def truth(policy, group_sizes):
         loo = result[f"mse/leave_one_out/{size}"]
         result[f"mse/group_mean/{size}"] = shrink**2 * loo + grad_sq / size**2
     return result
+
+
+def asked(pool, found, request, **others):
+    """What a study asks of a pool: its closed forms at G = 4, n = 8, and no rule without one."""
+    asks = {
+        "group_sizes": [4], "rollouts": 8, "draws": 2, "seed": 0, "reward_names": [],
+        "asked": frozenset(), "methods": ["closed_form"], "baselines": ["leave_one_out"],
+        "rules": {}, "monte_carlo": {}, "interval": "questions",
+    }  # fmt: skip
+    of_pool = {"pool": pool, "at_hand": found, "population": found, "request": request}
+    return PoolStudy(**of_pool | asks | others)

@@ -18,9 +18,9 @@ from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import make_run
+from grpo_ustat.measurements import error_figures
 from grpo_ustat.mse import pool_store
 from grpo_ustat.mse import study as mse_study
-from grpo_ustat.pages import error_figures
 from grpo_ustat.runs import folder as folder_module
 from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder

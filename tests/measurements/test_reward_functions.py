@@ -8,17 +8,16 @@ import json
 import numpy as np
 import pytest
 from commands import compose
-from prompt_pools import prompts
+from prompt_pools import asked, prompts
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
 from grpo_ustat.estimators.closed_form import Request, closed_form
 from grpo_ustat.estimators.moments import centred
-from grpo_ustat.measurements.base import PoolStudy
+from grpo_ustat.estimators.rule_errors import rule_errors
 from grpo_ustat.measurements.rewards import SUM_NAME, measure_functions
 from grpo_ustat.mse import study
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.rules import rule_errors
 from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.runs.folder import RunFolder
 
@@ -68,8 +67,8 @@ def test_a_rule_of_ones_own_reads_every_function(rng, monkeypatch):
     needs = frozenset({"rewards_PGF", "reward_weights_F"})
     own = Baseline("own", of_functions, unbiased=True, min_group_size=2, needs=needs)
     monkeypatch.setitem(BASELINES, "own", own)
-    errors, _ = rule_errors(pool_of_three(rng), {"own": {}, "leave_one_out": {}}, [3], 18, 2, 0)
-    one, other = (error.mse for error in errors)
+    errors = rule_errors(pool_of_three(rng), {"own": {}, "leave_one_out": {}}, [3], 18, 2, 0)
+    one, other = (error.mse for error in errors.values())
     assert one == pytest.approx(other, rel=1e-12)
 
 
@@ -78,7 +77,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
     request = Request([], {}, 6, True, {})
     total = closed_form(pool, request, "questions")
     names = ["task", "brevity", "format"]
-    study = PoolStudy(pool, [4], 8, 2, 0, [], 9, names, frozenset(), total, total, request)
+    study = asked(pool, total, request, reward_names=names)
     found = {row.name: row for row in measure_functions(study) or []}
     assert list(found) == [*names, SUM_NAME]
     second = dataclasses.replace(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,19 +20,17 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import ScalingLaw, divisors
 from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.group_size import study_answer, summary_text
+from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.measurements.study_page import further_findings
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.pages.findings import (
-    study_answer,
-    summary_sentences,
-)
-from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import RunRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
 from launching import finished as typed  # noqa: E402
+from prompt_pools import asked  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
 FINISHED = (
@@ -101,7 +99,7 @@ def test_the_best_size_at_a_prime_number_of_rollouts_is_that_of_the_answer(tmp_p
     wanted = ("model=tiny_direct", "study.rollouts=97", "study.questions=40", "group_sizes=[2]")
     result = study(tmp_path / "run", *wanted)
     scaling = result["scaling"]
-    law = ScalingLaw.of_result(scaling)
+    law = ScalingLaw.stored(*map(scaling.get, ("c1", "c2", "c3", "covariance", "dof")))
     assert scaling["best_divisor"]["97"] == law.least(divisors(104)) < 97
 
 
@@ -328,7 +326,8 @@ def verdict_of(low, high, corr=(-0.1, 0.1), share=(-0.1, 0.3), gstar=(4.0, 3.0, 
             "mse/oracle/2/all_questions_once/1": Interval(2.0, 1.5, 2.5),
         }
     )
-    return summary_sentences(found, found, np.array([[0.0, 1.0]]))
+    pool = SimpleNamespace(rewards_PN=np.array([[0.0, 1.0]]))
+    return summary_text(asked(pool, found, None, interval="completions"))
 
 
 def test_the_verdict_follows_the_intervals():
@@ -393,10 +392,10 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
     first, rest = capsys.readouterr().out.split("\n\n", 1)
     _, *answer = first.splitlines()  # after the line that the folder is complete
     assert len(answer) <= 3 and max(map(len, answer)) <= 80
-    expected = study_answer(result, config.study.rollouts)
+    expected = study_answer(Study(RunRecord(path, result=result)), config.study.rollouts)
     assert " ".join(answer) == expected
     *_, following, page = rest.splitlines()
-    assert following == f"next: {next_step(result, dataclasses.asdict(config), path)}"
+    assert following == f"next: {next_step(Study(RunRecord(path, result=result)))}"
     assert page == f"page: {path / 'report.html'}"
     words = " ".join(rest.split())
     places = [

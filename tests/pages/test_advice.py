@@ -28,7 +28,8 @@ NAMED_SIZE = re.compile(
 
 def advised(scaling, size, rollouts):
     """The advice of a stored result."""
-    law, gstar = ScalingLaw.of_result(scaling), row_interval(scaling, "gstar")
+    names = ("c1", "c2", "c3", "covariance", "dof")
+    law, gstar = ScalingLaw.stored(*map(scaling.get, names)), row_interval(scaling, "gstar")
     return group_size_advice(law, gstar, size, rollouts)
 
 
@@ -103,8 +104,7 @@ def test_how_often_the_verdict_is_wrong(rng):
     for _ in range(500):
         c1, c2, c3 = np.array([1.0, 2.0, 9.0]) + deviation_3 * rng.standard_normal(3)
         spread = np.diag(deviation_3**2) * rng.chisquare(20) / 20
-        estimates = {"c1": c1, "c2": c2, "c3": c3, "covariance": spread, "dof": 20.0}
-        law = replace(ScalingLaw.of_result(estimates), prompts=200)
+        law = replace(ScalingLaw.stored(c1, c2, c3, spread, 20.0), prompts=200)
         wrong += group_size_advice(law, law.gstar(), 4, 256)[0] in (RAISE, LOWER)
         right += group_size_advice(law, law.gstar(), 16, 256)[0] == LOWER
     assert wrong / 500 < 0.05 < 0.95 < right / 500

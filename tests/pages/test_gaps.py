@@ -7,17 +7,15 @@ import math
 from copy import deepcopy
 
 import pytest
-from folders import refused_loss, studied, trained
+from folders import refused_loss, studied, study_of, trained
 from page_views import page_of
 
-from grpo_ustat.measurements import recipes
+from grpo_ustat.measurements import error_figures, errors, group_size, recipes
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.registry import draw_figures
 from grpo_ustat.measurements.study_page import facts, tables
-from grpo_ustat.pages import error_figures, figures, learning
+from grpo_ustat.pages import figures, learning
 from grpo_ustat.pages.figures import plt
-from grpo_ustat.pages.findings import interval_note
-from grpo_ustat.pages.gradient_error import mse_table, scaling_table, study_tables
 from grpo_ustat.pages.learning import GSTAR, Learning, learning_rows, notes
 from grpo_ustat.pages.page import render
 from grpo_ustat.report.aggregate import without_unreadable
@@ -78,18 +76,20 @@ def drawn_lines(monkeypatch, *modules):
 @pytest.mark.slow
 @pytest.mark.parametrize("key", MISSING)
 def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch):
-    lines, words = drawn_lines(monkeypatch, error_figures, recipes)
+    lines, words = drawn_lines(monkeypatch, error_figures, group_size, recipes)
     folder, result = study(tmp_path / "runs/study", key)
-    error_figures.mse_figure(folder, result)
-    error_figures.scaling_figure(folder, result, 256)
-    draw_figures(folder, Study(RunRecord(folder)))
+    one = Study(RunRecord(folder))
+    error_figures.draw(folder, one)
+    group_size.draw(folder, one)
+    draw_figures(folder, one)
     assert render(page_of(folder, result))
     runs = without_unreadable(read_runs(entries_in([str(tmp_path)])))
     assert not runs.damaged
-    for table in (mse_table(runs.runs, ()), scaling_table(runs.runs, ())):
+    studies = list(map(Study, runs.runs))
+    for table in (errors.joint_table(studies, ()), group_size.joint_table(studies, ())):
         assert table.latex() and table.csv() and table.terminal()
-    error_figures.joint_mse_figure(tmp_path, "mse", runs.runs, [])
-    error_figures.joint_fixed_n_figure(tmp_path, "fixed_n", runs.runs, [])
+    error_figures.draw_joint(tmp_path, "mse", studies, [])
+    group_size.draw_joint(tmp_path, "fixed_n", studies, [])
 
 
 def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path, monkeypatch):
@@ -100,24 +100,25 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
         titles.extend(axes.get_title(loc="left") for axes in figure.axes)
         plt.close(figure)
 
-    for module in (error_figures, recipes):
+    for module in (group_size, recipes):
         monkeypatch.setattr(module, "save", save)
     for name, quantity in (("a", "accuracy"), ("b", "mean reward")):
         folder, result = study(tmp_path / name)
         result["policy"] |= {"quantity": quantity, "mean_reward": 0.5}
         (folder / "result.json").write_text(json.dumps(result))
-        error_figures.scaling_figure(folder, result, 256)
-        draw_figures(folder, Study(RunRecord(folder)))
+        one = Study(RunRecord(folder))
+        group_size.draw(folder, one)
+        draw_figures(folder, one)
         assert titles
-        words = [*titles, study_tables(result)[0].title, facts(RunRecord(folder))[0][0]]
+        words = [*titles, errors.terminal_tables(one)[0].title, facts(RunRecord(folder))[0][0]]
         (other,) = {"accuracy", "mean reward"} - {quantity}
         for text in words:
             assert quantity in text.lower() and other not in text.lower()
         titles.clear()
-    both = [RunRecord(tmp_path / name, name) for name in ("a", "b")]
+    both = [Study(RunRecord(tmp_path / name, name)) for name in ("a", "b")]
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
-        assert scaling_table(runs, ()).columns[1] == quantity
-        assert f"those of {quantity} generalising" in " ".join(mse_table(runs, ()).notes)
+        assert group_size.joint_table(runs, ()).columns[1] == quantity
+        assert f"those of {quantity} generalising" in " ".join(errors.joint_table(runs, ()).notes)
 
 
 @pytest.mark.parametrize(
@@ -129,42 +130,46 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     folder, result = study(tmp_path / "a")
     result["questions"] = questions
     (folder / "result.json").write_text(json.dumps(result))
-    run, other = RunRecord(folder, "a"), RunRecord(study(tmp_path / "b")[0], "b")
-    title = study_tables(result)[0].title
+    run, other = RunRecord(folder, "a"), Study(RunRecord(study(tmp_path / "b")[0], "b"))
+    one = Study(run)
+    title = errors.terminal_tables(one)[0].title
     assert f"averaged over {batch} (" in title and f"({scope})" in title
     assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
     law = next(table for table in tables(run) if "Scaling law" in table.title)
     assert law.notes[0] == f"95 % intervals {scope}."
-    assert f"those of accuracy {scope}." in mse_table([run], ()).notes[0]
+    assert f"those of accuracy {scope}." in errors.joint_table([one], ()).notes[0]
     if questions < 4:
         both = "generalising to new questions or of these questions (fewer than 4)"
-        assert f"95 % intervals {both}, of one seed." in scaling_table([run, other], ()).notes
-        assert interval_note(result).startswith("Intervals of 95 %, of these questions alone")
+        assert (
+            f"95 % intervals {both}, of one seed." in group_size.joint_table([one, other], ()).notes
+        )
+        assert group_size.interval_note(one).startswith("Intervals of 95 %, of these")
 
 
 def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
     lines, words = drawn_lines(monkeypatch, error_figures)
     folder, result = study(tmp_path, "curves.1.mse")
-    error_figures.mse_figure(folder, result)
+    one = Study(RunRecord(folder))
+    error_figures.draw(folder, one)
     assert any([math.isnan(x) for x in line] == [False, True, False] for line in lines)
     assert "No error of vanilla (no baseline) at G = 4: result.json holds no number." in " ".join(
         words[0].split()
     )
-    (table,) = study_tables(result)
+    (table,) = errors.terminal_tables(one)
     assert any("at G = 4: result.json" in note for note in table.notes)
     assert table.rows[1][1] == "-"
 
 
 def test_a_missing_ratio_is_a_gap(tmp_path):
     _, result = study(tmp_path, "ratio_to_oracle.1.ratio")
-    rows = error_figures.ratio_rows(result, "all_questions_once")
+    rows = error_figures.ratio_rows(study_of(result), "all_questions_once")
     figure, axes = plt.subplots()
-    error_figures.ratio_panel(axes, rows)
+    error_figures.ratio_panel(axes, rows, {})
     assert [math.isnan(x) for x in axes.lines[-1].get_ydata()] == [False, True, False]
     plt.close(figure)
     for row in result["ratio_to_oracle"]:
         row["ratio"] = None
-    assert error_figures.ratio_rows(result, "all_questions_once") == []
+    assert error_figures.ratio_rows(study_of(result), "all_questions_once") == []
 
 
 def test_a_step_without_a_number_is_a_gap_of_its_curve():

@@ -18,8 +18,8 @@ from test_page import Skeleton, page_of
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import folder_name
+from grpo_ustat.measurements.next_step import policy_overrides
 from grpo_ustat.pages.figures import FONTS, legend_label, plt, show_names_as_texts
-from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.pages.page import render
 from grpo_ustat.pages.tables import LATEX_SPECIAL, Table, csv_text
 from grpo_ustat.report.aggregate import report_runs

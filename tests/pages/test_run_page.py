@@ -23,7 +23,7 @@ from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows
 from grpo_ustat.runs.log import write_rows
-from grpo_ustat.runs.result import EqualRewardsResult, StudyResult, TheoremResult, TrainResult
+from grpo_ustat.runs.result import StudyResult, TheoremResult, TrainResult
 
 CONFIG = {
     "model": {"name": "small", "model_name_or_path": "here", "dtype": "float32"},
@@ -94,9 +94,8 @@ def folder_of(path, config, result=None, steps=4, rows=None):
         (path / "eval.csv").write_text(EVAL)
         write_rows(path, rows or [completion(step) for step in range(1, steps + 1)])
     if result:
-        equal = "equal_rewards" in result
-        record = EqualRewardsResult if equal else RECORDS[command_of(config)]
-        (path / "result.json").write_text(json.dumps(completed(record, result)))
+        whole = completed(RECORDS[command_of(config)], result)
+        (path / "result.json").write_text(json.dumps(whole))
     return path
 
 
@@ -209,7 +208,9 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
         ("What each group size costs at the same number of rollouts", None),
         ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
     ]  # fmt: skip
-    curves, law = page.tables[:2]
+    by_title = {table.title: table for table in page.tables}
+    curves = by_title["Mean squared error of the gradient"]
+    law = by_title["Scaling law and Assumption 2"]
     vanilla = "vanilla (no baseline)"
     assert curves.rows == [[vanilla, 2, "4.00 [3.50, 4.50]"], [vanilla, 4, "2.00 (no interval)"]]
     assert "method: closed_form" in curves.notes[0]
@@ -226,12 +227,10 @@ def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
 
 def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
     result = {
-        "curves": [], "equal_rewards": {"reward": 0.0, "completions": 80, "right": 80},
-        "scaling": dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
-        "assumption2": {"corr": None}, "summary": "All are right. WARNING: 2 were not judged.",
-    }  # fmt: skip
+        "equal_rewards": {"reward": 0.0, "completions": 80, "right": 80},
+        "summary": "All are right. WARNING: 2 were not judged.",
+    }
     result |= {key: STUDIED[key] for key in ("policy", "cost", "questions", "pool_completions")}
-    result = completed(EqualRewardsResult, result)
     page = page_of(folder_of(tmp_path, asdict(compose("mse")), result))
     assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
     assert page.next_step.startswith("harder questions: grpo-ustat mse ")

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from grpo_ustat.measurements.study_page import QUANTITIES
+from grpo_ustat.measurements.group_size import ASSUMPTION_ROWS, LAW_ROWS
 from grpo_ustat.pages.page import Figure, Page, Table, render
 from grpo_ustat.pages.symbols import PATTERN, SYMBOLS, legend, parts
 
@@ -49,7 +49,11 @@ class Text(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page():
-    law = Table("Scaling law", ["quantity", "estimate"], [[x, 1.0] for x in QUANTITIES.values()])
+    law = Table(
+        "Scaling law",
+        ["quantity", "estimate"],
+        [[x, 1.0] for x in (LAW_ROWS | ASSUMPTION_ROWS).values()],
+    )
     return Text(
         render(
             Page(

@@ -11,7 +11,6 @@ import hostile
 import pytest
 from folders import claim, proved, studied, trained
 
-from grpo_ustat.pages.gradient_error import smallest
 from grpo_ustat.pages.tables import Table, tex
 from grpo_ustat.report.aggregate import report_runs
 
@@ -71,19 +70,6 @@ def test_what_latex_would_run_is_set_as_it_is(text):
     assert not re.search(r"(?<!\\)[&%#_]", tex(text))
     assert tex(text).isascii()
     check_latex(table([[text, text, text]], notes=[text]).latex())
-
-
-def test_the_least_error_is_marked_and_what_its_interval_does_not_tell_from_it():
-    rows = [
-        {"baseline": name, "mse": x, "low": low, "high": high, "unbiased": name != "shrunken"}
-        for name, x, low, high in (
-            ("oracle", 1.0, 0.9, 1.1), ("a", 5.0, 4.0, 6.0), ("b", 3.0, 2.0, 4.0),
-            ("c", 5.0, 4.5, 6.0), ("d", None, None, None), ("e", 4.0, None, None),
-            ("shrunken", 1.0, 0.5, 2.0),
-        )
-    ]  # fmt: skip
-    assert smallest(rows) == {"b": True, "a": False}
-    assert smallest(rows[:2]) == {}
 
 
 @pytest.fixture(scope="module")

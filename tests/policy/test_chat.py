@@ -12,10 +12,10 @@ from commands import compose
 from grpo_ustat.config.identity import folder_name, identity
 from grpo_ustat.config.model import cache_folder
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.measurements.next_step import policy_overrides
 from grpo_ustat.mse import pool_store
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool_store import draws_of, prompt_date
-from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.policy import chat
 from grpo_ustat.policy.chat import ChatFormat, chat_format, in_chat_format
 from grpo_ustat.policy.configured import configured_policy, configured_task

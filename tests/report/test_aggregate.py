@@ -18,7 +18,7 @@ from grpo_ustat.report import __main__ as command
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.accuracy_answer import at_last, best_sentence
 from grpo_ustat.report.aggregate import report_runs, report_sweep
-from grpo_ustat.runs.result import EqualRewardsResult
+from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.runs.status import Entry
 
 REFUSED = {
@@ -159,7 +159,7 @@ def equally_rewarded(folder, model):
     result = {key: result[key] for key in ("policy", "questions", "pool_completions", "cost")}
     result |= {"equal_rewards": {"reward": 0.0, "completions": 128, "cut": 128, "no_answer": 0},
                "summary": "All were cut. WARNING: x"}  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(completed(EqualRewardsResult, result)))
+    (folder / "result.json").write_text(json.dumps(completed(StudyResult, result)))
 
 
 @pytest.mark.slow

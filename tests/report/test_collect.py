@@ -9,6 +9,7 @@ import pytest
 from folders import studied, trained
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.measurements.registry import finished_study
 from grpo_ustat.report.accuracy_answer import missing_cells
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.record import distinguishing_keys, key_label
@@ -63,7 +64,7 @@ def test_every_folder_is_shown_or_named(tmp_path):
     states = {run.label: run.state.name for run in got.runs}
     assert states == {
         "killed": "stopped",
-        "old": "stopped",
+        "old": "done",
         "study": "done",
         "torn": "stopped",
         "whole": "done",
@@ -74,7 +75,8 @@ def test_every_folder_is_shown_or_named(tmp_path):
     assert "step 4 of 8 (killed)" in by_label["killed"].unfinished
     assert [row["mean_reward"] for row in by_label["killed"].evals] == [0.2, 0.3]
     assert any("result.json" in note for note in by_label["torn"].notes)
-    assert by_label["old"].notes[0] == "result.json is damaged and not shown: it has no scaling"
+    assert finished_study(by_label["old"]) is None
+    assert by_label["old"].notes == ["result.json is damaged and not shown: it has no scaling"]
     assert [row["mean_reward"] for row in by_label["torn"].evals] == [0.2, 0.3, 0.4]
 
 

@@ -195,7 +195,7 @@ def test_a_folder_that_is_moved_or_removed_ends_its_run_in_one_line(tmp_path, ac
 @pytest.mark.parametrize(
     "name, content, wrong",
     [
-        ("result.json", '{"curves": [{"mse": "x"}]}', "curves[0].mse is 'x', not a finite number"),
+        ("result.json", '{"cost": {"tokens": "x"}}', "cost.tokens is 'x', not a whole number"),
         ("result.json", '{"curves": [{"mse": NaN}]}', "it holds NaN, which no run writes"),
         ("result.json", "[" * 100_000, "it is nested more than 40 deep"),
         ("code.json", '{"versions": 3}', "versions is 3, not a mapping"),

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
-from folders import completed, record_in
+from folders import completed, record_in, study_of
 from readme import PAGES, ROOT
 
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.measurements.base import Study
-from grpo_ustat.measurements.registry import OURS
+from grpo_ustat.measurements.group_size import Scaling
+from grpo_ustat.measurements.registry import OURS, finished_study
 from grpo_ustat.runs.contents import content_of, keys_of, misfit
 from grpo_ustat.runs.library import load_run
+from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import (
     RESULT_TYPES,
-    EqualRewardsResult,
     StudyResult,
     TheoremResult,
     TrainResult,
 )
 
-RECORDS = (TrainResult, StudyResult, EqualRewardsResult, TheoremResult)
+RECORDS = (TrainResult, StudyResult, TheoremResult)
 EXAMPLES = sorted((ROOT / "docs/examples").rglob("result.json"))
 NAMED = re.compile(r"`([a-z_.0-9]+)`\s+in\s+`result\.json`")
 
@@ -82,17 +85,34 @@ def test_a_key_that_is_missing_is_named(record):
     whole = completed(record)
     (kind,) = [x for x in RESULT_TYPES.values() if record is x or record in get_args(x)]
     assert misfit(whole, kind) is None and misfit(whole, kind, whole=False) is None
-    for key in whole:
-        if key != "equal_rewards":  # without which it is one of a study
-            less = {name: value for name, value in whole.items() if name != key}
-            assert misfit(less, kind) == f"it has no {key}" and not misfit(less, kind, whole=False)
+    for key in keys_of(record).keys() & whole.keys():
+        less = {name: value for name, value in whole.items() if name != key}
+        assert misfit(less, kind) == f"it has no {key}" and not misfit(less, kind, whole=False)
         assert misfit(whole | {key: [[1]]}, kind, whole=False).startswith(f"{key}")
 
 
 def test_nested_keys_are_named_with_their_place():
     result = completed(StudyResult)
-    del result["scaling"]["gstar_low"]
-    assert misfit(result, StudyResult) == "it has no scaling.gstar_low"
+    del result["policy"]["mean_reward_low"]
+    assert misfit(result, StudyResult) == "it has no policy.mean_reward_low"
     covariance = {"covariance": [[1.0, 2.0, 3.0], [1.0, 2.0], [1.0, 2.0, 3.0]]}
-    wrong = misfit({"scaling": covariance}, StudyResult, whole=False)
+    wrong = misfit(covariance, Scaling, "scaling", whole=False)
     assert wrong == "scaling.covariance[1] is a list, not a list of 3"
+
+
+@pytest.mark.parametrize("one", [one for one in OURS if one.always], ids=lambda one: one.name)
+def test_a_study_that_lacks_what_all_measure_is_not_shown_and_the_key_is_named(one):
+    study = study_of({})
+    assert finished_study(study.run) is not None and study.need(one) is not None
+    for damaged in ({}, {one.name: "x"}):
+        rest = {name: x for name, x in study.run.final_result.items() if name != one.name}
+        run = RunRecord(Path("runs/a"), result=rest | damaged)
+        assert finished_study(run) is None and f"it has no {one.name}" in run.notes[-1]
+        with pytest.raises(ConfigError, match=f"has no {one.name}, "):
+            Study(run).need(one)
+
+
+def test_a_study_of_equal_rewards_needs_no_measurement():
+    study = study_of({"equal_rewards": {"reward": 0.0, "completions": 8, "cut": 8}})
+    assert finished_study(study.run) is not None
+    assert not any(one.name in study.run.final_result for one in OURS)

@@ -25,6 +25,7 @@ from populations import FITTED, POPULATIONS, UNSEEN, Population
 from grpo_ustat.advise.sources import LEAST_STEPS
 from grpo_ustat.estimators.group_size import USUAL_SIZES
 from grpo_ustat.estimators.scaling import LEAST_GSTAR, ScalingLaw
+from grpo_ustat.measurements.group_size import NEIGHBOUR_OFFSETS
 from grpo_ustat.pages.advice import (
     KEEP,
     LOWER,
@@ -32,7 +33,6 @@ from grpo_ustat.pages.advice import (
     TOLERABLE_EXTRA_ERROR,
     group_size_advice,
 )
-from grpo_ustat.pages.findings import NEIGHBOUR_OFFSETS
 from grpo_ustat.records import Array
 
 CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))

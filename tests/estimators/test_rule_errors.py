@@ -13,7 +13,9 @@ from grpo_ustat.config.mse import CLOSED_FORMS
 from grpo_ustat.estimators import losses
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, advantages
 from grpo_ustat.estimators.closed_form import CurvePoint, Request, closed_form
-from grpo_ustat.mse.rules import rule_errors
+from grpo_ustat.estimators.minibatch import scale_free
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.rule_errors import rule_errors, rule_rows
 from grpo_ustat.records import BaselineContext
 
 MEASURED = [
@@ -78,11 +80,10 @@ def test_all_groups_of_a_pool_count(rng, monkeypatch, name, graded):
     """Exactly where they can be counted, to 2 % where 4000 are drawn of each question."""
     monkeypatch.setattr(losses, "DRAWN_GROUPS", 4000)
     pool = drawn_pool(rng, 7, graded=graded)
-    ((found,), absent) = rule_errors(
-        pool, {name: BASELINE_OPTIONS.get(name, {})}, [SIZE], ROLLOUTS, 2, 0
-    )
+    errors = rule_errors(pool, {name: BASELINE_OPTIONS.get(name, {})}, [SIZE], ROLLOUTS, 2, 0)
     mse, bias2 = every_update(pool, name)
-    assert absent == [] and (found.baseline, found.group_size) == (name, SIZE)
+    assert list(errors) == [(name, SIZE)]
+    found = errors[name, SIZE]
     loose = 1e-9 if found.draws is None else 0.02
     assert found.mse.estimate == pytest.approx(mse, rel=loose)
     assert found.bias2 == pytest.approx(bias2, rel=loose, abs=loose * mse)
@@ -96,7 +97,8 @@ def test_a_coupled_rule_has_the_energy_of_drawn_updates(rng, name, size):
     exact: within 4 standard errors, for the drawing of both.
     """
     pool, options, count = drawn_pool(rng, 30), BASELINE_OPTIONS[name], 4
-    ((found,), _) = rule_errors(pool, {name: options}, [size], 4 * size, 600, 0)
+    loss = Loss(name, name, options, "sum", 1)
+    moments, _ = losses.loss_moments(pool, {loss: [size]}, 4 * size, 600, 0)
     energies = []
     for _ in range(4000):
         chosen = rng.permutation(30)[:count, None]
@@ -109,8 +111,10 @@ def test_a_coupled_rule_has_the_energy_of_drawn_updates(rng, name, size):
         update = np.einsum("bg,bgd->d", weights, pool.features_PNR[chosen, place])
         energies.append(update @ update)
     noise = np.std(energies) * (1 / 4000 + 1 / 600) ** 0.5
-    assert found.energy == pytest.approx(np.mean(energies), abs=4 * noise)
-    assert found.draws == 600
+    found = float(moments[loss, size].energy_D[0])
+    assert found == pytest.approx(np.mean(energies), abs=4 * noise)
+    (error,) = rule_errors(pool, {name: options}, [size], 4 * size, 600, 0).values()
+    assert error.draws == 600
 
 
 def test_rules_with_a_closed_form_have_that_error(rng):
@@ -119,24 +123,28 @@ def test_rules_with_a_closed_form_have_that_error(rng):
     outcomes, rows = policy.sample(100, rng), np.arange(20)[:, None]
     scores, rewards = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
     pool = whole_pool(scores, rewards, np.ones_like(outcomes))
-    errors, _ = rule_errors(pool, {"leave_one_out": {}, "group_mean": {}}, [2, 4], 8, 2, 0)
-    points = [CurvePoint(x.baseline, x.group_size, "with_replacement", 8 // x.group_size)
-              for x in errors]  # fmt: skip
+    errors = rule_errors(pool, {"leave_one_out": {}, "group_mean": {}}, [2, 4], 8, 2, 0)
+    points = [CurvePoint(name, size, "with_replacement", 8 // size) for name, size in errors]
     formulas = closed_form(pool, Request(points, {}, 20, True, {}), "questions")
-    for error, point in zip(errors, points, strict=True):
+    for error, point in zip(errors.values(), points, strict=True):
         expected = formulas[point.key]
         near = (expected.high - expected.low) / 20
         np.testing.assert_allclose(error.mse, expected, atol=near, rtol=0)
-        parts = [error.bias2, error.variance, error.energy, error.cross, error.target_sq]
-        np.testing.assert_allclose(parts, formulas.parts[point], atol=near, rtol=0)
+        bias2, variance, *moments = formulas.parts[point]
+        np.testing.assert_allclose([error.bias2, error.variance], [bias2, variance], atol=near)
+        for found, of_formula in zip(
+            (error.cosine, error.best_scalar_mse), scale_free(*moments), strict=True
+        ):
+            assert (found or 0) == pytest.approx(of_formula or 0, rel=0.05)
 
 
 def test_what_a_pool_does_not_tell_is_said(rng):
     rules = {"batch_std": BASELINE_OPTIONS["batch_std"], "opo": {}, "remax": {}}
-    errors, absent = rule_errors(drawn_pool(rng, 12), rules, [2, 3, 4, 12], 12, 2, 0)
-    measured = [(error.baseline, error.group_size) for error in errors]
+    pool, sizes = drawn_pool(rng, 12), [2, 3, 4, 12]
+    measured = list(rule_errors(pool, rules, sizes, 12, 2, 0))
     assert measured == [("batch_std", 3), ("batch_std", 4), *(("opo", g) for g in (2, 3, 4))]
-    reasons = {(row.baseline, row.group_size): row.reason for row in absent}
+    rows = [row for row in rule_rows(pool, rules, sizes, 12) if row.reason is not None]
+    reasons = {(row.loss.rule, row.group_size): row.reason.line for row in rows}
     assert "need a study of 18, got 12" in reasons["batch_std", 2]
     assert "groups of 12 need as many completions" in reasons["opo", 12]
     assert all("reads greedy_P" in reasons["remax", size] for size in (2, 3, 4, 12))

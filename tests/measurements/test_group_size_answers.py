@@ -8,26 +8,25 @@ import math
 import re
 import shlex
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import compose
+from folders import study_of
 from slow_cases import slow_after
 
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.mse.pool_store import draws_of
-from grpo_ustat.pages.findings import (
-    assumption2_sentence,
+from grpo_ustat.measurements.assumption2 import ASSUMPTION2
+from grpo_ustat.measurements.group_size import (
     decision_sentence,
-    group_size_costs,
     interval_note,
     noise_sentence,
-    noise_text,
     study_answer,
-    training_noise_sentence,
 )
-from grpo_ustat.pages.next_step import next_step
+from grpo_ustat.measurements.next_step import next_step
+from grpo_ustat.mse.pool_store import draws_of
+from grpo_ustat.pages.advice import noise_text
+from grpo_ustat.pages.learning import training_noise_sentence
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 RESULT = {
@@ -42,9 +41,14 @@ RESULT = {
 }  # fmt: skip
 
 
+LAW = ScalingLaw.stored(1.0, 2.0, 9.0, 1e-4 * np.eye(3), 99.0)
+
+
 def changed(**scaling):
     result = copy.deepcopy(RESULT)
     result["scaling"] |= scaling
+    if result["scaling"]["covariance"] is None:
+        del result["scaling"]["covariance"], result["scaling"]["dof"]
     return result
 
 
@@ -52,7 +56,7 @@ def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
     """At the ends r of G = 2, 13 - 9 r is 2.485 x .01 sqrt((2 - 4 r)^2 + (1 - r)^2 + (1 - r/3)^2)
     from 0: 1.4340 and 1.4552.
     """
-    assert decision_sentence(RESULT, 256) == (
+    assert decision_sentence(study_of(RESULT), 256) == (
         "Best G is about 4.0 [3.5, 4.6]: at 256 rollouts a step use G = 4, within 5 % of the "
         "least error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %])."
     )
@@ -69,14 +73,14 @@ def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
 )
 def test_only_sizes_that_divide_the_rollouts_are_admissible(rollouts, best, sizes):
     """At n = 10 the errors of G = 2 and 5 are 13 and 9.25."""
-    costs = group_size_costs(ScalingLaw.of_result(RESULT["scaling"]), rollouts)
+    costs = LAW.costs(rollouts)
     assert (costs.best, list(costs.extra)) == (best, sizes)
     assert all(extra.estimate >= 0 for extra in costs.extra.values())
 
 
 def test_one_rollout_has_no_group():
     with pytest.raises(ValueError, match="rollouts=1: a group needs at least 2"):
-        group_size_costs(ScalingLaw.of_result(RESULT["scaling"]), 1)
+        LAW.costs(1)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +100,20 @@ def test_one_rollout_has_no_group():
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
     """The size divides them; of a prime number the next multiple of 8 has one."""
     result = RESULT | {"noise": NOISE}
-    assert study_answer(result, rollouts) == f"Best G is about 4.0 [3.5, 4.6]: {answer}"
-    step = next_step(result, asdict(compose("mse", f"study.rollouts={rollouts}")))
+    assert study_answer(study_of(result), rollouts) == f"Best G is about 4.0 [3.5, 4.6]: {answer}"
+    step = next_step(study_of(result, asdict(compose("mse", f"study.rollouts={rollouts}"))))
     n, size = (int(word.rpartition("=")[2]) for word in step.split()[-2:])
     assert f"at {n} rollouts a step use G = {size}, " in answer
 
 
 def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     wide = changed(c1=0.5, covariance=np.diag([1e-4, 0.01, 0.01]).tolist())
-    assert "use G = 4, within 5 % of the least error (G = 2: +71 %" in decision_sentence(wide, 256)
-    assert decision_sentence(wide, 256).endswith("G = 8 may be as good).")
+    assert "use G = 4, within 5 % of the least error (G = 2: +71 %" in decision_sentence(
+        study_of(wide), 256
+    )
+    assert decision_sentence(study_of(wide), 256).endswith("G = 8 may be as good).")
     unknown = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
-    assert decision_sentence(unknown, 256).endswith(
+    assert decision_sentence(study_of(unknown), 256).endswith(
         "at 256 rollouts a step no size is known to be within 10 % of the least error."
     )
 
@@ -117,23 +123,23 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     [
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist()},
          "Best G is at least 3.5; half of such studies decide with 450 prompts (now 100)."),
-        ({"gstar_high": None, "gstar_low": 1.0, "covariance": np.full((3, 3), np.nan).tolist()},
+        ({"gstar_high": None, "gstar_low": 1.0, "covariance": None},
          "Not enough data for a best G: how many prompts would decide is not known yet (now 100)."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
          "Not enough data for a best G: half of such studies decide with 19000 prompts (now 100)."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
-    assert decision_sentence(changed(**scaling), 256) == sentence
+    assert decision_sentence(study_of(changed(**scaling)), 256) == sentence
 
 
 def test_without_any_signal_the_studys_own_words_are_the_answer():
     result = RESULT | {"assumption2": {"corr": None}}
-    assert decision_sentence(result, 256) == "No reward."
+    assert decision_sentence(study_of(result), 256) == "No reward."
 
 
 def test_intervals_say_what_they_speak_of():
-    assert "from these 100 to new questions" in interval_note(RESULT)
+    assert "from these 100 to new questions" in interval_note(study_of(RESULT))
 
 
 UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist())
@@ -167,7 +173,7 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
 )  # fmt: skip
 def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrides, command):
     config = asdict(compose("mse", *overrides))
-    step = next_step(result, config, Path("runs/a"))
+    step = next_step(study_of(result, config))
     assert step == f"grpo-ustat {command}"
     _, verb, *words = step.split()
     composed = compose(verb, *words)
@@ -192,7 +198,7 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
 def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides):
     """Another seed or sketch would be refused by the pool, other rules answer another question."""
     config = compose("mse", *overrides)
-    _, verb, *words = shlex.split(next_step(UNDECIDED, asdict(config), Path("runs/a")))
+    _, verb, *words = shlex.split(next_step(study_of(UNDECIDED, asdict(config))))
     following = compose(verb, *words)
     assert draws_of(following) == draws_of(config)
     budget = replace(config.budget, pool_completions=8)
@@ -205,7 +211,7 @@ def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides)
 def test_the_next_command_has_the_same_reward_functions():
     """Otherwise it would be about another reward: the task's alone."""
     rewards = ("reward_funcs=[task,brevity]", "reward_weights=[1,0.5]")
-    step = next_step(RESULT, asdict(compose("mse", *rewards)))
+    step = next_step(study_of(RESULT, asdict(compose("mse", *rewards))))
     _, verb, *words = shlex.split(step)
     composed = compose(verb, *words)
     assert (composed.reward_funcs, composed.reward_weights) == (["task", "brevity"], [1.0, 0.5])
@@ -215,7 +221,7 @@ def test_the_next_command_has_the_same_reward_functions():
 @pytest.mark.slow
 def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
     own = compose("mse", "prompt=plain", "prompt.template='Q: {question}, it is '")
-    step = next_step(RESULT, asdict(own))
+    step = next_step(study_of(RESULT, asdict(own)))
     _, verb, *words = shlex.split(step)
     assert compose(verb, *words).prompt.template == "Q: {question}, it is "
 
@@ -229,20 +235,20 @@ def rows_of_ones_own(path, count, *words):
 @pytest.mark.slow
 def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     words = rows_of_ones_own(tmp_path / "my.jsonl", 200, "dataset.study_size=100")
-    _, verb, *typed = shlex.split(next_step(UNDECIDED, asdict(compose("mse", *words))))
+    _, verb, *typed = shlex.split(next_step(study_of(UNDECIDED, asdict(compose("mse", *words)))))
     following = compose(verb, *typed)
     assert following.study.questions == following.dataset.study_size == 150
     config = asdict(compose("mse", *rows_of_ones_own(tmp_path / "few.jsonl", 2)))
     few = {**UNDECIDED, "questions": 2}
-    assert next_step(few, config).startswith(
+    assert next_step(study_of(few, config)).startswith(
         f"more questions: {tmp_path / 'few.jsonl'} has 2 for studies, about "
     )
-    assert next_step(RESULT, config) == (
+    assert next_step(study_of(RESULT, config)) == (
         f"more questions: {tmp_path / 'few.jsonl'} has 0 to train on, a step with the best G takes "
         "1 or more"
     )
     (tmp_path / "few.jsonl").unlink()
-    assert next_step(RESULT, config).startswith("grpo-ustat train ")
+    assert next_step(study_of(RESULT, config)).startswith("grpo-ustat train ")
 
 
 @pytest.mark.slow
@@ -251,7 +257,7 @@ def test_a_study_of_another_version_is_continued_in_the_fields_of_today():
     config = asdict(compose("mse", "study.rollouts=128"))
     config["study"] |= {"settings": ["with_replacement"], "methods": ["replay"]}
     config["budget"] |= {"replay_draws": 50}
-    _, verb, *typed = shlex.split(next_step(UNDECIDED, config))
+    _, verb, *typed = shlex.split(next_step(study_of(UNDECIDED, config)))
     assert compose(verb, *typed).study.rollouts == 128
     assert not any("replay" in word or "settings" in word for word in typed)
 
@@ -259,26 +265,29 @@ def test_a_study_of_another_version_is_continued_in_the_fields_of_today():
 def test_no_more_questions_are_asked_for_than_a_table_has():
     few = changed(gstar_high=None, covariance=np.diag([1.0, 4.0, 3.24]).tolist(), dof=1e9)
     few["questions"] = 10
-    _, verb, *typed = shlex.split(next_step(few, asdict(compose("mse", "dataset=plus_one"))))
+    config = asdict(compose("mse", "dataset=plus_one"))
+    _, verb, *typed = shlex.split(next_step(study_of(few, config)))
     assert compose(verb, *typed).dataset.study_size == 31
     whole = {**UNDECIDED, "questions": 31}
-    step = next_step(whole, asdict(compose("mse", "dataset=plus_one", "dataset.study_size=31")))
+    step = next_step(
+        study_of(whole, asdict(compose("mse", "dataset=plus_one", "dataset.study_size=31")))
+    )
     assert step.startswith("more questions: dataset=plus_one has 31 for studies, about ")
 
 
 def test_rollouts_of_another_framework_are_not_trained_on_here():
     config = asdict(compose("mse")) | {"pool": "logged/rows.parquet"}
-    step = next_step(UNDECIDED, config)
+    step = next_step(study_of(UNDECIDED, config))
     own = {"DATA.jsonl": "tests/data/jsonl/my.jsonl", "LENGTH": "64", "=450": "=20",
            "REWARD.py:FUNCTION": "tests/data/jsonl/my.py:score"}  # fmt: skip
     for theirs, ours in own.items():
         step = step.replace(theirs, ours)
     _, verb, *words = shlex.split(step, comments=True)
     assert compose(verb, *words).study.questions == 20
-    assert next_step(RESULT, config) == (
+    assert next_step(study_of(RESULT, config)) == (
         "train with num_generations=4 where these rollouts were logged"
     )
-    assert next_step(UNDECIDED, config) == (
+    assert next_step(study_of(UNDECIDED, config)) == (
         "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
         "dataset.study_size=450 study.questions=450  # new rollouts with the run's own DATA.jsonl, "
@@ -308,17 +317,20 @@ NOISE = {
     ],
 )  # fmt: skip
 def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):
-    assert noise_sentence(RESULT | {"noise": NOISE}, 256, size) == sentence
+    assert noise_sentence(study_of(RESULT | {"noise": NOISE}), 256, size) == sentence
 
 
 def test_without_a_noise_scale_nothing_is_said():
-    assert noise_sentence(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}, 256) == ""
+    assert (
+        noise_sentence(study_of(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}), 256)
+        == ""
+    )
     unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
-    assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}, 256) == (
+    assert noise_sentence(study_of(RESULT | {"noise": {"curve": [unknown]}}), 256) == (
         "A step of 256 rollouts is at least 61 % noise."
     )
     nothing = unknown | {"rollouts_low": 0.0}
-    assert noise_sentence(RESULT | {"noise": {"curve": [nothing]}}, 256) == ""
+    assert noise_sentence(study_of(RESULT | {"noise": {"curve": [nothing]}}), 256) == ""
 
 
 @pytest.mark.slow
@@ -344,7 +356,9 @@ def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
             assert 0 <= ends.low <= ends.high
             assert math.isnan(ends.estimate) or ends.low <= ends.estimate <= ends.high
         rollouts = int(rng.choice([2, 64, 256, 4096]))
-        text = f"{decision_sentence(result, rollouts)} {noise_text(scale, rollouts)}".strip()
+        text = (
+            f"{decision_sentence(study_of(result), rollouts)} {noise_text(scale, rollouts)}".strip()
+        )
         seen |= set(
             re.findall("nearly all|at least|doubling|halving|use G|nine in ten|not known", text)
         )
@@ -366,6 +380,11 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
     assert text.startswith("A step of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90);")
     assert text.endswith("Steps 3 to 6 together.")
     assert training_noise_sentence(rows[:3], 4, 90) == ""
+
+
+def said(result):
+    study = study_of(result)
+    return " ".join(ASSUMPTION2.sentences(study.need(ASSUMPTION2), study))
 
 
 @pytest.mark.parametrize(
@@ -392,9 +411,9 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
 def test_assumption_2_is_said_with_what_follows(changes, sentence):
     result = copy.deepcopy(RESULT)
     result["assumption2"] |= changes
-    assert assumption2_sentence(result) == sentence
+    assert said(result) == sentence
     result["policy"]["quantity"] = "mean reward"
     graded = sentence.replace("wrong", "low-reward").replace("right", "high-reward")
-    assert assumption2_sentence(result) == graded
+    assert said(result) == graded
     result["assumption2"] |= {"refuted": False, "av_minus_a0_low": -1.0, "av_minus_a0_high": 1.0}
-    assert assumption2_sentence(result) == ""  # neither is known
+    assert said(result) == ""  # neither is known

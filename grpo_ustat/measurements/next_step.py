@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,12 +17,12 @@ from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.study import METHODS
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.scaling import ScalingLaw, divisible_rollouts
-from grpo_ustat.pages.findings import (
-    group_size_costs,
-    prompts_to_decide,
-)
-from grpo_ustat.runs.record import study_rollouts
+from grpo_ustat.estimators.scaling import divisible_rollouts
+from grpo_ustat.measurements.assumption2 import rewards_vary
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.group_size import SCALING, prompts_to_decide
+from grpo_ustat.measurements.losses import LOSSES
+from grpo_ustat.runs.study_parts import CompletionCounts
 
 # At most so many times as many questions are added where a range is wide.
 LARGEST_FOLLOW_UP = 3
@@ -31,32 +30,26 @@ LARGEST_FOLLOW_UP = 3
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
 
-def next_step(
-    result: Mapping[str, Any],
-    config: Mapping[str, Any],
-    folder: Path | None = None,
-    rollouts: int | None = None,
-) -> str:
+def next_step(study: Study, rollouts: int | None = None) -> str:
     """Return the next step, a command where there is one: train with the best G, or study more.
 
     Args:
-        result: content of the study's `result.json`.
-        folder: of the study, whose pool the next one goes on with; None: it draws its own.
         rollouts: n of a training step, halved where there are too few training questions; None:
             the study's.
     """
-    if equal := result.get("equal_rewards"):
-        return _equal_rewards_step(equal, config)
-    rollouts = divisible_rollouts(rollouts or study_rollouts(config))
-    costs = group_size_costs(ScalingLaw.of_result(result["scaling"]), rollouts)
+    config, result = study.run.config, study.result
+    if result.equal_rewards is not None:
+        return _equal_rewards_step(result.equal_rewards, config)
+    rollouts = divisible_rollouts(rollouts or study.rollouts)
+    costs = study.need(SCALING).law.costs(rollouts)
     best = costs.best if costs.tolerance is not None else None
     if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
-            return new_rollouts(model, config["study"]["cut_at"], _questions_for_best(result))
+            return new_rollouts(model, config["study"]["cut_at"], _questions_for_best(study))
         return f"train with num_generations={best} where these rollouts were logged"
     shared = policy_overrides(config)
-    if result["assumption2"].get("corr") is None:
+    if not rewards_vary(study):
         return command_line("mse", *shared, "debug=prompts")
     if best is not None:
         _, most = _questions_there(config["dataset"])
@@ -67,25 +60,24 @@ def next_step(
                 f"more questions: {_place(config)} has {most} to train on, a step with the best G "
                 f"takes {rollouts // best} or more"
             )
-        sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(result, config, best)}"]
+        sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(study, best)}"]
         # `train` refuses `replace`, as it draws no group again.
         replaced, dropped = "zero_variance_groups=replace", "zero_variance_groups=drop"
         loss = [word.replace(replaced, dropped) for word in objective_overrides(config)]
         return command_line("train", *shared, *loss, *sizes)
-    questions, (there, _) = _questions_for_best(result), _questions_there(config["dataset"])
-    if there <= result["questions"]:
+    questions, (there, _) = _questions_for_best(study), _questions_there(config["dataset"])
+    if there <= result.questions:
         return (
             f"more questions: {_place(config)} has {there} for studies, about {questions} are "
             "needed to know the best G"
         )
     questions = int(min(questions, there))
-    budget = config["budget"] | {"pool_completions": result["pool_completions"]}
+    budget = config["budget"] | {"pool_completions": result.pool_completions}
     sizes = [f"study.questions={questions}", *study_overrides({**config, "budget": budget})]
     if questions > (config["dataset"].get("study_size") or math.inf):
         shared = [one for one in shared if not one.startswith("dataset.study_size=")]
         sizes.insert(0, f"dataset.study_size={questions}")
-    if pool := config.get("pool") or (folder and str(folder / "pool")):
-        sizes.append(f"pool={pool}")
+    sizes.append(f"pool={config.get('pool') or study.run.folder / 'pool'}")
     return command_line("mse", *shared, *sizes)
 
 
@@ -137,32 +129,33 @@ def _place(config: Mapping[str, Any]) -> str:
     return config["dataset"].get("path") or f"dataset={config['dataset']['name']}"
 
 
-def _questions_for_best(result: Mapping[str, Any]) -> int:
+def _questions_for_best(study: Study) -> int:
     """Return the number of questions of a further study that can tell the best G."""
-    half, most = prompts_to_decide(result)
-    follow_up = (1 + LARGEST_FOLLOW_UP) * result["questions"]
+    half, most = prompts_to_decide(study.need(SCALING))
+    follow_up = (1 + LARGEST_FOLLOW_UP) * study.result.questions
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
 
 
-def _best_of_loss(result: Mapping[str, Any], config: Mapping[str, Any], best: int) -> int:
+def _best_of_loss(study: Study, best: int) -> int:
     """Return the best G of the unbiased gradient.
 
     If that G is worse for the study's objective, return the best G of the objective.
     """
-    name = config.get("objective", {}).get("name")
-    rows = [row for row in result.get("losses", []) if row["loss"] == name]
-    known = [row for row in rows if row.get("worth") is not None]
-    if not known or best in [row["group_size"] for row in known if row["alike"]]:
+    name = study.run.value("objective.name")
+    rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
+    known = [row for row in rows if row.worth is not None and row.worth.is_known]
+    if not known or best in [row.group_size for row in known if row.alike]:
         return best
-    return next(row["group_size"] for row in known if row["best"])
+    return next(row.group_size for row in known if row.best)
 
 
-def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
     """Return the next step where all rewards are equal, by the outcome of most completions."""
     names = ("right", "cut", "no_answer", "wrong")
-    fate = max(names, key=lambda name: equal.get(name, 0))
+    counts = {name: getattr(equal, name) or 0 for name in names}
+    fate = max(names, key=counts.__getitem__)
     if (config.get("pool") or "").endswith(".parquet"):
-        which = "longer completions" if fate == "cut" and equal["cut"] else "other questions"
+        which = "longer completions" if fate == "cut" and counts["cut"] else "other questions"
         return f"log {which}, some of them right and some wrong, and import these"
     shared = [*policy_overrides(config), *study_overrides(config)]
     if config["study"]["questions"] is not None:
@@ -171,7 +164,7 @@ def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> 
     def without(*groups: str) -> list[str]:
         return [one for one in shared if not one.startswith(groups)]
 
-    if not equal.get(fate) or fate == "no_answer":
+    if not counts[fate] or fate == "no_answer":
         return command_line("mse", *policy_overrides(config), "debug=prompts")
     if fate == "right":
         return "harder questions: " + command_line("mse", *without("dataset"), "dataset=NAME")

@@ -1,0 +1,88 @@
+r"""The error of any rule's update of n rollouts, for new questions: no closed form is needed.
+
+A rule is the loss whose rows weigh 1/n, so that the moments of its update ghat are those of
+`estimators.losses`: over all groups of G of the pool where their levels can be counted, over drawn
+groups else, over drawn batches of rules that couple the questions of a batch. With B = n / G
+questions drawn independently,
+
+    MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
+
+in which products of means are those of different questions, so that the number and its interval
+are of the population that the questions are a sample of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from grpo_ustat.estimators.intervals import jackknife_interval
+from grpo_ustat.estimators.losses import LossRow, draws_behind, loss_moments, refusal
+from grpo_ustat.estimators.minibatch import GradientError, scale_free
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.worth import UpdateMoments, without
+from grpo_ustat.records import Array, ScorePool
+
+
+def rule_rows(
+    pool: ScorePool,
+    rules: Mapping[str, Mapping[str, float]],
+    group_sizes: Sequence[int],
+    rollouts: int,
+) -> list[LossRow]:
+    """Return rules as losses at every G, those that the pool does not tell with the reason.
+
+    Args:
+        rules: options by rule.
+        rollouts: n of an update.
+    """
+    losses = [Loss(name, name, options, "sum", 1) for name, options in rules.items()]
+    rows = [LossRow(loss, size, rollouts, None) for loss in losses for size in group_sizes]
+    return [replace(x, reason=refusal(pool, x.loss, x.group_size, rollouts)) for x in rows]
+
+
+def rule_errors(
+    pool: ScorePool,
+    rules: Mapping[str, Mapping[str, float]],
+    group_sizes: Sequence[int],
+    rollouts: int,
+    draws: int,
+    seed: int,
+) -> dict[tuple[str, int], GradientError]:
+    """Compute the errors of rules, by rule and G, where the pool tells them, see `rule_rows`.
+
+    Args:
+        draws: pairs of batches behind rules that couple the questions of a batch.
+    """
+    measured: dict[Loss, list[int]] = {}
+    for row in rule_rows(pool, rules, group_sizes, rollouts):
+        sizes = measured.setdefault(row.loss, [])
+        if row.reason is None:
+            sizes.append(row.group_size)
+    moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed)
+    return {
+        (loss.rule, size): _rule_error(
+            moments[loss, size], signal_D, pool.metrics, draws_behind(pool, loss, size, draws)
+        )
+        for loss, sizes in measured.items()
+        for size in sizes
+    }
+
+
+def _rule_error(
+    moments: UpdateMoments, signal_D: Array, metrics: int, draws: int | None
+) -> GradientError:
+    mse_D = moments.energy_D - 2 * moments.cross_D + signal_D
+    energy, cross, target_sq = (
+        float(x_D[0]) for x_D in (moments.energy_D, moments.cross_D, signal_D)
+    )
+    variance = energy - float(moments.mean_sq_D[0])
+    cosine, best = scale_free(energy, cross, target_sq)
+    return GradientError(
+        mse=jackknife_interval(float(mse_D[0]), without(mse_D, metrics), positive=True),
+        bias2=float(mse_D[0]) - variance,
+        variance=variance,
+        cosine=cosine,
+        best_scalar_mse=best,
+        draws=draws,
+    )

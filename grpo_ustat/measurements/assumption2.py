@@ -1,0 +1,179 @@
+"""Assumption 2, squared score norm and reward uncorrelated given the prompt, and what follows.
+
+The paper's ordering, the oracle before no baseline and GRPO before it from some G on, rests on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.moments import is_correlated, refutes_assumption2
+from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.measurements.base import Measurement, PoolStudy, Study
+from grpo_ustat.pages.tables import three_digits
+from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
+from grpo_ustat.runs.contents import NumberOrNull, Sometimes
+from grpo_ustat.terminal.streams import percentage
+
+ALL_EQUAL = (
+    "All completions of a question got the same reward: any baseline that learns it has no error, "
+    "vanilla (no baseline) alone is noisy. Choose questions that are sometimes right."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumption2:
+    """Test that squared score norm and reward are uncorrelated given the question."""
+
+    # The constant A of no baseline.
+    a0: NumberOrNull
+    # A of the value.
+    a_v: NumberOrNull
+    # A of the best baseline.
+    a_bstar: NumberOrNull
+    corr: Interval
+    # Share of A_V that the best baseline saves.
+    share: Interval
+    av_minus_abstar: Interval
+    av_minus_a0: Interval
+    # G from which on GRPO is better than no baseline.
+    crossover_group_size: Interval
+    # Share of zero-variance groups there.
+    silent_share_at_crossover: float | None
+    # At the questions at hand.
+    refuted: bool
+    # Why a number is missing.
+    reason: Sometimes[str] = None
+
+
+def measure(study: PoolStudy) -> Assumption2:
+    """Measure the assumption and the ordering, for new questions.
+
+    The assumption is a hypothesis on every question, so it is refuted where the questions at hand
+    refute it.
+    """
+    found = study.at_hand
+    refuted = refutes_assumption2(found["share"], found["corr"])
+    rewards_PN = study.pool.rewards_PN
+    if len(rewards_PN) >= LEAST_QUESTIONS:
+        found = study.population
+    corr, crossover = found["corr"].within(-1, 1), found["crossover"]
+    size, silent_share_there, reason = rewards_PN.shape[1], None, None
+    if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
+        silent_P = silent_share(rewards_PN, math.ceil(crossover.estimate))
+        silent_share_there = float(silent_P.mean())
+    if not math.isfinite(corr.estimate):
+        reason = "all rewards of a question are equal: no covariance with the reward"
+    elif found["av_minus_a0"].low > 0:
+        reason = "A_0 < A_V: GRPO never passes vanilla"
+    elif not math.isfinite(crossover.high):
+        reason = "A_0 - A_V is not significantly different from 0: no finite crossover interval"
+    return Assumption2(
+        a0=found["a0"].estimate,
+        a_v=found["a_v"].estimate,
+        a_bstar=found["a_bstar"].estimate,
+        share=found["share"],
+        av_minus_abstar=found["av_minus_abstar"],
+        av_minus_a0=found["av_minus_a0"],
+        corr=corr,
+        crossover_group_size=crossover,
+        silent_share_at_crossover=silent_share_there,
+        refuted=refuted,
+        reason=reason,
+    )
+
+
+def sentences(record: Assumption2, study: Study) -> list[str]:
+    """Return a sentence on the assumption and on the better of vanilla and GRPO, if known."""
+    corr, difference = record.corr, record.av_minus_a0
+    passes = record.crossover_group_size
+    right_or_wrong = study.result.policy.quantity == ACCURACY
+    worse = "wrong" if right_or_wrong else "low-reward"
+    better = "right" if right_or_wrong else "high-reward"
+    ordering, follows = "which of vanilla and GRPO is better is not known", False
+    if difference.low > 0:
+        ordering, follows = "vanilla beats GRPO here", corr.estimate < 0
+    elif difference.high < 0 and math.isfinite(passes.high):
+        from_size = f"{passes.estimate:.1f} [{passes.low:.1f}, {passes.high:.1f}]"
+        ordering = f"GRPO beats vanilla from G > {from_size} on here"
+        follows = corr.estimate > 0
+    elif not record.refuted:
+        return []
+    if not record.refuted:
+        return [f"Assumption 2 is not refuted; {ordering}."]
+    if not is_correlated(corr):
+        return [f"Assumption 2 fails, in different directions at different prompts; {ordering}."]
+    loud = worse if corr.estimate < 0 else better
+    so = ", so " if follows else "; "
+    return [f"Assumption 2 fails: {loud} answers have the longer gradients{so}{ordering}."]
+
+
+ASSUMPTION2 = Measurement("assumption2", Assumption2, measure, sentences, always=True)
+
+
+def rewards_vary(study: Study) -> bool:
+    """Return True if rewards of some question differ: without that there is no gradient."""
+    return study.result.equal_rewards is None and study.need(ASSUMPTION2).corr.is_known
+
+
+def summary_sentences(study: PoolStudy) -> list[str]:
+    """Return sentences for the summary: on the assumption, and on the ordering that follows."""
+    scope = "conditional on these" if study.interval == "completions" else "generalising to new"
+    return [_assumption_sentence(study, f"intervals {scope} questions"), _ordering_sentence(study)]
+
+
+def _assumption_sentence(study: PoolStudy, scope: str) -> str:
+    share, corr = study.at_hand["share"], study.at_hand["corr"]
+    text = f"corr(q, Z) = {corr.estimate:.3f}"
+    if math.isfinite(corr.low):
+        text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}] averaged over prompts"
+    if not math.isfinite(share.low):
+        return (
+            f"{text}; Assumption 2 is not judged: that takes 6 completions a question, and several "
+            "questions with rewards that vary."
+        )
+    gain = (
+        f"the best prompt-only baseline E[q Z]/E[q] takes {percentage(share.estimate, 1)} "
+        f"[{percentage(share.low, 1)}, {percentage(share.high, 1)}] off the oracle's A_V"
+    )
+    name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
+    if not refutes_assumption2(share, corr):
+        return f"{name} is not refuted: {gain}; {text} ({scope})."
+    direction = "in opposite directions at different prompts, or in no clear one"
+    if not corr.low <= 0 <= corr.high:
+        direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers carry the larger scores"
+    return f"{name} fails, {direction}: {gain}; {text} ({scope})."
+
+
+def _ordering_sentence(study: PoolStudy) -> str:
+    found, rewards_PN = study.population, study.pool.rewards_PN
+    difference, cross = found["av_minus_a0"], found["crossover"]
+    a_0, a_v = (three_digits(found[name].estimate) for name in ("a0", "a_v"))
+    values = f"A_0 = {a_0}, A_V = {a_v}"
+    if difference.high < 0:
+        high = f"{cross.high:.1f}" if math.isfinite(cross.high) else "infinity"
+        size = math.ceil(cross.estimate) if math.isfinite(cross.estimate) else 0
+        zero_variance = ""
+        if 2 <= size <= rewards_PN.shape[1]:
+            share = silent_share(rewards_PN, size).mean()
+            zero_variance = (
+                f", where {percentage(share)} of the groups of {size} are zero-variance groups "
+                "(all rewards equal)"
+            )
+        return (
+            f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "
+            f"and GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on "
+            f"(for new questions){zero_variance}."
+        )
+    if difference.low > 0:
+        return (
+            f"{values}: the paper's ordering is reversed, vanilla (no baseline) beats the oracle "
+            "and GRPO at every G."
+        )
+    return (
+        f"{values}: not enough data to say which of vanilla (no baseline) and the oracle is better "
+        f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}] for new "
+        "questions)."
+    )

@@ -1,0 +1,476 @@
+"""Errors of the gradient by every rule at every G, their ratios to the oracle's, what is missing.
+
+A rule with a closed form is measured by it, another by all groups of the pool, at a fixed number of
+rollouts of new questions; Monte Carlo draws updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.closed_form import ClosedForm, CurvePoint
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.minibatch import GradientError, scale_free
+from grpo_ustat.estimators.rule_errors import rule_errors, rule_rows
+from grpo_ustat.measurements.base import (
+    Measurement,
+    PoolStudy,
+    Study,
+    policies_quantity,
+    scopes_text,
+    study_columns,
+)
+from grpo_ustat.pages.symbols import baseline_word
+from grpo_ustat.pages.tables import (
+    MOST_BASELINES,
+    Table,
+    closed_interval_text,
+    count_text,
+    interval_scope,
+    rows_table,
+)
+from grpo_ustat.runs.contents import Count, NumberOrNull, Size, Sometimes, content_of
+
+# The target of every error.
+EXPECTED_REWARD = "gradient of the expected reward"
+CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO = "closed_form", "new_questions", "monte_carlo"
+ONCE, REPLACED = "all_questions_once", "with_replacement"
+Setting = Annotated[str, (ONCE, REPLACED)]
+# Scopes of intervals.
+INTERVAL_WORDS = {
+    "completions": "conditional on these questions",
+    "questions": "generalising to new questions",
+}
+NEED_VALUES = ("oracle", "optimal")
+SMALLEST_NOTE = "Bold: the least error of a line among unbiased rules that know no values"
+ALIKE_NOTE = "underlined: its 95 % interval reaches that of the least"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveRow:
+    """A mean squared error of a baseline's gradient, also a row of `curves.csv`."""
+
+    # How it was measured.
+    method: Annotated[str, (CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO)]
+    # The rule; see `estimators.rule_errors` of new_questions.
+    baseline: str
+    # The vector that the estimate is judged against.
+    target: str
+    # How the questions of a batch are drawn: each of the study once, or independently.
+    setting: Setting
+    # The population of the interval: other completions, or other questions too.
+    interval: Annotated[str, ("completions", "questions")]
+    # G.
+    group_size: Size
+    # Prompts of a batch.
+    num_prompts: Size
+    # True if the estimate's mean is the target.
+    unbiased: bool
+    # The error, with its interval `low`, `high`.
+    mse: NumberOrNull
+    low: NumberOrNull
+    high: NumberOrNull
+    # Draws; null of a closed form, and if all groups of the pool count.
+    replicates: Count | None
+    # The two parts of the error are `bias2` and `variance`.
+    bias2: NumberOrNull
+    variance: NumberOrNull
+    # Over ||target||^2.
+    relative_mse: NumberOrNull
+    # The relative error of the best multiple.
+    best_scalar_mse: NumberOrNull
+    # Of the estimate and the target.
+    cosine: NumberOrNull
+
+    @property
+    def error(self) -> Interval:
+        """The error with its interval."""
+        return Interval(*(math.nan if x is None else x for x in (self.mse, self.low, self.high)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleRatio:
+    """A baseline's error over the oracle's at the same G, with a paired interval."""
+
+    baseline: str
+    setting: Setting
+    group_size: Size
+    num_prompts: Size
+    ratio: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotMeasured:
+    """A rule whose error for new questions is not measured at one G, and the reason."""
+
+    baseline: str
+    group_size: Size
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNorm:
+    """||grad J||^2."""
+
+    grad_sq: Interval
+    # Why relative errors are null, if it is not surely above 0.
+    reason: Sometimes[str] = None
+
+
+def measure_curves(study: PoolStudy) -> list[CurveRow]:
+    """Measure the error of every rule at every G, by each method."""
+    rows = []
+    if CLOSED_FORM in study.methods:
+        rows += _formula_rows(study, study.at_hand, CLOSED_FORM, study.interval)
+    if study.rules:
+        rows += _new_questions_rows(study)
+    for (name, size), error in study.monte_carlo.items():
+        point = CurvePoint(name, size, ONCE, study.request.questions)
+        rows.append(_row(study, point, error, MONTE_CARLO, "completions"))
+    return rows
+
+
+def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
+    """Return a row per rule and G, of n rollouts of new questions, in the order of the rules."""
+    rows = _formula_rows(study, study.population, NEW_QUESTIONS, "questions")
+    errors = rule_errors(
+        study.pool, study.rules, study.group_sizes, study.rollouts, study.draws, study.seed
+    )
+    for (name, size), error in errors.items():
+        point = CurvePoint(name, size, REPLACED, study.rollouts // size)
+        rows.append(_row(study, point, error, NEW_QUESTIONS, "questions"))
+    order = study.baselines.index
+    return sorted(rows, key=lambda row: (order(row.baseline), row.group_size))
+
+
+def _formula_rows(
+    study: PoolStudy, found: ClosedForm, method: str, interval: str
+) -> list[CurveRow]:
+    """Return a row for each point that has a closed form."""
+    rows = []
+    for point, (bias2, variance, *moments) in found.parts.items():
+        error = GradientError(found[point.key], bias2, variance, *scale_free(*moments))
+        rows.append(_row(study, point, error, method, interval))
+    return rows
+
+
+def _row(
+    study: PoolStudy, point: CurvePoint, error: GradientError, method: str, interval: str
+) -> CurveRow:
+    """Return a row; columns free of scale are null where ||grad J||^2 is not surely above 0."""
+    target_sq = _target_sq(study, method)
+    known = target_sq.low > 0
+    return CurveRow(
+        method=method,
+        baseline=point.baseline,
+        target=EXPECTED_REWARD,
+        setting=point.setting,
+        interval=interval,
+        group_size=point.group_size,
+        num_prompts=point.num_prompts,
+        unbiased=BASELINES[point.baseline].unbiased,
+        mse=error.mse.estimate,
+        low=error.mse.low,
+        high=error.mse.high,
+        replicates=error.draws,
+        bias2=error.bias2,
+        variance=error.variance,
+        relative_mse=error.mse.estimate / target_sq.estimate if known else None,
+        best_scalar_mse=error.best_scalar_mse if known else None,
+        cosine=error.cosine if known else None,
+    )
+
+
+def _target_sq(study: PoolStudy, method: str) -> Interval:
+    """Return ||grad J||^2 of the questions of a method's batches."""
+    if method == NEW_QUESTIONS:
+        return study.population["grad_sq"]
+    return study.at_hand["grad_sq_at_hand"]
+
+
+def measure_gradient(study: PoolStudy) -> GradientNorm:
+    """Measure ||grad J||^2, with the methods whose columns free of scale are null for it."""
+    made = {
+        CLOSED_FORM: CLOSED_FORM in study.methods and bool(study.at_hand.parts),
+        NEW_QUESTIONS: bool(study.rules),
+        MONTE_CARLO: bool(study.monte_carlo),
+    }
+    unknown = [name for name, is_made in made.items() if is_made]
+    unknown = [name for name in unknown if not _target_sq(study, name).low > 0]
+    reason = None
+    if unknown:
+        reason = (
+            "||grad J||^2 is not significantly different from 0: relative_mse, best_scalar_mse "
+            f"and cosine are null ({', '.join(unknown)})"
+        )
+    return GradientNorm(grad_sq=study.at_hand["grad_sq"], reason=reason)
+
+
+def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
+    """Measure errors over the oracle's, of these questions and of new ones.
+
+    There is no ratio where the oracle's error is not above 0.
+    """
+    return [
+        OracleRatio(
+            baseline=point.baseline,
+            setting=point.setting,
+            group_size=point.group_size,
+            num_prompts=point.num_prompts,
+            ratio=found[point.ratio_key],
+        )
+        for found in (study.at_hand, study.population)
+        for point in found.parts
+        if point.baseline != "oracle"
+    ]
+
+
+def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
+    """List rules without a closed form that the pool does not tell at some G, with the reason."""
+    rows = rule_rows(study.pool, study.rules, study.group_sizes, study.rollouts)
+    return [
+        NotMeasured(baseline=row.loss.rule, group_size=row.group_size, reason=row.reason.line)
+        for row in rows
+        if row.reason is not None
+    ]
+
+
+def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
+    """Return a table with a row for every point; a column with one value becomes a note."""
+    (curves,) = found.values()
+    rows = [
+        content_of(row)
+        | {"baseline": baseline_word(row.baseline), "mse": closed_interval_text(row.error)}
+        | {"low": None, "high": None}
+        for row in curves
+    ]
+    if not rows:
+        return []
+    axes = {"baseline", "group_size", "mse"}
+    same = [key for key in rows[0] if key not in axes and len({row[key] for row in rows}) == 1]
+    values = [
+        f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
+    ]
+    differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
+    note = f"Of all rows: {'; '.join(values)}. In brackets: 95 % intervals."
+    return [rows_table("Mean squared error of the gradient", differing, note)]
+
+
+def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
+    """Return a table with a row for every point."""
+    (ratios,) = found.values()
+    rows = [
+        content_of(row)
+        | {"baseline": baseline_word(row.baseline), "ratio": closed_interval_text(row.ratio)}
+        | {"ratio_low": None, "ratio_high": None}
+        for row in ratios
+    ]
+    note = "In brackets: 95 % intervals, paired."
+    return [rows_table("Error of the gradient over the oracle's", rows, note)] if rows else []
+
+
+def not_measured_tables(found: Mapping[Study, list[NotMeasured]]) -> list[Table]:
+    """Return a table with a row for each rule and G."""
+    (absent,) = found.values()
+    return [rows_table("Not measured", list(map(content_of, absent)))] if absent else []
+
+
+CURVES: Measurement[list[CurveRow]] = Measurement(
+    "curves", list[CurveRow], measure_curves, tables=curve_tables, in_reports=False, always=True
+)
+RATIOS: Measurement[list[OracleRatio]] = Measurement(
+    "ratio_to_oracle", list[OracleRatio], measure_ratios, tables=ratio_tables, in_reports=False,
+    always=True,
+)  # fmt: skip
+NOT_MEASURED: Measurement[list[NotMeasured]] = Measurement(
+    "not_measured", list[NotMeasured], list_not_measured, tables=not_measured_tables,
+    in_reports=False, always=True,
+)  # fmt: skip
+GRADIENT: Measurement[GradientNorm] = Measurement(
+    "grad_sq", GradientNorm, measure_gradient, in_reports=False, always=True
+)
+
+
+def terminal_tables(study: Study) -> list[Table]:
+    """Return one study's tables, each of a method and of at most four baselines.
+
+    A table has a row per group size and a column per baseline.
+    """
+    tables = []
+    for rows in _by_kind(study.need(CURVES)):
+        names = list(dict.fromkeys(row.baseline for row in rows))
+        for first in range(0, len(names), MOST_BASELINES):
+            part = names[first : first + MOST_BASELINES]
+            tables.append(_terminal_table(study, [row for row in rows if row.baseline in part]))
+    return tables
+
+
+def _by_kind(curves: Iterable[CurveRow]) -> list[list[CurveRow]]:
+    """Return the rows of each method and setting."""
+    kinds: dict[tuple[str, str], list[CurveRow]] = {}
+    for row in curves:
+        kinds.setdefault((row.method, row.setting), []).append(row)
+    return list(kinds.values())
+
+
+def _terminal_table(study: Study, rows: Sequence[CurveRow]) -> Table:
+    result, first = study.result, rows[0]
+    policy, (mean, low, high) = result.policy, result.policy.mean_reward
+    setting = f"averaged over {count_text(result.questions, 'question')} ({first.method})"
+    if first.setting == REPLACED:
+        setting = f"of {first.num_prompts * first.group_size} rollouts of new questions"
+    source = f"{result.pool_completions} completions a question"
+    if first.method == MONTE_CARLO:
+        source = f"replicates of the largest G: {min(row.replicates or 0 for row in rows)}"
+    unbiased = {row.baseline: row.unbiased for row in rows}
+    cells = {(row.group_size, row.baseline): mse_text(row) for row in rows}
+    sizes = sorted({row.group_size for row in rows})
+    return Table(
+        title=(
+            f"MSE of the gradient, {setting}\n"
+            f"against the {first.target}\n"
+            f"policy {policy.name}, {policy.quantity} {mean:.3f} [{low:.3f}, {high:.3f}] "
+            f"({interval_scope(result.questions)})"
+        ),
+        columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
+        rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
+        notes=[f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}", *missing_errors(rows)],
+    )
+
+
+def mse_text(row: CurveRow) -> str:
+    """Format an error with its interval below it."""
+    return (closed_interval_text(row.error) or "-").replace(" ", "\n", 1)
+
+
+def missing_errors(rows: Iterable[CurveRow]) -> list[str]:
+    """Return a line for every baseline without an error at some group sizes, with the reason."""
+    sizes: dict[str, list[int]] = {}
+    for row in rows:
+        if not row.error.is_known:
+            sizes.setdefault(row.baseline, []).append(row.group_size)
+    return [
+        f"No error of {baseline_word(name)} at G = {', '.join(map(str, dict.fromkeys(missing)))}: "
+        "result.json holds no number."
+        for name, missing in sizes.items()
+    ]
+
+
+def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
+    """Return a table with a row per policy, kind of curve and group size, a column per baseline.
+
+    Args:
+        study_keys: configuration keys in which the studies differ.
+    """
+    curves = [row for study in studies for row in study.need(CURVES)]
+    names = list(dict.fromkeys(row.baseline for row in curves))
+    several = [key for key in ("method", "setting") if len({getattr(x, key) for x in curves}) > 1]
+    rows, marks, data = [], {}, []
+    for study in studies:
+        columns = _columns(study, study_keys)
+        data += [columns | content_of(row) for row in study.need(CURVES)]
+        for kind in _by_kind(study.need(CURVES)):
+            heading = _heading(study, [getattr(kind[0], key) for key in several])
+            cells = {(row.group_size, row.baseline): mse_text(row) for row in kind}
+            for size in sorted({row.group_size for row in kind}):
+                of_size = [row for row in kind if row.group_size == size]
+                for name, best in smallest(of_size).items():
+                    marks[len(rows), 2 + names.index(name)] = best
+                rows.append([heading, str(size), *(cells.get((size, x), "-") for x in names)])
+    notes = [_interval_note(studies, curves), *_missing_points(studies), *missing_in(studies)]
+    words = [SMALLEST_NOTE] * (True in marks.values()) + [ALIKE_NOTE] * (False in marks.values())
+    legend = [f"{'; '.join(words)}."] if words else []
+    return Table(
+        name="mse",
+        title="MSE of the gradient",
+        columns=["policy", "G", *map(baseline_word, names)],
+        rows=rows,
+        notes=notes,
+        data=data,
+        figure_notes=notes,
+        headings=True,
+        marks=marks,
+        latex_notes=[*notes, *legend],
+    )
+
+
+def _columns(study: Study, study_keys: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of the CSV file that describe the study of a row."""
+    result, policy = study.result, content_of(study.result.policy)
+    names = ("quantity", "mean_reward", "mean_reward_low", "mean_reward_high")
+    return (
+        study_columns(study.run, study_keys)
+        | {"seed": study.run.config["seed"], "questions": result.questions}
+        | {"pool_completions": result.pool_completions}
+        | {name: policy[name] for name in names}
+    )
+
+
+def _heading(study: Study, kind: Sequence[str]) -> str:
+    """Return policy, data set, pool and accuracy or mean reward, and the kind of curve."""
+    result, (mean, low, high) = study.result, study.result.policy.mean_reward
+    lines = [
+        f"{study.run.policy}\n{study.run.dataset}",
+        f"{result.questions} x {result.pool_completions}",
+        f"{mean:.2f} [{low:.2f}, {high:.2f}]",
+    ]
+    return "\n".join([*lines, *(word.replace("_", " ") for word in kind)])
+
+
+def missing_in(studies: Iterable[Study]) -> list[str]:
+    """Return lines on missing numbers, each with its study's name."""
+    return [
+        f"{study.run.label}: {line}"
+        for study in studies
+        for line in missing_errors(study.need(CURVES))
+    ]
+
+
+def smallest(rows: Sequence[CurveRow]) -> dict[str, bool]:
+    """Return the best unbiased baselines of one group size.
+
+    They are the baseline of least error, True, and those whose interval reaches that of the least,
+    False. Biased rules, whose error is their length, and rules that need the values of the
+    questions do not take part.
+
+    Errors whose intervals are apart are significantly different; those whose intervals meet may be
+    so in a paired comparison.
+    """
+    own = [
+        row
+        for row in rows
+        if row.unbiased and row.baseline not in NEED_VALUES and row.error.is_known
+    ]
+    if len(own) < 2:
+        return {}
+    least = min(own, key=lambda row: row.error.estimate)
+    alike = [row.baseline for row in own if row is not least and row.error.low <= least.error.high]
+    return {least.baseline: True} | dict.fromkeys(alike, False)
+
+
+def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:
+    """Return a note on the scope of the intervals."""
+    kinds = dict.fromkeys(INTERVAL_WORDS[row.interval] for row in curves)
+    return (
+        f"95 % intervals {' or '.join(kinds)}, of one seed; those of {policies_quantity(studies)} "
+        f"{scopes_text(studies)}."
+    )
+
+
+def _missing_points(studies: Iterable[Study]) -> list[str]:
+    """List baselines and group sizes that one study has and another has not."""
+    points = {
+        study.run.label: {(row.baseline, row.group_size) for row in study.need(CURVES)}
+        for study in studies
+    }
+    every = set().union(*points.values())
+    return [
+        f"Missing in {name}: "
+        f"{', '.join(f'{baseline_word(b)} at G = {g}' for b, g in sorted(every - own))}."
+        for name, own in points.items()
+        if every - own
+    ]

@@ -1,0 +1,583 @@
+"""The answer of a study: which G, at what cost, and how much of a training step is noise.
+
+At a fixed number of rollouts the error of every G relative to another is the same, only the
+admissible sizes differ, those that divide it. So the answer is for any number of rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from grpo_ustat.estimators.closed_form import CURVE_SIZES
+from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZE, USUAL_SIZES
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.scaling import (
+    LEAST_GSTAR,
+    GroupSizeCosts,
+    ScalingLaw,
+    divisible_rollouts,
+    divisors,
+)
+from grpo_ustat.measurements.assumption2 import (
+    ALL_EQUAL,
+    ASSUMPTION2,
+    Assumption2,
+    rewards_vary,
+    summary_sentences,
+)
+from grpo_ustat.measurements.base import (
+    Measurement,
+    PoolStudy,
+    Study,
+    policies_quantity,
+    scopes_text,
+    study_columns,
+)
+from grpo_ustat.measurements.errors import GRADIENT
+from grpo_ustat.measurements.panels import panel_grid, panel_title, study_title
+from grpo_ustat.pages.advice import noise_text
+from grpo_ustat.pages.caveats import summary_and_warnings
+from grpo_ustat.pages.figures import FONTS, STYLE, log_sizes, note, plt, save
+from grpo_ustat.pages.tables import (
+    Cell,
+    Table,
+    interval_scope,
+    interval_text,
+    number_text,
+    percent,
+    three_digits,
+)
+from grpo_ustat.records import LEAST_QUESTIONS
+from grpo_ustat.runs.contents import NumberOrNull, Size, Sometimes, content_of
+from grpo_ustat.terminal.streams import best_size
+
+WHY_FIXED_ROLLOUTS = (
+    "In a batch of all questions the error falls with G since a larger G draws more completions "
+    "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
+    "fewer prompts, so one G is best."
+)
+# The number at which nine in ten studies decide is printed up to so many times that of half.
+USEFUL_RATIO = 10
+# Neighbours of the best admissible G whose costs the sentence names.
+NEIGHBOUR_OFFSETS = (-1, 1)
+# Quantities of the scaling law, and of Assumption 2.
+LAW_ROWS = {
+    "c1": "C1", "c2": "C2", "c3": "C3",
+    "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper", "gstar_tokens": "G*, tokens",
+}  # fmt: skip
+ASSUMPTION_ROWS = {
+    "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
+    "a_bstar": "A_b*, best", "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*",
+    "share": "(A_V - A_b*) / A_V",
+    "crossover_group_size": "G from which GRPO beats vanilla (no baseline)",
+}  # fmt: skip
+NOISE_COLUMNS = {
+    "rollouts": "n_c, rollouts",
+    "tokens": "n_c, tokens",
+    "prompt_share": "from prompts",
+}
+NOISE_NOTE = (
+    "n_c: rollouts of a step (tokens, prompts read once a group) at which half of E||ghat||^2 is "
+    "noise. leave_one_out, prompts drawn independently; in brackets 95 % intervals."
+)
+EXTRA_ERROR = "extra error at the same rollouts, %"
+# Ratio of group sizes whose names and costs do not overlap.
+APART = 1.3
+# Top of the axis of extra errors: twice the error and a bit.
+TOP_PERCENT = 105
+
+Three = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCost:
+    """n times the error of `leave_one_out` at n rollouts in groups of G, whatever n."""
+
+    group_size: Size
+    n_mse: NumberOrNull
+    low: NumberOrNull
+    high: NumberOrNull
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The scaling law `C1/B + C2/(BG) + C3/(BG(G-1))` for new questions.
+
+    See `estimators.scaling`.
+    """
+
+    c1: Interval
+    c2: Interval
+    c3: Interval
+    # 1 + sqrt(C3/C1).
+    gstar: Interval
+    # sqrt(C3/C1).
+    gstar_paper: Interval
+    # The best G at a fixed number of tokens.
+    gstar_tokens: Interval
+    # Covariance and degrees of freedom of the errors of C1, C2, C3.
+    covariance: Sometimes[tuple[Three, Three, Three]] = None
+    dof: Sometimes[float] = None
+    # The best G that divides n, by n; of a prime n that of the next multiple of 8.
+    best_divisor: Sometimes[dict[str, Size]] = None
+    # The error at a fixed number of rollouts.
+    curve: list[FixedCost]
+    # Why the interval of G* has no upper end.
+    reason: Sometimes[str] = None
+
+    @property
+    def law(self) -> ScalingLaw:
+        """The law with its errors, without ||grad J||^2."""
+        constants = (self.c1.estimate, self.c2.estimate, self.c3.estimate)
+        return ScalingLaw.stored(*constants, self.covariance, self.dof)
+
+    @property
+    def is_decided(self) -> bool:
+        """True if G* is known and its interval has both ends."""
+        return all(map(math.isfinite, self.gstar))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseRow:
+    """The noise scale of `leave_one_out` at one G, in rollouts and tokens.
+
+    See `estimators.scaling`.
+    """
+
+    group_size: float | None
+    rollouts: Interval
+    tokens: Interval
+    # Share of the noise that comes from prompts.
+    prompt_share: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastNoise(NoiseRow):
+    """The noise scale at G*; `group_size_tokens` is the best G at a fixed number of tokens."""
+
+    group_size_tokens: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The noise scale at every G and at its least."""
+
+    curve: list[NoiseRow]
+    best: LeastNoise
+    # ||grad J||^2, on which the noise scale rests.
+    grad_sq: Interval
+    # Why the noise scale has no upper end.
+    reason: Sometimes[str] = None
+
+
+def measure_scaling(study: PoolStudy) -> Scaling:
+    """Measure the scaling law of the population, and the best G of usual numbers of rollouts."""
+    population, best_divisor = study.population, None
+    law, gstar = population.law, population["gstar"]
+    if math.isfinite(gstar.estimate):
+        counts = sorted({256, 1024, 2048, 4096, study.rollouts})
+        best_divisor = {str(n): law.least(divisors(divisible_rollouts(n))) for n in counts}
+    curve = []
+    for size in CURVE_SIZES:
+        n_mse, low, high = population[f"n_mse/{size}"]
+        curve.append(FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
+    return Scaling(
+        **{name: population[name] for name in LAW_ROWS},
+        **law.stored_errors(),
+        best_divisor=best_divisor,
+        curve=curve,
+        reason=None if math.isfinite(gstar.high) else _unbounded_reason(gstar.low),
+    )
+
+
+def _unbounded_reason(low: float) -> str:
+    """Return the reason why the interval of G* has no upper end."""
+    if not math.isfinite(low):
+        return (
+            "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
+        )
+    if low <= 1:
+        return "no group size is decided: G* may be any"
+    return "no group size is decided: the interval of G* has no upper end"
+
+
+def measure_noise(study: PoolStudy) -> Noise:
+    """Measure the noise scale at every G and at its least, see `estimators.scaling`."""
+    population, reason = study.population, None
+
+    def numbers(name: str) -> dict[str, Interval]:
+        keys = {"rollouts": "noise", "tokens": "noise_tokens", "prompt_share": "prompt_share"}
+        return {key: population[f"{statistic}/{name}"] for key, statistic in keys.items()}
+
+    if not population["grad_sq"].low > 0:
+        reason = (
+            "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
+        )
+    return Noise(
+        curve=[NoiseRow(group_size=size, **numbers(str(size))) for size in CURVE_SIZES],
+        best=LeastNoise(
+            group_size=_scaled_size(population["gstar"]),
+            **numbers("best"),
+            group_size_tokens=_scaled_size(population["gstar_tokens"]),
+        ),
+        grad_sq=population["grad_sq"],
+        reason=reason,
+    )
+
+
+def _scaled_size(best: Interval) -> float | None:
+    """Return G* where its interval has both ends; elsewhere the least noise scale is unknown."""
+    return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
+
+
+def summary_text(study: PoolStudy) -> str:
+    """Return the summary of a study.
+
+    It says if Assumption 2 holds, which ordering follows, and why G* has no interval, or one
+    without an upper end; where it has both ends, the answer of the study says them.
+    """
+    rewards_PN, best = study.pool.rewards_PN, study.population["gstar"]
+    if (rewards_PN == rewards_PN[:, :1]).all():
+        return ALL_EQUAL
+    missing = []
+    if best_size(*best) is None:
+        missing = ["Not enough data for G*: no group size is decided."]
+    elif not math.isfinite(best.high):
+        missing = ["The interval of G* has no upper end: no group size is decided."]
+    return " ".join([*summary_sentences(study), *missing])
+
+
+def study_answer(study: Study, rollouts: int) -> str:
+    """Return the study's answer: the best G, the costs of its neighbours, the noise of a step.
+
+    Args:
+        rollouts: n of a training step.
+    """
+    return f"{decision_sentence(study, rollouts)} {noise_sentence(study, rollouts)}".rstrip()
+
+
+def decision_sentence(study: Study, rollouts: int) -> str:
+    """Return the best G and the costs of its neighbours, or how much data is missing for them.
+
+    Args:
+        rollouts: n of a training step.
+    """
+    sentence = best_size_sentence(study)
+    if not rewards_vary(study) or not study.need(SCALING).is_decided:
+        return sentence
+    divisible = divisible_rollouts(rollouts)
+    costs = costs_sentence(study.need(SCALING).law.costs(divisible))
+    if divisible != rollouts:
+        costs = f"only G = {rollouts} divides {rollouts}; {costs}"
+    return f"{sentence.removesuffix('.')}: {costs}"
+
+
+def best_size_sentence(study: Study) -> str:
+    """Return a sentence on G* with its interval, or on how much data is missing for it."""
+    if not rewards_vary(study):
+        return summary_and_warnings(study.result.summary)[0]
+    scaling = study.need(SCALING)
+    best, low, high = scaling.gstar
+    if scaling.is_decided:
+        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+    more = f"{_prompts_text(*prompts_to_decide(scaling))} (now {study.result.questions})"
+    if low > LEAST_GSTAR:
+        return f"Best G is at least {low:.1f}; {more}."
+    return f"Not enough data for a best G: {more}."
+
+
+def prompts_to_decide(scaling: Scaling) -> tuple[float, float]:
+    """Return the numbers of prompts with which half and nine in ten of such studies decide.
+
+    They are rounded to two digits; see `ScalingLaw.prompts_to_decide`.
+    """
+    half, most = scaling.law.prompts_to_decide(USUAL_SIZES)
+    return float(f"{half:.2g}"), float(f"{most:.2g}")
+
+
+def _prompts_text(half: float, most: float) -> str:
+    """Return the numbers of prompts with which such studies decide, in words.
+
+    >>> _prompts_text(130, 300)
+    'half of such studies decide with 130 prompts, nine in ten with 300'
+    >>> _prompts_text(130, math.inf)
+    'half of such studies decide with 130 prompts'
+    >>> _prompts_text(math.inf, math.inf)
+    'how many prompts would decide is not known yet'
+    """
+    if math.isinf(half):
+        return "how many prompts would decide is not known yet"
+    text = f"half of such studies decide with {half:.0f} prompts"
+    return f"{text}, nine in ten with {most:.0f}" if most <= USEFUL_RATIO * half else text
+
+
+def costs_sentence(costs: GroupSizeCosts) -> str:
+    """Return a sentence on the best admissible G and the extra error of its neighbours.
+
+    >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
+    'at 4 rollouts a step use G = 4, within 5 % of the least err'
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra))
+    'at 4 rollouts a step no size is known to be within 10 % of the least error.'
+    """
+    if costs.tolerance is None:
+        return (
+            f"at {costs.rollouts} rollouts a step no size is known to be within "
+            f"{100 * TOLERANCES[-1]:.0f} % of the least error."
+        )
+    sizes = list(costs.extra)
+    place = sizes.index(costs.best)
+    parts = []
+    for step in NEIGHBOUR_OFFSETS:
+        if not 0 <= place + step < len(sizes):
+            continue
+        size = sizes[place + step]
+        if not math.isfinite(costs.extra[size].low):
+            continue
+        if costs.extra[size].low <= 0:
+            parts.append(f"G = {size} may be as good")
+            continue
+        extra, low, high = map(percent, costs.extra[size])
+        parts.append(f"G = {size}: {extra} [{low}, {high}]")
+    first = (
+        f"at {costs.rollouts} rollouts a step use G = {costs.best}, within "
+        f"{100 * costs.tolerance:.0f} % of the least error"
+    )
+    return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
+
+
+def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -> str:
+    """Return a sentence on the noise of a step, and on the effect of more or fewer rollouts.
+
+    Args:
+        rollouts: n of a training step.
+        group_size: G; None: the best one that divides n, or 8 where it is not decided. The nearest
+            of the sizes that the result has is used.
+    """
+    if not rewards_vary(study):
+        return ""
+    size = USUAL_SIZE if group_size is None else group_size
+    if group_size is None and study.need(SCALING).is_decided:
+        size = study.need(SCALING).law.costs(divisible_rollouts(rollouts)).best
+    row = min(study.need(NOISE).curve, key=lambda row: abs(math.log((row.group_size or 1) / size)))
+    return noise_text(row.rollouts, rollouts)
+
+
+def interval_note(study: Study) -> str:
+    """Return a sentence on the scope of the decision's intervals."""
+    questions = study.result.questions
+    if questions < LEAST_QUESTIONS:
+        return (
+            "Intervals of 95 %, of these questions alone: those for new ones take at least "
+            f"{LEAST_QUESTIONS} questions."
+        )
+    return (
+        f"Intervals of 95 %, generalising from these {questions} to new questions of the kind; "
+        "those of G* and of extra errors hold together."
+    )
+
+
+def law_tables(found: Mapping[Study, Scaling]) -> list[Table]:
+    """Return a table of the scaling law and of Assumption 2 of one study."""
+    ((study, scaling),) = found.items()
+    assumption = study.need(ASSUMPTION2)
+    rows = [
+        *_quantity_rows(scaling, LAW_ROWS),
+        *_quantity_rows(assumption, ASSUMPTION_ROWS),
+    ]
+    reasons = (scaling.reason, assumption.reason, study.need(GRADIENT).reason)
+    notes = [f"95 % intervals {interval_scope(study.result.questions)}."]
+    notes += dict.fromkeys(reason for reason in reasons if reason)
+    columns = ["quantity", "estimate", "low", "high"]
+    return [Table("Scaling law and Assumption 2", columns, rows, notes)]
+
+
+def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> list[list[Cell]]:
+    """Return a row for each number of a record with its interval, if it has one."""
+    rows: list[list[Cell]] = []
+    for key, name in names.items():
+        value = getattr(record, key)
+        ends = value if isinstance(value, Interval) else (value, math.nan, math.nan)
+        rows.append([name, *(x if math.isfinite(x) else None for x in ends)])
+    return rows
+
+
+def noise_tables(found: Mapping[Study, Noise]) -> list[Table]:
+    """Return a table of one study's noise scale at every G, and at the best of both kinds."""
+    (noise,) = found.values()
+    best = noise.best
+    rows = [[number_text(row.group_size or math.nan), *_noise_cells(row)] for row in noise.curve]
+    if best.group_size is not None:
+        size, size_tokens = best.group_size, best.group_size_tokens
+        sizes = f"G* = {size:.1f}" + (f", of tokens {size_tokens:.1f}" if size_tokens else "")
+        rows.append([sizes, *_noise_cells(best)])
+    notes = [NOISE_NOTE, *([noise.reason] if noise.reason else [])]
+    return [Table("Noise scale", ["G", *NOISE_COLUMNS.values()], rows, notes)]
+
+
+def _noise_cells(row: NoiseRow) -> list[str]:
+    return [interval_text(getattr(row, name)) for name in NOISE_COLUMNS]
+
+
+def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
+    """Return a table with a row per policy: the scaling law, G* and the crossover.
+
+    The crossover is the group size at which GRPO passes vanilla (paper, section 6).
+
+    Args:
+        study_keys: configuration keys in which the studies differ.
+    """
+    rows, data = [], []
+    for study in studies:
+        scaling, assumption = study.need(SCALING), study.need(ASSUMPTION2)
+        rows.append([
+            f"{study.run.policy}\n{study.run.dataset}",
+            _estimate_text(study.result.policy.mean_reward, 2),
+            _estimate_text(assumption.corr, 2),
+            _estimate_text(assumption.av_minus_a0, None),
+            _estimate_text(assumption.crossover_group_size, 1),
+            (best_size(*scaling.gstar) or "not decided").replace(" [", "\n["),
+        ])  # fmt: skip
+        content = content_of(scaling)
+        names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
+        columns = study_columns(study.run, study_keys) | {name: content[name] for name in names}
+        data += [columns | point for point in content["curve"]]
+    interval_note = f"95 % intervals {scopes_text(studies)}, of one seed."
+    law = "G* = 1 + sqrt(C3/C1), for every n; leave_one_out, questions drawn independently."
+    crossover = (
+        "Above the crossover G leave_one_out beats vanilla (no baseline). -: no finite number."
+    )
+    quantity = policies_quantity(studies)
+    return Table(
+        name="fixed_n",
+        title="What each group size costs at the same number of rollouts",
+        columns=["policy", quantity, "corr(q, Z)", "A_V - A_0", "crossover G", "G*"],
+        rows=rows,
+        notes=[law, crossover, interval_note],
+        data=data,
+        figure_notes=[f"Extra error over the best size that divides n. {interval_note}"],
+        headings=True,
+    )
+
+
+def _estimate_text(value: Interval, digits: int | None) -> str:
+    """Format an estimate with its interval below it; `-` where it is not known.
+
+    Numbers have so many decimals, or three significant digits.
+    """
+
+    def text(number: float) -> str:
+        return three_digits(number) if digits is None else f"{number:.{digits}f}"
+
+    if math.isnan(value.low):
+        return f"{text(value.estimate)}\n-" if value.is_known else "-"
+    if not value.is_known:
+        return f"at least {text(value.low)}"
+    end = f"{text(value.high)}]" if math.isfinite(value.high) else "infinity)"
+    return f"{text(value.estimate)}\n[{text(value.low)}, {end}"
+
+
+def draw(folder: Path, study: Study) -> None:
+    """Draw the cost of each G at the study's n, `scaling.{pdf,svg,png}`."""
+    with plt.rc_context(FONTS):
+        figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+        scaling_panel(axes, study.need(SCALING), study.rollouts)
+        axes.set_ylabel(EXTRA_ERROR)
+        title = f"{study_title(study)}, bands: 95 % for new questions"
+        axes.set_title(title, fontsize=9, loc="left")
+        save(figure, folder, "scaling")
+
+
+def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
+    """Draw the cost of each G at a fixed number of rollouts, a panel per policy.
+
+    Each data set has a line of panels, or several.
+
+    Args:
+        notes: lines under the figure.
+    """
+    grid = panel_grid(studies)
+    wide, high = max(map(len, grid)), len(grid)
+    with plt.rc_context(FONTS):
+        size = (0.6 + 3.6 * wide, 0.8 + 3.6 * high)
+        figure, panels = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
+        for line, in_line in zip(panels, grid, strict=True):
+            for axes, study in zip(line, in_line, strict=False):
+                scaling_panel(axes, study.need(SCALING), study.rollouts)
+                axes.set_title(panel_title(study), fontsize=8, loc="left")
+            for axes in line[len(in_line) :]:
+                axes.set_visible(False)
+            line[0].set_ylabel(EXTRA_ERROR)
+        note(figure, notes, size[0])
+        save(figure, folder, name)
+
+
+def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
+    """Draw one study's extra error at a fixed number of rollouts.
+
+    It is in percent of the error at the best group size that divides them: a curve over all sizes
+    with simultaneous bands, dots at the sizes that divide. If the interval of G* has two ends, the
+    dots are labelled with their costs, and a dashed line and a grey band mark G*; else a dotted
+    line marks the lower end of G*.
+    """
+    costs, colour = scaling.law.costs(divisible_rollouts(rollouts)), STYLE["leave_one_out"][0]
+    best, low, high = scaling.gstar
+    size_text = best_size(best, low, high)
+    named = [costs.best]
+    for size in costs.extra:
+        if all(max(size / other, other / size) > APART for other in named):
+            named.append(size)
+    log_sizes(axes, sorted(named))
+    within = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
+    axes.set_xlim(1.5, max([32, *within]) * 2.2)
+    axes.set_ylim(-10, TOP_PERCENT)
+    axes.grid(alpha=0.3, linewidth=0.5)
+    if size_text is None:
+        axes.text(0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center")
+        axes.set_xlabel("group size G")
+        return
+    dots = f"group size G;  dots: sizes that divide n = {costs.rollouts}"
+    bounded = math.isfinite(high)
+    if bounded:
+        axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
+        if math.isfinite(best):
+            axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndashed: G* = {size_text}")
+    else:
+        axes.axvline(low, color="black", linestyle=":", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")
+    grid = np.geomspace(2, max(costs.extra), 200)
+    curve = [scaling.law.extra_error(size, costs.best) for size in grid]
+    heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
+    axes.plot(grid, heights, color=colour, linewidth=1.5)
+    highs = np.minimum(highs, 10 * TOP_PERCENT)  # some have no upper end
+    axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    for size, extra in costs.extra.items():
+        if not 100 * extra.estimate <= TOP_PERCENT - 10:
+            continue
+        is_best = size == costs.best
+        axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
+        # A cost against a best size that is not known says nothing.
+        if not bounded or size not in named:
+            continue
+        axes.annotate(
+            f"G = {size}" if is_best else percent(extra.estimate),
+            (size, 100 * extra.estimate), (0, -14) if is_best else (6, -10) if size > costs.best
+            else (4, 5), textcoords="offset points", fontsize=9, ha="center" if is_best else "left",
+            fontweight="bold" if is_best else "normal",
+            bbox=dict(facecolor="white", alpha=0.9, linewidth=0, pad=0.5), zorder=5,
+        )  # fmt: skip
+
+
+SCALING: Measurement[Scaling] = Measurement(
+    "scaling", Scaling, measure_scaling, tables=law_tables, in_reports=False, always=True
+)
+NOISE: Measurement[Noise] = Measurement(
+    "noise", Noise, measure_noise, tables=noise_tables, in_reports=False, always=True
+)

@@ -1,0 +1,50 @@
+"""Panels of figures: their titles, and their places where several studies stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from grpo_ustat.measurements.assumption2 import ASSUMPTION2
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.pages.figures import panels_wide
+from grpo_ustat.pages.tables import count_text
+
+
+def study_title(study: Study) -> str:
+    """Return policy, accuracy or mean reward, correlation and pool of a figure's only study."""
+    policy, corr = study.result.policy, study.need(ASSUMPTION2).corr
+    known = corr.is_known
+    relation = f"corr(q, Z) = {corr.estimate:.2f}" if known else "all rewards of a question equal"
+    return (
+        f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}, {relation}\n"
+        f"{pool_text(study)}"
+    )
+
+
+def panel_title(study: Study) -> str:
+    """Return policy, accuracy or mean reward, data set and pool of one of several studies."""
+    run, policy = study.run, study.result.policy
+    mean, low, high = policy.mean_reward
+    seed = f", seed {run.config['seed']}" if run.config["seed"] else ""
+    return (
+        f"{run.policy}{seed}\n{policy.quantity} {mean:.3f} [{low:.3f}, {high:.3f}]\n"
+        f"{run.dataset}: {pool_text(study)}"
+    )
+
+
+def pool_text(study: Study) -> str:
+    """Return the size of a study's pool."""
+    result = study.result
+    return f"{count_text(result.questions, 'question')} x {result.pool_completions} completions"
+
+
+def panel_grid(studies: Iterable[Study]) -> list[list[Study]]:
+    """Arrange studies in lines of panels, each line of one data set, in the studies' order."""
+    by_dataset: dict[str | None, list[Study]] = {}
+    for study in studies:
+        by_dataset.setdefault(study.run.dataset, []).append(study)
+    return [
+        of_dataset[first : first + panels_wide(len(of_dataset))]
+        for of_dataset in by_dataset.values()
+        for first in range(0, len(of_dataset), panels_wide(len(of_dataset)))
+    ]
