@@ -51,8 +51,8 @@ def completed(record, content=None):
     return found | {key: value for key, value in content.items() if key not in found}
 
 
-def study_of(result, config=None, folder="runs/a"):
-    """A study of a result, completed, that no folder holds."""
+def unsaved_study(result, config=None, folder="runs/a"):
+    """A study of a result, completed, that no file holds."""
     run = RunRecord(Path(folder), "study", result=completed(StudyResult, result))
     if config is not None:
         run.config = config

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from folders import loss_row, refused_loss, study_of
+from folders import loss_row, refused_loss, unsaved_study
 from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import compose_config
@@ -194,7 +194,7 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
         "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
     }  # fmt: skip
     result = {"scaling": scaling, "assumption2": {"corr": 0.1}, "losses": []}
-    assert next_step(study_of(result, config)).endswith(
+    assert next_step(unsaved_study(result, config)).endswith(
         "objective=trl_dapo budget.rollouts=256 group_size=4"
     )
     row = {"loss": "trl_dapo", "worth": 1.0}
@@ -203,9 +203,9 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
             row | {"group_size": 4, "best": False, "alike": alike},
             row | {"group_size": 16, "best": True, "alike": True},
         ]
-        assert next_step(study_of(result, config)).endswith(f"group_size={size}")
+        assert next_step(unsaved_study(result, config)).endswith(f"group_size={size}")
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
-    step = next_step(study_of(result, asdict(compose_config("mse", replaced))))
+    step = next_step(unsaved_study(result, asdict(compose_config("mse", replaced))))
     assert "objective.zero_variance_groups=drop" in step and "replace" not in step
 
 
