@@ -179,7 +179,7 @@ class ScalingLaw:
         covariance_K44 = np.full((1, 4, 4), math.nan)
         covariance_K44[0, :3, :3] = math.nan if covariance is None else covariance
         dof = 1.0 if dof is None else float(dof)
-        return cls(np.array([c1, c2, c3, math.nan]), covariance_K44, dof, dof + 1)
+        return cls(np.array([c1, c2, c3, math.nan], float), covariance_K44, dof, dof + 1)
 
     def stored_errors(self) -> dict[str, Any]:
         """Return the errors of C1, C2 and C3 for `result.json`; None if they are unknown."""

@@ -34,7 +34,7 @@ def verdicts(evidence, word=""):
     return [claim.verdict for claim in evidence.claims if word in claim.what]
 
 
-def study_of(module, bed, design, seed=0, plan=None):
+def unsaved_study(module, bed, design, seed=0, plan=None):
     return run_and_judge(plan or module.plan, module.judge, bed, design, seed, 1)
 
 
@@ -48,7 +48,7 @@ def small_lemma6(bed, steps=60, **rates):
         kind="lemma6", baselines=["leave_one_out"], rollouts=16, group_size=4,
         steps=steps, replicates=400, **rates,
     )  # fmt: skip
-    return study_of(lemma, bed, design)
+    return unsaved_study(lemma, bed, design)
 
 
 def test_lemma6_agrees_on_both_beds():
@@ -94,7 +94,7 @@ def small_theorem7(group_sizes, steps, replicates, rollouts=(16,), totals=(), se
         constant_rates=[0.2], decaying_rate=2.5, offset=20, steps=steps, replicates=replicates,
     )  # fmt: skip
     constant = [one for one in seven.plan(design) if one.rate == CONSTANT]
-    return study_of(seven, coins(), design, seed, lambda _: constant)
+    return unsaved_study(seven, coins(), design, seed, lambda _: constant)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def small_theorem8(bed, one, steps, replicates, offset=20):
         decaying_rate=2.5, offset=offset, steps=steps, replicates=replicates,
     )  # fmt: skip
     alone = [each for each in eight.plan(design) if each.estimator == one]
-    return study_of(eight, bed, design, plan=lambda _: alone)
+    return unsaved_study(eight, bed, design, plan=lambda _: alone)
 
 
 def small_mixture():
@@ -270,7 +270,7 @@ def test_corollaries_agree_where_assumption_2_holds():
         kind="corollaries9_10", rollouts=8, group_sizes=[2, 4],
         decaying_rate=2.5, offset=20, steps=100, replicates=600,
     )  # fmt: skip
-    evidence = study_of(both, coins(), design)
+    evidence = unsaved_study(both, coins(), design)
     assert set(verdicts(evidence)) <= {AGREES, OPEN}
     exact = [c for c in evidence.claims if c.low is None]
     assert len(exact) == 7 and {c.verdict for c in exact} == {AGREES}

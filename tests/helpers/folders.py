@@ -57,7 +57,7 @@ def completed(record, content=None):
 
 
 def unsaved_study(result, config=None, folder="runs/a"):
-    """A study of a result, completed, that no folder holds."""
+    """A study of a result, completed, that no file holds."""
     run = RunRecord(Path(folder), "study", result=completed(StudyResult, result))
     if config is not None:
         run.config = config

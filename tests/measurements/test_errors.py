@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from folders import studied, study_of
+from folders import studied, unsaved_study
 
 from grpo_ustat.measurements import error_figures
 from grpo_ustat.measurements.base import Study
@@ -25,7 +25,7 @@ def test_the_least_error_is_marked_and_what_its_interval_does_not_tell_from_it()
             ("shrunken", 1.0, 0.5, 2.0),
         )
     ]  # fmt: skip
-    curves = study_of({"curves": rows}).need(CURVES)
+    curves = unsaved_study({"curves": rows}).need(CURVES)
     assert smallest(curves) == {"b": True, "a": False}
     assert smallest(curves[:2]) == {}
 
@@ -45,7 +45,7 @@ def test_no_size_is_recommended_where_the_best_is_not_known():
     ends = {"gstar": 31.0, "gstar_low": 5.8, "gstar_high": None}
     figure, (known, unknown) = plt.subplots(1, 2)
     for axes, scaling in ((unknown, law | ends), (known, law | ends | {"gstar_high": 40.0})):
-        scaling_panel(axes, study_of({"scaling": scaling}).need(SCALING), 256)
+        scaling_panel(axes, unsaved_study({"scaling": scaling}).need(SCALING), 256)
     for axes, labels, bands in ((unknown, 0, 0), (known, 1, 1)):
         bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
         spans = [patch for patch in axes.patches if patch.get_alpha() == 0.3]
@@ -59,7 +59,7 @@ def test_of_many_sizes_that_divide_those_that_are_apart_are_named():
     law = {"c1": 1.0, "c2": 2.0, "c3": 49.0, "dof": 99.0, "covariance": (1e-4 * np.eye(3)).tolist()}
     law |= {"gstar": 8.0, "gstar_low": 7.0, "gstar_high": 9.0}
     figure, axes = plt.subplots()
-    scaling_panel(axes, study_of({"scaling": law}).need(SCALING), 240)
+    scaling_panel(axes, unsaved_study({"scaling": law}).need(SCALING), 240)
     assert list(axes.get_xticks())[:6] == [2, 3, 4, 6, 8, 12]
     assert len(axes.texts) <= len(axes.get_xticks())
     dots = {line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"}
@@ -71,7 +71,7 @@ def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):
     """8/G and 4/G: 2; with ratios of its own, these and their intervals."""
     errors = {(name, g): x / g for name, x in (("none", 8.0), ("oracle", 4.0)) for g in (2, 4)}
     result = RunRecord(studied(tmp_path / "study", "tiny", errors)).final_result
-    rows = ratio_rows(study_of(result), "all_questions_once")
+    rows = ratio_rows(unsaved_study(result), "all_questions_once")
     assert [(r.baseline, r.group_size, r.ratio.estimate) for r in rows] == [
         ("none", 2, 2.0),
         ("none", 4, 2.0),
@@ -79,10 +79,10 @@ def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):
     assert all(np.isnan(row.ratio.low) for row in rows)
     own = {"baseline": "none", "setting": "all_questions_once", "num_prompts": 8, "group_size": 4}
     own |= {"ratio": 2.5, "ratio_low": 2.0, "ratio_high": 3.0}
-    rows = ratio_rows(study_of(result | {"ratio_to_oracle": [own]}), "all_questions_once")
+    rows = ratio_rows(unsaved_study(result | {"ratio_to_oracle": [own]}), "all_questions_once")
     assert {row.group_size: row.ratio.estimate for row in rows} == {2: 2.0, 4: 2.5}
     assert {row.ratio.high for row in rows if row.group_size == 4} == {3.0}
-    assert ratio_rows(study_of(result), "with_replacement") == []
+    assert ratio_rows(unsaved_study(result), "with_replacement") == []
 
 
 def test_rules_that_one_panel_alone_has_are_named_too(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_rules_that_one_panel_alone_has_are_named_too(tmp_path, monkeypatch):
     rows += [row | {"baseline": "opo"} for row in rows if row["baseline"] == "none"]
     drawn = []
     monkeypatch.setattr(error_figures, "save", lambda figure, *_: drawn.append(figure))
-    error_figures.draw(tmp_path, study_of(result | {"curves": result["curves"] + rows}))
+    error_figures.draw(tmp_path, unsaved_study(result | {"curves": result["curves"] + rows}))
     (figure,) = drawn
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()][-1] == "opo"

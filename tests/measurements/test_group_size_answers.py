@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from commands import compose
-from folders import study_of
+from folders import unsaved_study
 from slow_cases import slow_after
 
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -56,7 +56,7 @@ def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
     """At the ends r of G = 2, 13 - 9 r is 2.485 x .01 sqrt((2 - 4 r)^2 + (1 - r)^2 + (1 - r/3)^2)
     from 0: 1.4340 and 1.4552.
     """
-    assert decision_sentence(study_of(RESULT), 256) == (
+    assert decision_sentence(unsaved_study(RESULT), 256) == (
         "Best G is about 4.0 [3.5, 4.6]: at 256 rollouts a step use G = 4, within 5 % of the "
         "least error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %])."
     )
@@ -100,8 +100,10 @@ def test_one_rollout_has_no_group():
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
     """The size divides them; of a prime number the next multiple of 8 has one."""
     result = RESULT | {"noise": NOISE}
-    assert study_answer(study_of(result), rollouts) == f"Best G is about 4.0 [3.5, 4.6]: {answer}"
-    step = next_step(study_of(result, asdict(compose("mse", f"study.rollouts={rollouts}"))))
+    assert (
+        study_answer(unsaved_study(result), rollouts) == f"Best G is about 4.0 [3.5, 4.6]: {answer}"
+    )
+    step = next_step(unsaved_study(result, asdict(compose("mse", f"study.rollouts={rollouts}"))))
     n, size = (int(word.rpartition("=")[2]) for word in step.split()[-2:])
     assert f"at {n} rollouts a step use G = {size}, " in answer
 
@@ -109,11 +111,11 @@ def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, a
 def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     wide = changed(c1=0.5, covariance=np.diag([1e-4, 0.01, 0.01]).tolist())
     assert "use G = 4, within 5 % of the least error (G = 2: +71 %" in decision_sentence(
-        study_of(wide), 256
+        unsaved_study(wide), 256
     )
-    assert decision_sentence(study_of(wide), 256).endswith("G = 8 may be as good).")
+    assert decision_sentence(unsaved_study(wide), 256).endswith("G = 8 may be as good).")
     unknown = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
-    assert decision_sentence(study_of(unknown), 256).endswith(
+    assert decision_sentence(unsaved_study(unknown), 256).endswith(
         "at 256 rollouts a step no size is known to be within 10 % of the least error."
     )
 
@@ -130,16 +132,16 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
-    assert decision_sentence(study_of(changed(**scaling)), 256) == sentence
+    assert decision_sentence(unsaved_study(changed(**scaling)), 256) == sentence
 
 
 def test_without_any_signal_the_studys_own_words_are_the_answer():
     result = RESULT | {"assumption2": {"corr": None}}
-    assert decision_sentence(study_of(result), 256) == "No reward."
+    assert decision_sentence(unsaved_study(result), 256) == "No reward."
 
 
 def test_intervals_say_what_they_speak_of():
-    assert "from these 100 to new questions" in interval_note(study_of(RESULT))
+    assert "from these 100 to new questions" in interval_note(unsaved_study(RESULT))
 
 
 UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist())
@@ -173,7 +175,7 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
 )  # fmt: skip
 def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrides, command):
     config = asdict(compose("mse", *overrides))
-    step = next_step(study_of(result, config))
+    step = next_step(unsaved_study(result, config))
     assert step == f"grpo-ustat {command}"
     _, verb, *words = step.split()
     composed = compose(verb, *words)
@@ -198,7 +200,7 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
 def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides):
     """Another seed or sketch would be refused by the pool, other rules answer another question."""
     config = compose("mse", *overrides)
-    _, verb, *words = shlex.split(next_step(study_of(UNDECIDED, asdict(config))))
+    _, verb, *words = shlex.split(next_step(unsaved_study(UNDECIDED, asdict(config))))
     following = compose(verb, *words)
     assert draws_of(following) == draws_of(config)
     budget = replace(config.budget, pool_completions=8)
@@ -211,7 +213,7 @@ def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides)
 def test_the_next_command_has_the_same_reward_functions():
     """Otherwise it would be about another reward: the task's alone."""
     rewards = ("reward_funcs=[task,brevity]", "reward_weights=[1,0.5]")
-    step = next_step(study_of(RESULT, asdict(compose("mse", *rewards))))
+    step = next_step(unsaved_study(RESULT, asdict(compose("mse", *rewards))))
     _, verb, *words = shlex.split(step)
     composed = compose(verb, *words)
     assert (composed.reward_funcs, composed.reward_weights) == (["task", "brevity"], [1.0, 0.5])
@@ -221,7 +223,7 @@ def test_the_next_command_has_the_same_reward_functions():
 @pytest.mark.slow
 def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
     own = compose("mse", "prompt=plain", "prompt.template='Q: {question}, it is '")
-    step = next_step(study_of(RESULT, asdict(own)))
+    step = next_step(unsaved_study(RESULT, asdict(own)))
     _, verb, *words = shlex.split(step)
     assert compose(verb, *words).prompt.template == "Q: {question}, it is "
 
@@ -235,20 +237,22 @@ def rows_of_ones_own(path, count, *words):
 @pytest.mark.slow
 def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     words = rows_of_ones_own(tmp_path / "my.jsonl", 200, "dataset.study_size=100")
-    _, verb, *typed = shlex.split(next_step(study_of(UNDECIDED, asdict(compose("mse", *words)))))
+    _, verb, *typed = shlex.split(
+        next_step(unsaved_study(UNDECIDED, asdict(compose("mse", *words))))
+    )
     following = compose(verb, *typed)
     assert following.study.questions == following.dataset.study_size == 150
     config = asdict(compose("mse", *rows_of_ones_own(tmp_path / "few.jsonl", 2)))
     few = {**UNDECIDED, "questions": 2}
-    assert next_step(study_of(few, config)).startswith(
+    assert next_step(unsaved_study(few, config)).startswith(
         f"more questions: {tmp_path / 'few.jsonl'} has 2 for studies, about "
     )
-    assert next_step(study_of(RESULT, config)) == (
+    assert next_step(unsaved_study(RESULT, config)) == (
         f"more questions: {tmp_path / 'few.jsonl'} has 0 to train on, a step with the best G takes "
         "1 or more"
     )
     (tmp_path / "few.jsonl").unlink()
-    assert next_step(study_of(RESULT, config)).startswith("grpo-ustat train ")
+    assert next_step(unsaved_study(RESULT, config)).startswith("grpo-ustat train ")
 
 
 @pytest.mark.slow
@@ -257,7 +261,7 @@ def test_a_study_of_another_version_is_continued_in_the_fields_of_today():
     config = asdict(compose("mse", "study.rollouts=128"))
     config["study"] |= {"settings": ["with_replacement"], "methods": ["replay"]}
     config["budget"] |= {"replay_draws": 50}
-    _, verb, *typed = shlex.split(next_step(study_of(UNDECIDED, config)))
+    _, verb, *typed = shlex.split(next_step(unsaved_study(UNDECIDED, config)))
     assert compose(verb, *typed).study.rollouts == 128
     assert not any("replay" in word or "settings" in word for word in typed)
 
@@ -266,28 +270,28 @@ def test_no_more_questions_are_asked_for_than_a_table_has():
     few = changed(gstar_high=None, covariance=np.diag([1.0, 4.0, 3.24]).tolist(), dof=1e9)
     few["questions"] = 10
     config = asdict(compose("mse", "dataset=plus_one"))
-    _, verb, *typed = shlex.split(next_step(study_of(few, config)))
+    _, verb, *typed = shlex.split(next_step(unsaved_study(few, config)))
     assert compose(verb, *typed).dataset.study_size == 31
     whole = {**UNDECIDED, "questions": 31}
     step = next_step(
-        study_of(whole, asdict(compose("mse", "dataset=plus_one", "dataset.study_size=31")))
+        unsaved_study(whole, asdict(compose("mse", "dataset=plus_one", "dataset.study_size=31")))
     )
     assert step.startswith("more questions: dataset=plus_one has 31 for studies, about ")
 
 
 def test_rollouts_of_another_framework_are_not_trained_on_here():
     config = asdict(compose("mse")) | {"pool": "logged/rows.parquet"}
-    step = next_step(study_of(UNDECIDED, config))
+    step = next_step(unsaved_study(UNDECIDED, config))
     own = {"DATA.jsonl": "tests/data/jsonl/my.jsonl", "LENGTH": "64", "=450": "=20",
            "REWARD.py:FUNCTION": "tests/data/jsonl/my.py:score"}  # fmt: skip
     for theirs, ours in own.items():
         step = step.replace(theirs, ours)
     _, verb, *words = shlex.split(step, comments=True)
     assert compose(verb, *words).study.questions == 20
-    assert next_step(study_of(RESULT, config)) == (
+    assert next_step(unsaved_study(RESULT, config)) == (
         "train with num_generations=4 where these rollouts were logged"
     )
-    assert next_step(study_of(UNDECIDED, config)) == (
+    assert next_step(unsaved_study(UNDECIDED, config)) == (
         "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
         "dataset.study_size=450 study.questions=450  # new rollouts with the run's own DATA.jsonl, "
@@ -317,20 +321,20 @@ NOISE = {
     ],
 )  # fmt: skip
 def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):
-    assert noise_sentence(study_of(RESULT | {"noise": NOISE}), 256, size) == sentence
+    assert noise_sentence(unsaved_study(RESULT | {"noise": NOISE}), 256, size) == sentence
 
 
 def test_without_a_noise_scale_nothing_is_said():
     assert (
-        noise_sentence(study_of(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}), 256)
+        noise_sentence(unsaved_study(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}), 256)
         == ""
     )
     unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
-    assert noise_sentence(study_of(RESULT | {"noise": {"curve": [unknown]}}), 256) == (
+    assert noise_sentence(unsaved_study(RESULT | {"noise": {"curve": [unknown]}}), 256) == (
         "A step of 256 rollouts is at least 61 % noise."
     )
     nothing = unknown | {"rollouts_low": 0.0}
-    assert noise_sentence(study_of(RESULT | {"noise": {"curve": [nothing]}}), 256) == ""
+    assert noise_sentence(unsaved_study(RESULT | {"noise": {"curve": [nothing]}}), 256) == ""
 
 
 @pytest.mark.slow
@@ -356,9 +360,8 @@ def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
             assert 0 <= ends.low <= ends.high
             assert math.isnan(ends.estimate) or ends.low <= ends.estimate <= ends.high
         rollouts = int(rng.choice([2, 64, 256, 4096]))
-        text = (
-            f"{decision_sentence(study_of(result), rollouts)} {noise_text(scale, rollouts)}".strip()
-        )
+        decision = decision_sentence(unsaved_study(result), rollouts)
+        text = f"{decision} {noise_text(scale, rollouts)}".strip()
         seen |= set(
             re.findall("nearly all|at least|doubling|halving|use G|nine in ten|not known", text)
         )
@@ -383,7 +386,7 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
 
 
 def said(result):
-    study = study_of(result)
+    study = unsaved_study(result)
     return " ".join(ASSUMPTION2.sentences(study.need(ASSUMPTION2), study))
 
 

@@ -26,7 +26,7 @@ from grpo_ustat.runs.study_parts import CompletionCounts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
-from folders import study_of  # noqa: E402
+from folders import unsaved_study  # noqa: E402
 from test_import_rollouts import logged  # noqa: E402
 from test_pool_parts import SMALL as LOOSE  # noqa: E402
 from test_pool_parts import asked as asked_of  # noqa: E402
@@ -233,8 +233,8 @@ def test_a_study_of_equal_rewards_says_what_became_of_them(tmp_path, never, caps
     assert counts["cut"] + counts["no_answer"] + counts["wrong"] == counts["completions"] == 20
     assert all(counts[name] for name in ("cut", "no_answer", "wrong"))
     sentence = equal_rewards_sentence(CompletionCounts(**counts), 6)
-    assert result["summary"] == sentence == decision_sentence(study_of(result), 256)
-    following = next_step(study_of(result, asdict(config)))
+    assert result["summary"] == sentence == decision_sentence(unsaved_study(result), 256)
+    following = next_step(unsaved_study(result, asdict(config)))
     assert " ".join(said.split("\nnext: ")[0].split()) == sentence
     assert f"next: {following}\n" in said and "┃" not in said and "[0.00" not in said
     names = {file.name for file in (tmp_path / "run").iterdir()}
@@ -289,7 +289,7 @@ def test_imported_rollouts_of_equal_rewards_are_not_scored(tmp_path, monkeypatch
     study_run.run(config, RunFolder(tmp_path / "run", config))
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["equal_rewards"] == {"reward": 1.0, "completions": 48, "right": 48}
-    assert next_step(study_of(result, asdict(config))) == (
+    assert next_step(unsaved_study(result, asdict(config))) == (
         "log other questions, some of them right and some wrong, and import these"
     )
 
@@ -353,7 +353,7 @@ COMMAND = "grpo-ustat mse model=tiny_base dataset=arithmetic prompt=bare"
 )  # fmt: skip
 def test_the_next_step_follows_what_became_of_most(counts, overrides, step):
     result = {"equal_rewards": {"reward": 0.0, "completions": 64} | counts}
-    assert next_step(study_of(result, asdict(compose("mse", *overrides)))) == step
+    assert next_step(unsaved_study(result, asdict(compose("mse", *overrides)))) == step
 
 
 @pytest.mark.slow

@@ -293,7 +293,7 @@ def test_one_question_is_enough(tmp_path):
 def test_nothing_is_drawn_anew_for_monte_carlo_where_all_rewards_are_equal(tmp_path):
     result = study(tmp_path, "study.methods=[monte_carlo]", "prompt.template='zz{question}'",
                    "max_completion_length=3", "budget=study_smoke", "group_sizes=[2]")  # fmt: skip
-    assert result["curves"] == [] and result["cost"]["rollouts"] == 8 * 8
+    assert "curves" not in result and result["cost"]["rollouts"] == 8 * 8
 
 
 @pytest.mark.slow(minutes=0.02)

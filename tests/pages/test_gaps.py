@@ -7,7 +7,7 @@ import math
 from copy import deepcopy
 
 import pytest
-from folders import refused_loss, studied, study_of, trained
+from folders import refused_loss, studied, trained, unsaved_study
 from page_views import page_of
 
 from grpo_ustat.measurements import error_figures, errors, group_size, recipes
@@ -162,14 +162,14 @@ def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
 
 def test_a_missing_ratio_is_a_gap(tmp_path):
     _, result = study(tmp_path, "ratio_to_oracle.1.ratio")
-    rows = error_figures.ratio_rows(study_of(result), "all_questions_once")
+    rows = error_figures.ratio_rows(unsaved_study(result), "all_questions_once")
     figure, axes = plt.subplots()
     error_figures.ratio_panel(axes, rows, {})
     assert [math.isnan(x) for x in axes.lines[-1].get_ydata()] == [False, True, False]
     plt.close(figure)
     for row in result["ratio_to_oracle"]:
         row["ratio"] = None
-    assert error_figures.ratio_rows(study_of(result), "all_questions_once") == []
+    assert error_figures.ratio_rows(unsaved_study(result), "all_questions_once") == []
 
 
 def test_a_step_without_a_number_is_a_gap_of_its_curve():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from folders import completed, record_in, study_of
+from folders import completed, record_in, unsaved_study
 from readme import PAGES, ROOT
 
 from grpo_ustat.config.schema import ConfigError
@@ -102,7 +102,7 @@ def test_nested_keys_are_named_with_their_place():
 
 @pytest.mark.parametrize("one", [one for one in OURS if one.always], ids=lambda one: one.name)
 def test_a_study_that_lacks_what_all_measure_is_not_shown_and_the_key_is_named(one):
-    study = study_of({})
+    study = unsaved_study({})
     assert finished_study(study.run) is not None and study.need(one) is not None
     for damaged in ({}, {one.name: "x"}):
         rest = {name: x for name, x in study.run.final_result.items() if name != one.name}
@@ -113,6 +113,6 @@ def test_a_study_that_lacks_what_all_measure_is_not_shown_and_the_key_is_named(o
 
 
 def test_a_study_of_equal_rewards_needs_no_measurement():
-    study = study_of({"equal_rewards": {"reward": 0.0, "completions": 8, "cut": 8}})
+    study = unsaved_study({"equal_rewards": {"reward": 0.0, "completions": 8, "cut": 8}})
     assert finished_study(study.run) is not None
     assert not any(one.name in study.run.final_result for one in OURS)
