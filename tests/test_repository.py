@@ -61,8 +61,10 @@ def test_the_citations_are_of_this_version():
     assert re.findall(r"version = \{(.*)\}", readme) == [grpo_ustat.__version__]
     assert citation["preferred-citation"]["title"] in " ".join(readme.split())
     for entry in (citation, citation["preferred-citation"]):
-        assert entry["title"] and entry["type"] and all(
-            a.get("name") or a["family-names"] for a in entry["authors"]
+        assert (
+            entry["title"]
+            and entry["type"]
+            and all(a.get("name") or a["family-names"] for a in entry["authors"])
         )
 
 

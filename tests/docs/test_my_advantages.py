@@ -34,7 +34,8 @@ def expected(rule, options):
 
 def shown(folder, number, **modules):
     """A block of the page's section as a module, under stand-ins of what it imports."""
-    code = re.findall(r"```python\n(.*?)```", section(PAGES["docs/verl.md"], "An advantage of yours"), re.DOTALL)
+    text = section(PAGES["docs/verl.md"], "An advantage of yours")
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (folder / "my_advantages.py").write_text(code[number])
     spec = importlib.util.spec_from_file_location("my_advantages", folder / "my_advantages.py")
     module = importlib.util.module_from_spec(spec)
