@@ -61,15 +61,17 @@ def test_the_citations_are_of_this_version():
     assert re.findall(r"version = \{(.*)\}", readme) == [grpo_ustat.__version__]
     assert citation["preferred-citation"]["title"] in " ".join(readme.split())
     for entry in (citation, citation["preferred-citation"]):
-        assert entry["title"] and entry["type"] and all(a["name"] for a in entry["authors"])
+        assert (
+            entry["title"]
+            and entry["type"]
+            and all(a.get("name") or a["family-names"] for a in entry["authors"])
+        )
 
 
-def test_the_changelog_knows_the_version():
-    """The newest section that has a version is of this one, where a version has a section."""
+def test_the_newest_section_of_the_changelog_is_of_this_version():
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert f"is {grpo_ustat.__version__};" in text and "## [Unreleased]" in text
     versions = re.findall(r"^## \[(\d[^\]]*)\]", text, re.MULTILINE)
-    assert versions[:1] in ([], [grpo_ustat.__version__])
+    assert versions[:1] == [grpo_ustat.__version__]
 
 
 def test_a_tag_is_checked_and_then_published_without_a_secret():

@@ -1,5 +1,5 @@
-"""Advantage functions that docs/extending.md shows for verl and slime, under stand-ins for these,
-and gradients that verl once made with the settings of docs/verl.md.
+"""Advantage functions that docs/verl.md shows for verl and slime, under stand-ins for these,
+and gradients that verl once made with its settings.
 
 `VERL_USE_EXTERNAL_MODULES=my_advantages python -m verl.trainer.main_ppo` imports the first.
 """
@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from readme import EXTENDING, section
+from readme import PAGES, section
 from verl_run import ORDER, REWARDS_PG, THEIRS, UIDS, batch
 
 from grpo_ustat.estimators.baselines import advantages
@@ -34,7 +34,8 @@ def expected(rule, options):
 
 def shown(folder, number, **modules):
     """A block of the page's section as a module, under stand-ins of what it imports."""
-    code = re.findall(r"```python\n(.*?)```", section(EXTENDING, "In another trainer"), re.DOTALL)
+    text = section(PAGES["docs/verl.md"], "An advantage of yours")
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (folder / "my_advantages.py").write_text(code[number])
     spec = importlib.util.spec_from_file_location("my_advantages", folder / "my_advantages.py")
     module = importlib.util.module_from_spec(spec)

@@ -41,17 +41,17 @@ DATED = rf"\b20\d\d-\d\d|\b({MONTHS}) 20\d\d\b|CPU[- ]seconds?|seconds of (a )?C
 
 
 def test_all_pages_together_can_be_read():
-    assert sum(len(text.split()) for text in WRITTEN.values()) < 25_000
+    assert sum(len(text.split()) for text in WRITTEN.values()) < 20_500
 
 
-def test_a_page_is_short_and_says_first_who_needs_it():
+def test_a_page_is_short_and_says_first_what_it_explains():
     for page in WRITTEN:
         text = WRITTEN[page]
         assert len(text.splitlines()) <= (130 if page == "README.md" else 250), page
-        if page.endswith("SKILL.md"):  # its front matter says so to an agent
+        if page.endswith("SKILL.md"):  # its front matter comes first
             continue
         title, first = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL).split("\n\n")[:2]
-        assert title.startswith("# ") and first.startswith("For "), (page, first)
+        assert title.startswith("# ") and not first.startswith("For "), (page, first)
 
 
 def test_a_page_for_users_has_no_measurements_of_a_day():
@@ -199,31 +199,39 @@ def test_the_page_of_objectives_says_what_to_type_for_each_recipe():
     ]
 
 
-QUOTED = {  # how a claim begins in the records, and its row on the page; digits
-    "the noise is that of a prompt's": ('| noise is "dominated', 2),
-    "in mixed groups": ("| group advantages", 3),
-    "a filter by reward": ("| filtering by reward", 2),
-    "the mean over": ("| the mean per sequence", 2),
-    "stale rollouts": ("| large staleness", 2),
-    "the effective sample": ("| effective sample size", 2),
-    "ratios of the sequence": ("| ratios by sequence", 2),
-    "the noise of a prompt is": ("| noise goes with p(1-p)", 2),
-    "the noise of a completion": ("| variance goes with length", 2),
+QUOTED = {  # how a claim begins in the records, and its paragraph on the page; digits
+    "the noise is that of a prompt's": ('The noise of a step is "dominated', 2),
+    "in mixed groups": ("Group advantages", 3),
+    "a filter by reward": ("Filtering by reward", 2),
+    "the mean over": ("The mean over", 2),
+    "stale rollouts": ("Large staleness", 2),
+    "the effective sample": ("The effective sample size", 2),
+    "ratios of the sequence": ("Ratios should be of the sequence", 2),
+    "the noise of a prompt is": ("The noise of a prompt goes with", 2),
+    "the noise of a completion": ("The variance of a completion", 2),
 }
+
+
+def as_written(number, digits):
+    """A number of a record as the page writes it, without the zero before the point."""
+    return f"{float(number):.{digits}f}".replace("0.", ".", 1)
 
 
 @pytest.mark.parametrize("claim", QUOTED)
 def test_verdicts_quote_their_records(claim):
+    """Of `tiny_base` the number and its interval, of its stale rollouts the number."""
     start, digits = QUOTED[claim]
-    page = PAGES["docs/verdicts.md"].splitlines()
-    (row,) = [line for line in page if line.startswith(start)]
+    paragraphs = PAGES["docs/verdicts.md"].split("\n\n")
+    (paragraph,) = [text for text in paragraphs if text.startswith(f"**{start}")]
     records = csv.DictReader((ROOT / "docs/examples/verdicts.csv").open())
     numbers = [
-        (r["policy"], float(r["number"]))
-        for r in records
-        if r["claim"].startswith(claim) and r["number"] and " after " not in r["policy"]
+        record[key]
+        for record in records
+        if record["claim"].startswith(claim) and record["number"]
+        for key in {"tiny_base": ("number", "low", "high")}.get(record["policy"], ("number",))
+        if record["policy"] == "tiny_base" or record["policy"].endswith("updates old")
     ]
     assert numbers
-    for policy, number in numbers:
-        written = f"{number:.{digits}f}".replace("0.", ".", 1)
-        assert re.search(rf"(?<![\d.]){re.escape(written)}(?!\d)", row), (policy, written)
+    for number in numbers:
+        written = as_written(number, digits)
+        assert re.search(rf"(?<![\d.]){re.escape(written)}(?!\d)", paragraph), written
