@@ -1,6 +1,7 @@
-"""Efficiency of rollouts sampled by another policy: an earlier checkpoint or an inexact sampler.
+"""Rollouts that another policy sampled, an earlier checkpoint or an inexact sampler, scored again.
 
-Losses that penalise leaving a reference model are measured here, too.
+Those of losses that penalise leaving a reference model are scored here, too;
+`measurements.off_policy` measures what they are worth.
 
 The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
 each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
