@@ -26,7 +26,6 @@ from grpo_ustat.measurements.base import (
 )
 from grpo_ustat.pages.symbols import baseline_word
 from grpo_ustat.pages.tables import (
-    MOST_BASELINES,
     Table,
     closed_interval_text,
     count_text,
@@ -240,8 +239,11 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
 
 
 def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
-    """Return a table with a row for every point; a column with one value becomes a note."""
-    (curves,) = found.values()
+    """Return tables of G by baseline, and one with a row and all numbers for every point.
+
+    In the latter a column with one value becomes a note.
+    """
+    ((study, curves),) = found.items()
     rows = [
         content_of(row)
         | {"baseline": baseline_word(row.baseline), "mse": closed_interval_text(row.error)}
@@ -257,7 +259,8 @@ def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
     note = f"Of all rows: {'; '.join(values)}. In brackets: 95 % intervals."
-    return [rows_table("Mean squared error of the gradient", differing, note)]
+    every = rows_table("Mean squared error of the gradient", differing, note)
+    return [*(_by_baseline(study, of_kind) for of_kind in _by_kind(curves)), every]
 
 
 def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
@@ -295,20 +298,6 @@ GRADIENT: Measurement[GradientNorm] = Measurement(
 )
 
 
-def terminal_tables(study: Study) -> list[Table]:
-    """Return one study's tables, each of a method and of at most four baselines.
-
-    A table has a row per group size and a column per baseline.
-    """
-    tables = []
-    for rows in _by_kind(study.need(CURVES)):
-        names = list(dict.fromkeys(row.baseline for row in rows))
-        for first in range(0, len(names), MOST_BASELINES):
-            part = names[first : first + MOST_BASELINES]
-            tables.append(_terminal_table(study, [row for row in rows if row.baseline in part]))
-    return tables
-
-
 def _by_kind(curves: Iterable[CurveRow]) -> list[list[CurveRow]]:
     """Return the rows of each method and setting."""
     kinds: dict[tuple[str, str], list[CurveRow]] = {}
@@ -317,7 +306,8 @@ def _by_kind(curves: Iterable[CurveRow]) -> list[list[CurveRow]]:
     return list(kinds.values())
 
 
-def _terminal_table(study: Study, rows: Sequence[CurveRow]) -> Table:
+def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
+    """Return a table with a row per G and a column per baseline, of one method and setting."""
     result, first = study.result, rows[0]
     policy, (mean, low, high) = result.policy, result.policy.mean_reward
     setting = f"averaged over {count_text(result.questions, 'question')} ({first.method})"

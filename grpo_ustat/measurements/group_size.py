@@ -66,6 +66,12 @@ WHY_FIXED_ROLLOUTS = (
 USEFUL_RATIO = 10
 # Neighbours of the best admissible G whose costs the sentence names.
 NEIGHBOUR_OFFSETS = (-1, 1)
+# Largest G of the table of extra errors, unless the best one is near it.
+LARGEST_SHOWN = 64
+EXTRA_ERROR_NOTE = (
+    "Mean squared error of leave_one_out, without division by a std, over the least one, less 1. "
+    "Simultaneous intervals for new questions."
+)
 # Quantities of the scaling law, and of Assumption 2.
 LAW_ROWS = {
     "c1": "C1", "c2": "C2", "c3": "C3",
@@ -381,6 +387,25 @@ def interval_note(study: Study) -> str:
         f"Intervals of 95 %, generalising from these {questions} to new questions of the kind; "
         "those of G* and of extra errors hold together."
     )
+
+
+def extra_error_table(study: Study) -> Table | None:
+    """Return a table of the extra error of each admissible G; None where no interval is known."""
+    if not rewards_vary(study):
+        return None
+    costs = study.need(SCALING).law.costs(divisible_rollouts(study.rollouts))
+    sizes = [size for size in costs.extra if size <= max(LARGEST_SHOWN, 2 * costs.best)]
+    if not all(math.isfinite(costs.extra[size].low) for size in sizes):
+        return None
+    rows = []
+    for size in sizes:
+        extra, low, high = map(percent, costs.extra[size])
+        is_best = size == costs.best
+        cells = ["least" if is_best else extra, "" if is_best else f"[{low}, {high}]"]
+        rows.append([str(size), str(costs.rollouts // size), *cells])
+    columns = ["G", "prompts", "extra error", "95 % interval"]
+    title = f"Extra gradient error at {costs.rollouts} rollouts a step"
+    return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 
 def law_tables(found: Mapping[Study, Scaling]) -> list[Table]:

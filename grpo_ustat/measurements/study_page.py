@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_ustat.measurements import group_size
 from grpo_ustat.measurements.assumption2 import rewards_vary
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import WHY_FIXED_ROLLOUTS, interval_note, study_answer
@@ -115,8 +116,15 @@ def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
     return {figure.name: (figure.title, "", None) for figure in figures}
 
 
+def overview(run: RunRecord) -> Table | None:
+    """Return the table of extra errors of a finished study."""
+    study = finished_study(run)
+    return None if study is None else group_size.extra_error_table(study)
+
+
 VIEW = RunView(
     title=title, answer=answer, facts=facts, tables=tables, notes=notes, following=following,
+    overview=overview, lead="scaling",
     figures={
         **_figures(leads=True),
         "scaling": (COSTS_CAPTION, "", None),

@@ -17,7 +17,7 @@ from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.logs.pairing import other_policy_sentence
 from grpo_ustat.measurements import error_figures, group_size
 from grpo_ustat.measurements.base import PoolStudy, Study
-from grpo_ustat.measurements.errors import CURVES, NOT_MEASURED, terminal_tables
+from grpo_ustat.measurements.errors import CURVES, NOT_MEASURED
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.measurements.off_policy import OFF_POLICY
@@ -28,7 +28,7 @@ from grpo_ustat.measurements.registry import (
     sentences,
     shown,
 )
-from grpo_ustat.measurements.study_page import VIEW, further_findings
+from grpo_ustat.measurements.study_page import VIEW
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
@@ -104,15 +104,13 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     rest = [one for one in shown([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
-    errors = [] if view.result.equal_rewards else terminal_tables(view)
-    for table in (*first, *errors, *last):
+    for table in filter(None, (group_size.extra_error_table(view), *first, *last)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row.baseline for row in view.of(NOT_MEASURED) or []):
-        console.print(
-            wrapped(f"Not measured in every way: {', '.join(absent)}; why is on the page.")
-        )
+        text = f"Some errors of {', '.join(absent)} were not measured; the page has the reasons."
+        console.print(wrapped(text))
     _, warnings = summary_and_warnings(view.result.summary)
-    for sentence in (*warnings, *further_findings(view)):
+    for sentence in warnings:
         console.print(wrapped(sentence), soft_wrap=True)
     console.print(f"next: {next_step(view)}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)

@@ -22,7 +22,6 @@ from grpo_ustat.estimators.scaling import ScalingLaw, divisors
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import study_answer, summary_text
 from grpo_ustat.measurements.next_step import next_step
-from grpo_ustat.measurements.study_page import further_findings
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import RunRecord
@@ -402,7 +401,6 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
         words.index(sentence)
         for sentence in (
             f"WARNING: {result['summary'].split(' WARNING: ')[1]}",
-            *further_findings(Study(RunRecord(path, result=result))),
             "next: ",
         )
     ]

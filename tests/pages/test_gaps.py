@@ -110,7 +110,11 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
         group_size.draw(folder, one)
         draw_figures(folder, one)
         assert titles
-        words = [*titles, errors.terminal_tables(one)[0].title, facts(RunRecord(folder))[0][0]]
+        words = [
+            *titles,
+            errors.curve_tables({one: one.need(errors.CURVES)})[0].title,
+            facts(RunRecord(folder))[0][0],
+        ]
         (other,) = {"accuracy", "mean reward"} - {quantity}
         for text in words:
             assert quantity in text.lower() and other not in text.lower()
@@ -132,7 +136,7 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     (folder / "result.json").write_text(json.dumps(result))
     run, other = RunRecord(folder, "a"), Study(RunRecord(study(tmp_path / "b")[0], "b"))
     one = Study(run)
-    title = errors.terminal_tables(one)[0].title
+    title = errors.curve_tables({one: one.need(errors.CURVES)})[0].title
     assert f"averaged over {batch} (" in title and f"({scope})" in title
     assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
     law = next(table for table in tables(run) if "Scaling law" in table.title)
@@ -155,7 +159,7 @@ def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
     assert "No error of vanilla (no baseline) at G = 4: result.json holds no number." in " ".join(
         words[0].split()
     )
-    (table,) = errors.terminal_tables(one)
+    table, _ = errors.curve_tables({one: one.need(errors.CURVES)})
     assert any("at G = 4: result.json" in note for note in table.notes)
     assert table.rows[1][1] == "-"
 
