@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -71,29 +71,29 @@ class PoolStudy:
     # Pairs of batches behind losses that weigh rows by the whole batch, and the seed of all draws.
     draws: int
     seed: int
-    # At a batch's first update, except the unbiased estimate itself.
-    losses: Sequence[Loss]
     # Tokens after which a completion is cut.
     max_completion_length: int
-    # Names of the reward functions, in the order of the pool's axis F.
-    reward_names: Sequence[str]
-    # Measurements that are made only if they are asked for.
-    asked: frozenset[str]
-    # `closed_form`, `monte_carlo` or both.
-    methods: Sequence[str]
-    # Rules whose errors are compared, in the order of the curves.
-    baselines: Sequence[str]
-    # Options of those of them without a closed form, by name; none if they are not compared.
-    rules: Mapping[str, Mapping[str, float]]
-    # The errors that Monte Carlo has drawn, by rule and G.
-    monte_carlo: Mapping[tuple[str, int], GradientError]
     # With intervals for these questions, or for new ones in AdamW's metric, see `interval`.
     at_hand: ClosedForm
-    # `completions` or `questions`, over which intervals of `at_hand` are.
-    interval: str
     # With intervals for new questions, the population of a training step, and its request.
     population: ClosedForm
     request: Request
+    # `completions` or `questions`, over which intervals of `at_hand` are.
+    interval: str = "questions"
+    # Measurements that are made only if they are asked for.
+    asked: frozenset[str] = frozenset()
+    # `closed_form`, `monte_carlo` or both.
+    methods: Sequence[str] = ("closed_form",)
+    # Rules whose errors are compared, in the order of the curves.
+    baselines: Sequence[str] = ("leave_one_out",)
+    # Options of those of them without a closed form, by name; none if they are not compared.
+    rules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # The errors that Monte Carlo has drawn, by rule and G.
+    monte_carlo: Mapping[tuple[str, int], GradientError] = field(default_factory=dict)
+    # At a batch's first update, except the unbiased estimate itself.
+    losses: Sequence[Loss] = ()
+    # Names of the reward functions, in the order of the pool's axis F.
+    reward_names: Sequence[str] = ()
     # None where no other policy, reference or correction is asked for.
     rescored: Rescored | None = None
 

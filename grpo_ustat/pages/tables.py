@@ -394,8 +394,8 @@ def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | N
 def closed_interval_text(value: Interval) -> str | None:
     """Format an estimate to three digits with both ends of its interval; None: it is unknown.
 
-    >>> closed_interval_text(Interval(2.0, 1.0, 3.0)), closed_interval_text(UNDETERMINED)
-    ('2.00 [1.00, 3.00]', None)
+    >>> closed_interval_text(Interval(2.0, 1.0, 3.0))
+    '2.00 [1.00, 3.00]'
     >>> closed_interval_text(Interval(2.0, 1.0, math.inf))
     '2.00 (no interval)'
     """
@@ -411,7 +411,7 @@ def interval_text(value: Interval) -> str:
 
     The interval may have no upper end.
 
-    >>> interval_text(Interval(2.0, 1.0, math.inf)), interval_text(UNDETERMINED)
+    >>> interval_text(Interval(2.0, 1.0, math.inf)), interval_text(Interval(*3 * [math.nan]))
     ('2.00 [1.00, infinity)', '-')
     """
     if math.isnan(value.low):

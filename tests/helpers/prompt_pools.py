@@ -35,14 +35,13 @@ def whole_pool(scores, rewards, lengths, **more):
     )
 
 
-def study_of_pool(pool, group_sizes, rollouts, draws, seed, **more):
+def study_of_pool(pool, group_sizes=(4,), rollouts=8, draws=2, seed=0, **more):
     """A pool as a study hands it to measurements, with closed forms for new questions alone."""
-    request = Request([], {}, len(pool.rewards_PN), True, {})
-    population = closed_form(pool, request, "questions")
-    plain = {"losses": [], "max_completion_length": 9, "reward_names": [], "asked": frozenset()}
+    request = more.pop("request", Request([], {}, len(pool.rewards_PN), True, {}))
+    population = more.pop("population", None) or closed_form(pool, request, "questions")
     return PoolStudy(
-        pool, group_sizes, rollouts, draws, seed, **(plain | more), at_hand=population,
-        population=population, request=request,
+        pool, group_sizes, rollouts, draws, seed, at_hand=population, population=population,
+        request=request, **{"max_completion_length": 9} | more,
     )  # fmt: skip
 
 
@@ -98,14 +97,3 @@ def truth(policy, group_sizes):
         loo = result[f"mse/leave_one_out/{size}"]
         result[f"mse/group_mean/{size}"] = shrink**2 * loo + grad_sq / size**2
     return result
-
-
-def asked(pool, found, request, **others):
-    """What a study asks of a pool: its closed forms at G = 4, n = 8, and no rule without one."""
-    asks = {
-        "group_sizes": [4], "rollouts": 8, "draws": 2, "seed": 0, "reward_names": [],
-        "asked": frozenset(), "methods": ["closed_form"], "baselines": ["leave_one_out"],
-        "rules": {}, "monte_carlo": {}, "interval": "questions",
-    }  # fmt: skip
-    of_pool = {"pool": pool, "at_hand": found, "population": found, "request": request}
-    return PoolStudy(**of_pool | asks | others)

@@ -18,7 +18,7 @@ from slow_cases import slow_after
 
 from grpo_ustat.config.presets import CHANCE, RECIPES
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, loss_worths
-from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.scaling import CONSTANTS, ScalingLaw
 from grpo_ustat.estimators.worth import relative
 from grpo_ustat.measurements.recipes import draw, judged_recipes, recipe_worths, tables
 
@@ -48,6 +48,7 @@ MEASURED = [
     refused_loss("DeepSeekMath (arXiv 2402.03300)", 64, "groups of 64 are too large"),
     loss_row("BroRL (arXiv 2510.01180)", 512, **UNKNOWN, baseline="reinforce_pp_baseline"),
 ]  # fmt: skip
+LAW = ScalingLaw.stored(*(SCALING[x] for x in CONSTANTS), SCALING["covariance"], SCALING["dof"])
 REFUSED = [refused_loss(name, recipe.group_size, "few") for name, recipe in RECIPES.items()]
 
 
@@ -69,7 +70,7 @@ def drawn(folder, scaling=SCALING, rows=MEASURED):
 def test_recipes_that_are_not_measured_are_judged_by_the_law_of_their_group_sizes():
     rows = judged_of(rows=REFUSED)
     assert [one.row.loss for one in rows] == list(RECIPES)
-    law = ScalingLaw.of_result(SCALING)
+    law = LAW
     for one in rows:
         size = one.row.group_size
         assert one.alone and size == RECIPES[one.row.loss].group_size
@@ -119,7 +120,7 @@ def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
 def test_half_of_the_chance_to_miss_is_left_to_the_group_sizes():
     """A law's interval beside measured worths, which take the other half."""
     (one,) = [one for one in judged_of() if one.row.group_size == 64]
-    extra = ScalingLaw.of_result(SCALING).extra_error(64, 4, 1 - CHANCE)
+    extra = LAW.extra_error(64, 4, 1 - CHANCE)
     assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
     wider = judged_of(rows=REFUSED)[5].worth
     assert one.worth.low < wider.low < wider.high < one.worth.high

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from commands import compose
-from prompt_pools import asked, prompts
+from prompt_pools import prompts, study_of_pool
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
@@ -77,7 +77,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
     request = Request([], {}, 6, True, {})
     total = closed_form(pool, request, "questions")
     names = ["task", "brevity", "format"]
-    study = asked(pool, total, request, reward_names=names)
+    study = study_of_pool(pool, population=total, request=request, reward_names=names)
     found = {row.name: row for row in measure_functions(study) or []}
     assert list(found) == [*names, SUM_NAME]
     second = dataclasses.replace(

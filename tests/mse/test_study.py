@@ -29,7 +29,7 @@ from grpo_ustat.runs.record import RunRecord
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
 from launching import finished as typed  # noqa: E402
-from prompt_pools import asked  # noqa: E402
+from prompt_pools import study_of_pool  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
 FINISHED = (
@@ -326,7 +326,7 @@ def verdict_of(low, high, corr=(-0.1, 0.1), share=(-0.1, 0.3), gstar=(4.0, 3.0, 
         }
     )
     pool = SimpleNamespace(rewards_PN=np.array([[0.0, 1.0]]))
-    return summary_text(asked(pool, found, None, interval="completions"))
+    return summary_text(study_of_pool(pool, population=found, request=None, interval="completions"))
 
 
 def test_the_verdict_follows_the_intervals():

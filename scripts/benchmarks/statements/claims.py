@@ -33,8 +33,8 @@ def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict]
     request = Request([], {}, len(pool.rewards_PN), True, {})
     population = closed_form(pool, request, "questions")
     study = PoolStudy(
-        pool, [SIZE], ROLLOUTS, draws, seed, losses=[], max_completion_length=1, reward_names=[],
-        asked=frozenset(), at_hand=population, population=population, request=request,
+        pool, [SIZE], ROLLOUTS, draws, seed, max_completion_length=1, at_hand=population,
+        population=population, request=request,
     )  # fmt: skip
     return claim_verdicts(study), population
 

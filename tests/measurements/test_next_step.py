@@ -6,10 +6,11 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from folders import unsaved_study
 from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import compose_config
-from grpo_ustat.pages.next_step import next_step, objective_overrides
+from grpo_ustat.measurements.next_step import next_step, objective_overrides
 
 
 @pytest.mark.parametrize(
@@ -35,18 +36,22 @@ def test_the_overrides_of_a_loss_choose_it_again(verb, words):
 def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
     config = asdict(compose_config("mse", ["objective=trl_dapo"]))
     scaling = {
-        "c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5, "gstar_high": 4.6,
-        "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
+        "c1": 1.0, "c1_low": 0.9, "c1_high": 1.1, "c2": 2.0, "c3": 9.0, "gstar": 4.0,
+        "gstar_low": 3.5, "gstar_high": 4.6, "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
     }  # fmt: skip
-    result = {"scaling": scaling, "assumption2": {"corr": 0.1}, "losses": []}
-    assert next_step(result, config).endswith("objective=trl_dapo budget.rollouts=256 group_size=4")
-    row = {"loss": "trl_dapo", "worth": 1.0}
+    result = {"scaling": scaling, "assumption2": {"corr": 0.1, "corr_low": 0.0, "corr_high": 0.2}}
+
+    def following(config, losses=()):
+        return next_step(unsaved_study(result | {"losses": list(losses)}, config))
+
+    assert following(config).endswith("objective=trl_dapo budget.rollouts=256 group_size=4")
+    row = {"loss": "trl_dapo", "worth": 1.0, "worth_low": 0.9, "worth_high": 1.1}
     for alike, size in ((True, 4), (False, 16)):
-        result["losses"] = [
+        losses = [
             row | {"group_size": 4, "best": False, "alike": alike},
             row | {"group_size": 16, "best": True, "alike": True},
         ]
-        assert next_step(result, config).endswith(f"group_size={size}")
+        assert following(config, losses).endswith(f"group_size={size}")
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
-    step = next_step(result, asdict(compose_config("mse", replaced)))
+    step = following(asdict(compose_config("mse", replaced)))
     assert "objective.zero_variance_groups=drop" in step and "replace" not in step
