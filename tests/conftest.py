@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
     """The package has doctests; a file of tests is read once, and helpers by those who use them."""
-    return [one for one in (yield) if isinstance(one, pytest.Module)]
+    return [one for one in (yield) if type(one) is pytest.Module]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -204,8 +204,8 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
     assert page.next_step in render(page)
     assert page.notes[0].startswith("Intervals of 95 %") and page.notes[1] == "corr(q, Z) = -0.5."
+    assert page.lead.title == "What each group size costs at the same number of rollouts"
     assert [(f.title, f.data) for f in page.figures] == [
-        ("What each group size costs at the same number of rollouts", None),
         ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
     ]  # fmt: skip
     by_title = {table.title: table for table in page.tables}
