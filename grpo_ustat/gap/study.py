@@ -53,7 +53,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     for note in result["notes"]:
         console.print(f"- {note}")
     console.print(result["answer"])
-    console.print(f"Wrote {folder.path}", soft_wrap=True)
+    console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
     return float(sum(claim["verdict"] != AGREES for claim in result["claims"]))
 
 

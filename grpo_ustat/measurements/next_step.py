@@ -225,7 +225,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
         *_changes(chosen, values | {"seed": seed}),
         *_changes(study, values["study"], "study."),
         *([] if sampler == "local" else [f"rollout={sampler}"]),
-        *_changes(config["rollout"], engine, "rollout."),
+        *_changes({key: config["rollout"].get(key) for key in engine}, engine, "rollout."),
         *_changes(sizes, budget, "budget."),
     ]
 
@@ -238,7 +238,8 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
-    words += _changes(objective, asdict(preset.objective), "objective.")
+    today = asdict(preset.objective)
+    words += _changes({key: x for key, x in objective.items() if key in today}, today, "objective.")
     options = chosen.options if chosen else {}
     if rule["name"] != (chosen.name if chosen else "leave_one_out"):
         words.append(f"baseline={rule['name']}")

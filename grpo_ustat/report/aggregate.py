@@ -135,7 +135,7 @@ def write_report(report: Report) -> None:
     console = Console()
     for line in report.answers:
         console.print(line, soft_wrap=True)
-    main_tables = {"theorems", "mse", "fixed_n", "accuracy", "mean_reward", "settings"}
+    main_tables = {"theorems", "fixed_n", "accuracy", "mean_reward", "settings"}
     main_tables |= {"best_group_size", "best_group_size_claims"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
@@ -144,7 +144,9 @@ def write_report(report: Report) -> None:
             console.print(table.terminal())
     for line in shorten(report.notes, MOST_LINES, "runs.tex"):
         console.print(line, soft_wrap=True)
-    console.print(f"Wrote {report.folder}", soft_wrap=True)
+    if report.next_step:
+        console.print(f"next: {report.next_step}", soft_wrap=True)
+    console.print(f"page: {report.folder / NAME}", soft_wrap=True)
 
 
 def without_unreadable(run_set: RunSet) -> RunSet:

@@ -13,6 +13,9 @@ from typing import Any
 from pyarrow import compute, parquet
 
 from grpo_ustat.config.command_line import typed_command
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.group_size import SCALING
+from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.pages.page import (
     Completions,
     Figure,
@@ -72,6 +75,13 @@ class Report:
     @property
     def _finished_studies(self) -> list[RunRecord]:
         return [run for run in self.runs if run.command == "mse" and run.result is not None]
+
+    @property
+    def next_step(self) -> str:
+        """The command that continues the first study whose G* is not decided; "" without any."""
+        studies = map(Study, self.studies)
+        undecided = (study for study in studies if not study.need(SCALING).is_decided)
+        return next(map(next_step, undecided), "")
 
     @property
     def training(self) -> list[RunRecord]:
@@ -163,6 +173,7 @@ def page(report: Report) -> Page:
         answer="\n".join(report.answers),
         notes=report.notes,
         facts=_facts(runs),
+        next_step=report.next_step,
         overview=overview,
         figures=[*report.study_figures, *table_figures],
         tables=list(tables.values()),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 from folders import unsaved_study
+from readme import ROOT
 from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.next_step import next_step, objective_overrides
+from grpo_ustat.runs.library import load_run
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,10 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
     step = following(asdict(compose_config("mse", replaced)))
     assert "objective.zero_variance_groups=drop" in step and "replace" not in step
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "docs/examples/mse").iterdir()), ids=str)
+def test_a_study_of_an_earlier_version_goes_on_in_fields_of_today(folder):
+    command = next_step(Study(load_run(folder)))
+    verb, *words = shlex.split(command)[1:]
+    assert compose_config(verb, [word for word in words if not word.startswith("pool=")])
