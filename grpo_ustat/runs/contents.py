@@ -469,7 +469,7 @@ def command_of(config: dict[str, Any]) -> str:
 CONFIGURATION: Shape = {
     "model": {"name": str, "model_name_or_path": str}, "dataset": {"name": str},
     "bed": {"name": str}, "prompt": {"name": str, "shots": NumberOrNull},
-    "baseline": {"name": str}, "objective": {"name": str},
+    "baseline": {"name": str}, "objective": {"name": str}, "rollout": {"name": str},
     "study": {"kind": str, "methods": list[str]},
     "seed": Count, "group_size": Size, "max_steps": Count, "group_sizes": list[Size],
     "budget": {"rollouts": Size}, "baselines": list[str], "temperature": float,

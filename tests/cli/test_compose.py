@@ -83,9 +83,9 @@ def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
         ("model=glob(nope*)", r"model=glob\(nope\*\) names none of hub, .*tiny, tiny_base"),
         ("model=glob()", r"model=glob\(\): this cannot be read: check its brackets"),
         ("model=glob(tiny*),hub", r"model=glob\(tiny\*\),hub: write one glob\(\[PATTERN,NAME\]\)"),
-        ("seed=range(0,0)", r"seed=range\(0,0\): this sweep has no run, give it a value"),
-        ("seed=interval(0,1)", r"interval\(...\) has no values to go through"),
-        ("seed=glob(*)", r"seed=glob\(\*\): seed has no choices to name"),
+        ("seed=range(0,0)", r"seed=range\(0,0\) has no value to go through"),
+        ("seed=interval(0,1)", r"interval\(0,1\): an interval has no values to go through"),
+        ("seed=glob(*)", r"seed=glob\(\*\) has no value to go through"),
     ):
         with pytest.raises(ConfigError, match=line):
             parse("mse", ["-m", word])

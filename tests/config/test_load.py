@@ -384,7 +384,9 @@ def test_a_declared_rule_needs_no_other_place(tmp_path):
     assert "part_of_mean" in texts["help"] and "r less a part of the group's mean." in texts["help"]
     assert "rules.part_of_mean.options.share=0.5" in texts["options"]
     assert "did you mean part_of_mean? choose from batch_std" in texts["misspelt"]
-    assert texts["no key"].strip() == "error: part_of_mean: write baseline=part_of_mean"
+    assert texts["no key"].strip() == (
+        "error: part_of_mean sets nothing: write baseline=part_of_mean"
+    )
     assert "baseline.options.share=2.0 must be finite and in [1e-12, 1.0]" in texts["range"]
     (file,) = tmp_path.glob("outputs/train/*/seed-0/completions.parquet")
     rows = [row for row in pq.read_table(file).to_pylist() if row["step"] == 1]

@@ -89,8 +89,8 @@ def test_rewards_of_minus_one_and_one_are_imported_and_named(tmp_path):
         (found,) = (tmp_path / name).glob("mse/*/seed-0/result.json")
         results.append(json.loads(found.read_text()))
         word = "accuracy" if name == "right" else "mean reward"
-        assert f"tiny_base, {word} {results[-1]['policy']['mean_reward']:.3f} [" in out
         page = (found.parent / "report.html").read_text()
+        assert f"tiny_base, {word} {results[-1]['policy']['mean_reward']:.3f} [" in page
         assert f"{word.capitalize()} of the policy" in page
     right, signed = results
     assert (right["policy"]["quantity"], signed["policy"]["quantity"]) == (

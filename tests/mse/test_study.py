@@ -203,7 +203,7 @@ def test_a_study_of_the_whole_zoo(tmp_path):
 def test_the_command_runs_from_anywhere(tmp_path):
     code, out, err = run("mse", *SMALL, "study.questions=3", cwd=tmp_path)
     assert code == 0, err
-    assert "Not enough data for a best G" in out and "leave_one_out" in out
+    assert "Not enough data for a best G" in out and "page: " in out
     assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed-0/result.json"))) == 1
 
 
@@ -274,7 +274,7 @@ def test_closed_forms_and_fresh_rollouts_agree_on_tiny(
 def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
     result = study(tmp_path, "prompt.template='zz{question}'", "max_completion_length=3")
     assert result["policy"]["mean_reward"] == 0
-    assert result["assumption2"]["corr"] is None and result["scaling"]["gstar"] is None
+    assert "assumption2" not in result and "scaling" not in result
     assert result["summary"] == (
         "All 64 completions got reward 0, so there is no gradient to measure: all were cut at "
         "max_completion_length=3."
