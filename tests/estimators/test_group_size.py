@@ -68,6 +68,7 @@ def relative(size, k, rest):
     return size / k + rest + 1 / (size - 1)
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_what_is_decided_holds_with_95_percent_under_every_prior(rng):
     """By quadrature: the size is within the tolerance, and not within the smaller one."""
     seen = set()
@@ -92,6 +93,7 @@ def test_what_is_decided_holds_with_95_percent_under_every_prior(rng):
     assert len(seen) >= 2
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_the_interval_holds_the_central_95_percent_under_every_prior(rng):
     estimate, _ = sample(rng, 0.3, count=60)
     interval = estimate.gstar()

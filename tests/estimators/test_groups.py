@@ -237,6 +237,7 @@ def test_a_window_of_two_policies_has_their_means_and_their_gradients_product():
     np.testing.assert_allclose(expected_of_pairs(*prompts), expected, rtol=1e-10)
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_one_law_of_pairs_has_many_group_sizes():
     """Prompts p + t d whose t have the same two moments: all that pairs know, not C2 and C3."""
     scores_Y = np.array([1.0, -1.0, 2.0, -2.0, 1.0, -1.0])

@@ -91,6 +91,7 @@ def test_all_groups_of_a_pool_count(rng, monkeypatch, name, graded):
     assert found.mse.low < found.mse.estimate < found.mse.high
 
 
+@pytest.mark.slow(minutes=0.1)
 @pytest.mark.parametrize("name, size", [*((name, SIZE) for name in COUPLED), ("reinforce_pp", 1)])
 def test_a_coupled_rule_has_the_energy_of_drawn_updates(rng, name, size):
     """E||ghat||^2 of 4000 fresh batches of 4 of 30 questions, whose products across questions are

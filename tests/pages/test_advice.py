@@ -95,6 +95,7 @@ def test_a_result_without_covariance_gives_no_verdict_on_another_size():
     assert advised(scaling, 8, 256)[0] == UNKNOWN
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_how_often_the_verdict_is_wrong(rng):
     """Of 500 studies with normal errors of 10 % and 20 degrees of freedom: the truly best size is
     advised against in less than 5 %, one that costs 107 % is changed in more than 95 %.

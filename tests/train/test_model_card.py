@@ -17,6 +17,7 @@ from commands import compose
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from resuming import SHORT, config_of, fit, rewind
+from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.pages.tables import Table, fenced, plain
@@ -223,7 +224,7 @@ def test_plain_text_is_read_back_as_it_was():
     assert fenced("````").startswith("`````\n````\n")
 
 
-@pytest.mark.parametrize("key", hostile.NAMES)
+@pytest.mark.parametrize("key", slow_after(6, hostile.NAMES))
 def test_no_name_is_more_than_a_text_of_a_card(key, tmp_path):
     name = hostile.NAMES[key]
     run, progress = pretended(tmp_path)
