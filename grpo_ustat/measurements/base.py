@@ -34,7 +34,7 @@ LAG_KEYS = ("study.policy", "study.reference", "study.corrections", "study.corre
 
 @dataclass(frozen=True)
 class Rescored:
-    """The completions of a pool as a policy at hand scores them that need not have written them.
+    """The completions of a pool, scored by a policy that need not be the one that wrote them.
 
     Tokens are weighted as each loss weighs them.
     """
@@ -46,9 +46,9 @@ class Rescored:
     # lag, gap or penalty, see `measurements.off_policy.OffPolicy`.
     question: str
     drift: Drift
-    # Whose worth is measured.
+    # Losses whose relative efficiency is measured.
     losses: Sequence[Loss]
-    # Of which claims are judged, by the level of their ratio.
+    # Losses that published claims are about, by the level of their importance ratio.
     judged: Mapping[str, Loss]
     # The pool of the unbiased estimate that losses are compared with.
     compared: ScorePool
@@ -58,9 +58,9 @@ class Rescored:
 
 @dataclass(frozen=True)
 class PoolStudy:
-    """A pool of scored completions, what a study asks of it, and its closed forms.
+    """The input of a measurement: a pool of scored completions and what a study asks of it.
 
-    It holds arrays alone: nothing is sampled and no model is read.
+    Everything that needs a model was done before: nothing is sampled here.
     """
 
     pool: ScorePool
@@ -73,12 +73,13 @@ class PoolStudy:
     seed: int
     # Tokens after which a completion is cut.
     max_completion_length: int
-    # With intervals for these questions, or for new ones in AdamW's metric, see `interval`.
-    at_hand: ClosedForm
-    # With intervals for new questions, the population of a training step, and its request.
+    # Statistics of the pool by name, see `estimators.closed_form.ClosedForm`. Most measurements
+    # take `population`, whose intervals are for new questions, as a training step draws them;
+    # `request` is what it was computed from. `at_hand` is for the curves: its intervals are for
+    # these questions (`interval` is "completions"), in AdamW's metric for new ones ("questions").
     population: ClosedForm
+    at_hand: ClosedForm
     request: Request
-    # `completions` or `questions`, over which intervals of `at_hand` are.
     interval: str = "questions"
     # Measurements that are made only if they are asked for.
     asked: frozenset[str] = frozenset()
@@ -86,7 +87,7 @@ class PoolStudy:
     methods: Sequence[str] = ("closed_form",)
     # Rules whose errors are compared, in the order of the curves.
     baselines: Sequence[str] = ("leave_one_out",)
-    # Options of those of them without a closed form, by name; none if they are not compared.
+    # Options of those baselines that have no closed form, by name; empty if none is compared.
     rules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     # The errors that Monte Carlo has drawn, by rule and G.
     monte_carlo: Mapping[tuple[str, int], GradientError] = field(default_factory=dict)
@@ -99,7 +100,7 @@ class PoolStudy:
 
 
 class Study:
-    """A finished study as its folder holds it."""
+    """The output of a study: what the folder of a finished one holds."""
 
     def __init__(self, run: RunRecord):
         self.run = run
@@ -123,7 +124,7 @@ class Study:
         return self._found[name]
 
     def need(self, measurement: Measurement[R]) -> R:
-        """Return what every study measures whose rewards are not all equal.
+        """Return what every study measures, unless all of its rewards are equal.
 
         Raises:
             ConfigError: it is missing or damaged.
@@ -177,7 +178,7 @@ Draw = Callable[[Path, Mapping[Study, R], Sequence[str]], None]
 class Figure(Generic[R]):
     """A figure of a study's folder."""
 
-    # Of its files, without their endings.
+    # Base name of its files.
     name: str
     title: str
     draw: Draw[R]
@@ -211,14 +212,14 @@ class Measurement(Generic[R]):
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
     # True if its tables are printed on the terminal, too.
     prints: bool = False
-    # False if a report of several studies tables it otherwise.
+    # False if `report` makes its own table of it.
     in_reports: bool = True
-    # True if every study measures it whose rewards are not all equal.
+    # True if every study has it, unless all of its rewards are equal.
     always: bool = False
     figure: Figure[R] | None = None
-    # In a report, where it is not the tables of a page.
+    # What a report of several studies shows in place of `tables`.
     joint: Joint[R] | None = None
-    # True if studies are made for it, beside the gradient's error: it comes before that.
+    # True if it is shown before the errors of the gradient, because a user asked for it.
     leads: bool = False
 
     def of(self, studies: Iterable[Study]) -> dict[Study, R]:

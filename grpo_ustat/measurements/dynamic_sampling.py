@@ -17,13 +17,13 @@ from grpo_ustat.runs.contents import Size
 
 # Share of the error; a smaller saving does not pay for drawing groups anew.
 WORTHWHILE_SAVING = 0.05
-COLUMNS = ("G", "groups kept", "generated for a kept one", "break-even share thrown away")
+COLUMNS = ("G", "groups kept", "generated for a kept one", "break-even discarded / kept")
 NOTE = (
-    "Groups are drawn until enough have rewards that differ (DAPO). The gradient then has the "
-    "right direction, and the length of the column generated. Per rollout it beats leaving "
-    "zero-variance groups out, without new ones for them, only while it throws away less than "
-    "the last column of its kept groups. In brackets 95 % intervals over prompts, of the last "
-    "column 90 % at least."
+    "Groups are drawn until enough have rewards that differ (DAPO). The direction of the gradient "
+    "stays unbiased; its length is multiplied by the column generated. Per rollout it beats "
+    "leaving zero-variance groups out, without new ones for them, only while discarded over kept "
+    "groups is below the last column. In brackets 95 % intervals over prompts, of the last column "
+    "90 % at least."
 )
 
 
@@ -36,7 +36,8 @@ class DynamicSampling:
     kept: Interval
     # Groups generated for each that is kept.
     generated: Interval
-    # Largest share of groups thrown away that still pays.
+    # Largest ratio of discarded to kept groups that still pays; it is also the share of the error
+    # that is saved if none is discarded.
     break_even: Interval
 
 

@@ -69,8 +69,8 @@ NEIGHBOUR_OFFSETS = (-1, 1)
 # Largest G of the table of extra errors, unless the best one is near it.
 LARGEST_SHOWN = 64
 EXTRA_ERROR_NOTE = (
-    "Mean squared error of leave_one_out, without division by a std, over the least one, less 1. "
-    "Simultaneous intervals for new questions."
+    "Mean squared error at G over the least one, less 1, of the leave-one-out gradient (no "
+    "division by a std). Simultaneous intervals for new questions."
 )
 # Quantities of the scaling law, and of Assumption 2.
 LAW_ROWS = {
