@@ -69,8 +69,8 @@ NEIGHBOUR_OFFSETS = (-1, 1)
 # Largest G of the table of extra errors, unless the best one is near it.
 LARGEST_SHOWN = 64
 EXTRA_ERROR_NOTE = (
-    "Mean squared error at G over the least one, less 1, of the leave-one-out gradient (no "
-    "division by a std). Simultaneous intervals for new questions."
+    "Mean squared error of the leave-one-out gradient (no division by a std). Simultaneous 95 % "
+    "intervals for new questions."
 )
 # Quantities of the scaling law, and of Assumption 2.
 LAW_ROWS = {
@@ -390,21 +390,20 @@ def interval_note(study: Study) -> str:
 
 
 def extra_error_table(study: Study) -> Table | None:
-    """Return a table of the extra error of each admissible G; None where no interval is known."""
+    """Return a table of the error of each admissible G over the one to take; None if none is."""
     if not rewards_vary(study):
         return None
     costs = study.need(SCALING).law.costs(divisible_rollouts(study.rollouts))
-    sizes = [size for size in costs.extra if size <= max(LARGEST_SHOWN, 2 * costs.best)]
-    if not all(math.isfinite(costs.extra[size].low) for size in sizes):
+    if costs.tolerance is None:
         return None
+    sizes = [size for size in costs.extra if size <= max(LARGEST_SHOWN, 2 * costs.best)]
     rows = []
     for size in sizes:
         extra, low, high = map(percent, costs.extra[size])
-        is_best = size == costs.best
-        cells = ["least" if is_best else extra, "" if is_best else f"[{low}, {high}]"]
-        rows.append([str(size), str(costs.rollouts // size), *cells])
+        interval = "" if size == costs.best else f"[{low}, {high}]"
+        rows.append([str(size), str(costs.rollouts // size), extra, interval])
     columns = ["G", "prompts", "extra error", "95 % interval"]
-    title = f"Extra gradient error at {costs.rollouts} rollouts a step"
+    title = f"Extra gradient error over G = {costs.best}, at {costs.rollouts} rollouts a step"
     return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 

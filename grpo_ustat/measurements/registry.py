@@ -109,7 +109,7 @@ def printed_tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
 
 def draw_figures(folder: Path, study: Study) -> None:
     """Draw the figures of all measurements of a study."""
-    for one in shown([study]):
+    for one in measurements_of([study]):
         if one.figure is not None and (records := one.of([study])):
             one.figure.draw(folder, records, [])
 
@@ -122,7 +122,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
         study_keys: configuration keys in which the pools differ.
     """
     found = [table for one, records in _joint(studies) for table in one.tables(records)]
-    for one in shown(studies):
+    for one in measurements_of(studies):
         if one.joint is not None or not one.in_reports:
             continue
         records = one.of([members[0] for members in by_pool(studies)])
@@ -155,12 +155,12 @@ def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
     """Yield what a report shows of all studies together, with what they have measured."""
-    for one in shown(studies):
+    for one in measurements_of(studies):
         if one.joint is not None and (records := one.of(studies)):
             yield one.joint, records
 
 
-def shown(studies: Sequence[Study]) -> list[Measurement[Any]]:
+def measurements_of(studies: Sequence[Study]) -> list[Measurement[Any]]:
     """Return our measurements and those of packages that are installed here."""
     asked = [name for study in studies for name in study.run.value("study.measurements") or []]
     offered = entry_points(group=MEASUREMENTS).names if asked else set()

@@ -7,7 +7,7 @@ from grpo_ustat.measurements.assumption2 import rewards_vary
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import WHY_FIXED_ROLLOUTS, interval_note, study_answer
 from grpo_ustat.measurements.next_step import next_step
-from grpo_ustat.measurements.registry import OURS, finished_study, shown
+from grpo_ustat.measurements.registry import OURS, finished_study, measurements_of
 from grpo_ustat.measurements.registry import sentences as measured_sentences
 from grpo_ustat.measurements.registry import tables as measured_tables
 from grpo_ustat.pages.caveats import summary_and_warnings
@@ -46,7 +46,7 @@ def further_findings(study: Study) -> list[str]:
     """Return further findings; none where all rewards of every question are equal."""
     if not rewards_vary(study):
         return []
-    return measured_sentences(study, [one for one in shown([study]) if not one.leads])
+    return measured_sentences(study, [one for one in measurements_of([study]) if not one.leads])
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
@@ -81,7 +81,7 @@ def tables(run: RunRecord) -> list[Table]:
     study = finished_study(run)
     if study is None or run.result is None or study.result.equal_rewards is not None:
         return []
-    return measured_tables(study, shown([study]))
+    return measured_tables(study, measurements_of([study]))
 
 
 def notes(run: RunRecord) -> list[str]:
@@ -94,7 +94,7 @@ def notes(run: RunRecord) -> list[str]:
     details = []
     if first != answer(run):
         details = [
-            *measured_sentences(study, [one for one in shown([study]) if one.leads]),
+            *measured_sentences(study, [one for one in measurements_of([study]) if one.leads]),
             *further_findings(study),
             f"{interval_note(study)} {WHY_FIXED_ROLLOUTS}",
             first,

@@ -24,9 +24,9 @@ from grpo_ustat.measurements.off_policy import OFF_POLICY
 from grpo_ustat.measurements.registry import (
     draw_figures,
     measure_all,
+    measurements_of,
     printed_tables,
     sentences,
-    shown,
 )
 from grpo_ustat.measurements.study_page import VIEW
 from grpo_ustat.mse.adam_pool import adam_pool
@@ -97,12 +97,12 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     view = Study(RunRecord(folder.path, result=result))
     answer = group_size.study_answer(view, config.study.rollouts)
     console.print(f"{wrapped(answer)}\n", soft_wrap=True)
-    leading = [one for one in shown([view]) if one.leads]
+    leading = [one for one in measurements_of([view]) if one.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MOST_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    rest = [one for one in shown([view]) if not one.leads]
+    rest = [one for one in measurements_of([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
     for table in filter(None, (group_size.extra_error_table(view), *first, *last)):
         console.print(table.terminal())

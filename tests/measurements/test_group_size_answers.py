@@ -19,6 +19,7 @@ from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.measurements.assumption2 import ASSUMPTION2
 from grpo_ustat.measurements.group_size import (
     decision_sentence,
+    extra_error_table,
     interval_note,
     noise_sentence,
     study_answer,
@@ -420,3 +421,14 @@ def test_assumption_2_is_said_with_what_follows(changes, sentence):
     assert said(result) == graded
     result["assumption2"] |= {"refuted": False, "av_minus_a0_low": -1.0, "av_minus_a0_high": 1.0}
     assert said(result) == ""  # neither is known
+
+
+def test_extra_errors_are_those_of_the_law():
+    config = {"study": {"rollouts": 16}}
+    table = extra_error_table(unsaved_study(RESULT, config))
+    assert [row[:3] for row in table.rows] == [
+        ["2", "8", "+44 %"], ["4", "4", "0 %"], ["8", "2", "+25 %"], ["16", "1", "+107 %"]
+    ]  # fmt: skip
+    assert [bool(row[3]) for row in table.rows] == [True, False, True, True]
+    undecided = changed(covariance=(9.0 * np.eye(3)).tolist(), dof=4.0)
+    assert extra_error_table(unsaved_study(undecided, config)) is None
