@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.own_functions import MEASUREMENTS
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.measurements.assumption2 import ASSUMPTION2
 from grpo_ustat.measurements.base import (
     Joint,
@@ -28,8 +29,10 @@ from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTION
 from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
 from grpo_ustat.measurements.verdicts import VERDICTS
 from grpo_ustat.pages.tables import Table
-from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.contents import content_of, keys_of
 from grpo_ustat.runs.record import RESULT, RunRecord
+from grpo_ustat.runs.result import StudyResult
+from grpo_ustat.terminal.streams import single_line
 
 OURS: tuple[Measurement[Any], ...] = (
     VERDICTS,
@@ -54,18 +57,30 @@ def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
     """Return our measurements, and those of other packages that are named.
 
     Raises:
-        TypeError: an entry point is no `Measurement` of its name.
+        ConfigError: an entry point cannot be loaded, is no `Measurement` of its name, or has the
+            name of a key that every result has.
     """
-    others = []
-    for name in names:
+    return [*OURS, *map(_load, names)]
+
+
+def _load(name: str) -> Measurement[Any]:
+    """Load the measurement that an installed package offers by this name."""
+    if name in {one.name for one in OURS} | keys_of(StudyResult).keys():
+        raise ConfigError(
+            f"study.measurements={name}: result.json has a key {name} already, so the package "
+            "must choose another name"
+        )
+    try:
         offered = entry_points(group=MEASUREMENTS)[name].load()
-        if not isinstance(offered, Measurement) or offered.name != name:
-            raise TypeError(
-                f"entry point {name} of {MEASUREMENTS} is {offered!r:.80}: it must be a "
-                f"Measurement of name {name!r}"
-            )
-        others.append(offered)
-    return [*OURS, *others]
+    except Exception as error:  # of any kind: the package's own code is run
+        reason = single_line(f"{type(error).__name__}: {error}", 200)
+        raise ConfigError(f"study.measurements={name} cannot be loaded: {reason}") from error
+    if not isinstance(offered, Measurement) or offered.name != name:
+        raise ConfigError(
+            f"study.measurements={name} is {offered!r:.80}: it must be a Measurement of name "
+            f"{name!r}"
+        )
+    return offered
 
 
 def finished_study(run: RunRecord) -> Study | None:

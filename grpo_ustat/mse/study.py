@@ -24,6 +24,7 @@ from grpo_ustat.measurements.off_policy import OFF_POLICY
 from grpo_ustat.measurements.registry import (
     draw_figures,
     measure_all,
+    measurements,
     measurements_of,
     printed_tables,
     sentences,
@@ -118,7 +119,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
-    # A file or a pool that cannot be used leaves no run folder.
+    # What cannot be used is refused before anything is sampled, and leaves no run folder.
+    measurements(config.study.measurements)
     if config.imports_pool:
         logged_rollouts(config)
     elif config.pool:
