@@ -14,8 +14,7 @@ import pytest
 from grpo_ustat import __main__ as entry
 from grpo_ustat.cli import app
 from grpo_ustat.launch.command import load_command
-from grpo_ustat.terminal.console import tell
-from grpo_ustat.terminal.streams import lasting_output
+from grpo_ustat.terminal.streams import lasting_output, tell
 
 
 def output_of(prepare, lines=3):

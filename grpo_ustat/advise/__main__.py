@@ -13,7 +13,8 @@ import sys
 from grpo_ustat.advise.sources import advice_of, parse_request
 from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.console import tell, wrapped
+from grpo_ustat.terminal.console import wrapped
+from grpo_ustat.terminal.streams import tell
 
 OPTION_MEANINGS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",

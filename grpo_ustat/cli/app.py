@@ -18,7 +18,7 @@ from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environme
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.runs.faults import NotSaved, fault_line
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 # What help and a refused line do not wait for is imported where it is used.
 if TYPE_CHECKING:

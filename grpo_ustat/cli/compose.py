@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import re
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +30,14 @@ from grpo_ustat.cli.hydra_api import (
     parse_overrides,
     quote_plain,
     split_sweep,
+    store_group,
 )
 from grpo_ustat.config.baseline import baseline_choice
 from grpo_ustat.config.command_line import command_line, install_line, is_installed
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.model import EMBEDDED
-from grpo_ustat.config.presets import PRESETS, Preset
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
@@ -192,22 +191,31 @@ def register(entry: str) -> None:
 @cache
 def _store_choices() -> None:
     """Give Hydra the choices of `baseline=` and `objective=`, once in a process."""
-    for name in BASELINES:
-        ConfigStore.instance().store(name, asdict(baseline_choice(name)), group="baseline")
-    for name, preset in PRESETS.items():
-        _store_objective(name, preset)
+    with_options = {
+        name: preset.baseline
+        for name, preset in PRESETS.items()
+        if preset.baseline and preset.baseline != baseline_choice(preset.baseline.name)
+    }
+    store_group("baseline", {name: partial(_rule_node, name) for name in BASELINES})
+    store_group("baseline/objective", {name: partial(asdict, x) for name, x in with_options.items()})
+    store_group("objective", {name: partial(_objective_node, name, name in with_options) for name in PRESETS})
 
 
-def _store_objective(name: str, preset: Preset) -> None:
-    """Give Hydra a choice of `objective=`, which also chooses its rule where no other is typed."""
-    store, rule, defaults = ConfigStore.instance(), preset.baseline, list[dict[str, str]]()
-    if rule is not None:
-        choice = rule.name
-        if rule != baseline_choice(rule.name):  # with options of its own
-            choice = f"objective/{name}"
-            store.store(name, asdict(rule), group="baseline/objective")
+def _rule_node(name: str) -> dict[str, Any]:
+    return asdict(baseline_choice(name))
+
+
+def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
+    """Return a choice of `objective=`, which also chooses its rule where no other is typed.
+
+    Args:
+        has_options: True if that rule has options of its own, which are a choice themselves.
+    """
+    preset, defaults = PRESETS[name], list[Any]()
+    if preset.baseline is not None:
+        choice = f"objective/{name}" if has_options else preset.baseline.name
         defaults.append({"override /baseline@_global_.baseline": choice})
-    store.store(name, {"defaults": [*defaults, "_self_"], **asdict(preset.objective)}, "objective")
+    return {"defaults": [*defaults, "_self_"], **asdict(preset.objective)}
 
 
 def check_trust(config: Any, overrides: list[str]) -> None:
@@ -369,6 +377,8 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
     if not re.search(r"(?m)^(cuda|hip)\b.*= *['\"]", text):
         reason = "this PyTorch is built without CUDA"
     elif re.search(r"(?m)^cuda\b.*= *['\"]", text) and sys.platform == "linux" and not is_submitted:
+        import ctypes
+
         try:
             ctypes.CDLL("libcuda.so.1")  # which PyTorch loads too
         except OSError:
@@ -392,6 +402,8 @@ def _check_slurm(warning: int, grace: int) -> None:
             f"less than launch.grace_seconds={grace} to save: use "
             f"hydra.launcher.signal_delay_s={grace + 60}, or a shorter grace"
         )
+    import shutil
+
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "this machine has no sbatch: submit where SLURM is, or leave out hydra/launcher"

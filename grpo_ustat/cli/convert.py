@@ -15,7 +15,7 @@ from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS, detect
 from grpo_ustat.logs.rows import LEAST_PROMPTS, Options
 from grpo_ustat.measurements.next_step import new_rollouts
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 
 def main() -> None:

@@ -10,26 +10,26 @@ import os
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, ValueType
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from grpo_ustat import __version__
 from grpo_ustat.cli.errors import unknown_flag
 from grpo_ustat.config.load import CONF
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.console import tell
-from grpo_ustat.terminal.streams import SURROGATE, single_line
+from grpo_ustat.terminal.streams import SURROGATE, single_line, tell
 
 MULTIRUN = RunMode.MULTIRUN
 INTERPOLATION = re.compile(r"\$\{[^}]*\}")
@@ -159,6 +159,31 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
             GlobalHydra.instance().clear()
             Hydra.create_main_hydra2(task_name=entry, config_search_path=path)
         yield
+
+
+class _Choices(dict[str, Any]):
+    """Files of a group in Hydra's store; a node is made when it is loaded, as most never are."""
+
+    def __getitem__(self, file: str) -> Any:
+        """Return the node of a file, or the files of a group within."""
+        content = super().__getitem__(file)
+        if isinstance(content, dict):
+            return content
+        return ConfigNode(file, OmegaConf.structured(content()), None, None, None)
+
+
+def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
+    """Give Hydra the choices of a group.
+
+    Args:
+        group: its name; of a group within another after that one.
+        choices: for each name a function that returns the content.
+    """
+    *above, name = group.split("/")
+    place = ConfigStore.instance().repo
+    for each in above:
+        place = place[each]
+    place[name] = _Choices({f"{choice}.yaml": content for choice, content in choices.items()})
 
 
 def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictConfig:

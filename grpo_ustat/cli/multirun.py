@@ -33,7 +33,8 @@ from grpo_ustat.runs.status import (
     note_sweep,
     status_table,
 )
-from grpo_ustat.terminal.console import Console, tell
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import tell
 
 
 def run_sweep(entry: str, invocation: Invocation) -> int:

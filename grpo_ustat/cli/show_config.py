@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.cli.compose import whole_node
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 
 def show_config(entry: str, words: Namespace) -> None:

@@ -9,7 +9,8 @@ from grpo_ustat.policy.source import context_length
 from grpo_ustat.policy.tokenizer import configured_tokenizer, encode, stop_tokens
 from grpo_ustat.tasks.base import warn_of_prompt
 from grpo_ustat.tasks.prompts import render
-from grpo_ustat.terminal.console import tell, warn
+from grpo_ustat.terminal.console import warn
+from grpo_ustat.terminal.streams import tell
 
 # After the last character of a prompt.
 PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"

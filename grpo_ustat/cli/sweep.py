@@ -8,7 +8,8 @@ from pathlib import Path
 from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.status import details, status_table, sweeps_in
-from grpo_ustat.terminal.console import Console, tell
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import tell
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ so a wrong configuration is refused before anything slow happens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -134,12 +135,14 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
     return wrong_value(field, typed, CONF)
 
 
-def all_fields(schema: type) -> Iterator[FieldInfo]:
-    """Yield every field of a schema, those of all kinds of its nodes included."""
-    yield from fields_of(schema)
-    for name, kinds in kinds_of(schema).items():
-        for kind in kinds.values():
-            yield from fields_of(kind, f"{name}.")
+@cache
+def all_fields(schema: type) -> tuple[FieldInfo, ...]:
+    """Return every field of a schema, those of all kinds of its nodes included."""
+    of_kinds = [
+        (name, kind) for name, kinds in kinds_of(schema).items() for kind in kinds.values()
+    ]
+    further = (key for name, kind in of_kinds for key in fields_of(kind, f"{name}."))
+    return (*fields_of(schema), *further)
 
 
 def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:

@@ -34,7 +34,6 @@ from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, field, node
 from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, own_rules
-from grpo_ustat.estimators.coupled_losses import prompts_needed
 from grpo_ustat.records import LEAST_QUESTIONS
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
@@ -445,8 +444,13 @@ class MseConfig(Common):
                 f"many completions, budget.pool_completions={completions}: use {min(sizes)}"
             )
         size = max(size for size in sizes if size <= completions)
+        if not rule.couples_prompts:
+            return
+        # a help or a refused line does not wait for it
+        from grpo_ustat.estimators.coupled_losses import prompts_needed
+
         needed = prompts_needed(rollouts // size)
-        if rule.couples_prompts and needed > count:
+        if needed > count:
             raise ConfigError(
                 f"baselines names {name}, which couples the questions of an update: the "
                 f"{rollouts // size} of study.rollouts={rollouts} in groups of {size} need a study "

@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import math
-import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -205,6 +204,8 @@ def quiet_datasets() -> Generator[str]:
     huggingface_hub.utils.disable_progress_bars()
     for library in (datasets, huggingface_hub):
         library.utils.logging.set_verbosity(logging.CRITICAL)
+    import tempfile  # slow, and only here
+
     with tempfile.TemporaryDirectory() as folder:
         yield folder
 

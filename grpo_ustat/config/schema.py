@@ -136,12 +136,17 @@ class FieldInfo:
     # See `field`, also for the next three; empty if the schema gives none.
     meaning: str
     unit: str
-    choices: tuple[str, ...]
+    limits: Limits
     entries: Mapping[str, str]
     # Value without a file; `UNSET`: a file must give it.
     default: object
     # Schema of a node; None for fields.
     schema: type | None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All allowed values, those of installed packages included; empty: anything."""
+        return (*self.limits.choices, *sorted(self.limits.plugins()))
 
 
 def fields_of(
@@ -159,13 +164,12 @@ def fields_of(
         path, hint = f"{prefix}{declared.name}", hints[declared.name]
         nested = schemas.get(path) or (cast(type, hint) if is_dataclass(hint) else None)
         metadata = declared.metadata
-        limits: Limits = metadata.get("limits", Limits())
         yield FieldInfo(
             path,
             kind="" if nested else kind_of(hint),
             meaning=metadata.get("meaning", ""),
             unit=metadata.get("unit", ""),
-            choices=(*limits.choices, *sorted(limits.plugins())),
+            limits=metadata.get("limits", Limits()),
             entries=metadata.get("entries", {}),
             default=declared.default,
             schema=nested,

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
 WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")

@@ -25,8 +25,8 @@ from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.trackers import Tracking
-from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.progress import waiting
+from grpo_ustat.terminal.streams import tell
 
 ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 REQUEUE_SECONDS = 60.0  # seconds that the first rank has to requeue the job
 REQUEUE_LOOK_SECONDS = 5  # seconds between two looks whether it has

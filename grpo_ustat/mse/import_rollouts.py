@@ -38,8 +38,7 @@ from grpo_ustat.policy.prompt_sharing import check_rows
 from grpo_ustat.policy.source import context_length, crossed_switch
 from grpo_ustat.policy.tokenizer import encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
-from grpo_ustat.terminal.console import tell
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import single_line, tell
 
 # Nats a token; below this gap no other temperature is nearer by more than rounding.
 LEAST_LOGPROB_GAP = 0.002

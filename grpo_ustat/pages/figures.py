@@ -17,7 +17,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.terminal.console import excerpt, visible
+from grpo_ustat.terminal.console import excerpt
+from grpo_ustat.terminal.streams import visible
 
 matplotlib.use("Agg")
 # fontTools reports every glyph table.

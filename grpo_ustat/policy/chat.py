@@ -18,8 +18,8 @@ from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.tasks.prompts import Turn
-from grpo_ustat.terminal.console import tell, warn
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.console import warn
+from grpo_ustat.terminal.streams import single_line, tell
 
 _QUESTION, _ANSWER = "Question 7", "Answer 7"  # words that no template writes by itself
 

@@ -62,8 +62,8 @@ from grpo_ustat.runs.record import (
     study_rollouts,
 )
 from grpo_ustat.runs.status import Entry
-from grpo_ustat.terminal.console import Console, tell
-from grpo_ustat.terminal.streams import best_size, single_line
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import best_size, single_line, tell
 
 MEASURED = "|".join(one.name for one in OURS)
 TABLE_FILE = re.compile(

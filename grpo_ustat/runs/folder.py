@@ -32,7 +32,7 @@ from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 # The part of a run folder in which a tracker keeps its files.
 TRACKER_FOLDER = "tracker"

@@ -25,7 +25,7 @@ from grpo_ustat.distributed.ranks import world
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.runs.contents import count, scalar
 from grpo_ustat.runs.files import read_rows
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 
 NAME = "launches.jsonl"
 

@@ -19,7 +19,8 @@ from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.records import LARGEST_REWARD, Array, Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import after_thoughts, final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
-from grpo_ustat.terminal.console import tell, warn
+from grpo_ustat.terminal.console import warn
+from grpo_ustat.terminal.streams import tell
 
 WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")  # two in a row
 PROMPTS = {  # that fit questions of words, by the kind of the data set

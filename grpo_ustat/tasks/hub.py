@@ -12,8 +12,7 @@ import threading
 from functools import cache
 
 from grpo_ustat.distributed.ranks import is_main
-from grpo_ustat.terminal.console import tell
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import single_line, tell
 
 ANSWER_SECONDS = 8.0  # to answer; names are looked up without a limit of their own
 

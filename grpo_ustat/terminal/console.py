@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from typing import Any, TextIO
+from typing import Any
 
 import rich.console
 from rich.text import Text
@@ -36,12 +36,6 @@ def wrapped(text: str, width: int = 80) -> str:
     glued = re.sub(r"(?<=\d) %", "\0%", text)
     lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ")
-
-
-def tell(*lines: str, file: TextIO | None = None) -> None:
-    """Print lines, by default on standard output."""
-    for line in lines:
-        print(visible(line), file=file or sys.stdout)
 
 
 class Console(rich.console.Console):

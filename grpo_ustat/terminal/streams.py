@@ -45,6 +45,12 @@ def single_line(text: object, most: int | None = None) -> str:
     return " ".join(str(text).split())[:most]
 
 
+def tell(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines, by default on standard output."""
+    for line in lines:
+        print(visible(line), file=file or sys.stdout)
+
+
 class LastingFile(io.FileIO):
     """A file that swallows errors of writing.
 

@@ -28,7 +28,7 @@ from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import tell
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext

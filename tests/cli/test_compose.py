@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from fnmatch import fnmatch
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ def test_cuda_is_missed_before_pytorch_is_imported(version, driver, reason, monk
     (tmp_path / "version.py").write_text(version)
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(compose.importlib.util, "find_spec", lambda _: spec)
-    monkeypatch.setattr(compose.ctypes, "CDLL", load)
+    monkeypatch.setattr(ctypes, "CDLL", load)
     monkeypatch.setattr(compose.sys, "platform", "linux")
     config = SimpleNamespace(launch=SimpleNamespace(device="cuda:1"))
     if reason is None:

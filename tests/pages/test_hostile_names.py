@@ -24,7 +24,8 @@ from grpo_ustat.pages.page import render
 from grpo_ustat.pages.tables import LATEX_SPECIAL, Table, csv_text
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.runs.files import csv_rows
-from grpo_ustat.terminal.console import Console, tell, visible
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import tell, visible
 
 ROOT = Path(__file__).parents[2] / "grpo_ustat"
 NAMES = list(hostile.NAMES.values())
