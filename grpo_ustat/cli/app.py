@@ -7,13 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hydra.core.utils import configure_log
-
-from grpo_ustat.cli.compose import Invocation, check_cuda, composing, parse
-from grpo_ustat.cli.hydra_api import parse_arguments, show_hydra
 from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environment, is_main
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.launch.command import Command, without_garbage_collection
@@ -22,6 +17,7 @@ from grpo_ustat.terminal.streams import tell
 
 # What help and a refused line do not wait for is imported where it is used.
 if TYPE_CHECKING:
+    from grpo_ustat.cli.compose import Invocation
     from grpo_ustat.runs.status import PlannedRun
 
 
@@ -38,6 +34,8 @@ def main(command: Command) -> None:
         with without_garbage_collection():
             if print_help(command.name):
                 return
+            from grpo_ustat.cli.compose import check_cuda, parse
+
             note_typed(command.name, sys.argv[1:])
             invocation = parse(command.name, sys.argv[1:])
         if print_preview(command, invocation.planned_runs):
@@ -45,6 +43,8 @@ def main(command: Command) -> None:
         for planned in invocation.planned_runs:
             launcher = invocation.node.hydra.launcher
             check_cuda(planned.config, is_submitted="SlurmLauncher" in launcher["_target_"])
+        from hydra.core.utils import configure_log
+
         configure_log(invocation.node.hydra.job_logging, invocation.node.hydra.verbose)
         if invocation.sweep:
             from grpo_ustat.cli.multirun import run_sweep
@@ -87,6 +87,14 @@ def print_help(entry: str) -> bool:
 
     False if the command line asks for none of them.
     """
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        if is_main():
+            from grpo_ustat.cli.help import show_default_help
+
+            show_default_help(entry)
+        return True
+    from grpo_ustat.cli.hydra_api import parse_arguments, show_hydra
+
     words = parse_arguments(sys.argv[1:])
     if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
         return False
@@ -101,6 +109,8 @@ def print_help(entry: str) -> bool:
 
         show_config(entry, words)
     else:
+        from grpo_ustat.cli.compose import composing
+
         with composing(entry, words.config_dir):
             show_hydra(words.config_name or entry, words)
     return True
@@ -141,6 +151,8 @@ def _exit(error: Exception) -> NoReturn:
             error = NotSaved(line)
     on_all_ranks = isinstance(error, RefusedByRank)
     if not on_all_ranks or is_main():
+        from grpo_ustat.config.secrets import redact_code
+
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed

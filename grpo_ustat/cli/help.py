@@ -1,136 +1,216 @@
-"""`--help` in our own words: purpose, commands to copy, groups with choices, fields with meaning.
+"""`--help`: purpose, commands to copy, and the fields that are used most, on a page of 60 lines.
 
-It shows the values that the rest of the command line stands for. Words without `=` search it:
-`grpo-ustat train --help clip`.
+`--help group=NAME` adds the fields that such a line sets. `--help all` and a search, `--help WORD`,
+are about all fields, see `full_help`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import groupby
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from grpo_ustat.cli.options import CommandOptions, Field, command_options
+from grpo_ustat.cli.options import CommandOptions, command_options, default_options
 from grpo_ustat.config.command_line import command_line
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.schema import FieldInfo
 
-# Columns of a terminal from which a field's meaning is beside it, not below.
-SIDE_BY_SIDE_COLUMNS = 110
-# Most columns of a page of help.
-MOST_COLUMNS = 160
-# Characters of a value; longer ones are cut.
-LONGEST_VALUE = 48
-NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
+# Groups and fields of each command that README, pages and experiments use most, by what they are
+# about. Of another command the page has all fields.
+USUAL: dict[str, dict[str, str]] = {
+    "mse": {
+        "The policy and its questions": "model dataset dataset.path dataset.reward prompt "
+        "prompt.shots reward_funcs reward_weights max_completion_length temperature",
+        "What is measured": "group_sizes baselines objective baseline objectives objective.beta "
+        "study.rollouts study.questions study.metric study.parameters budget "
+        "budget.pool_completions",
+        "Rollouts made elsewhere": "pool study.cut_at study.policy study.corrections",
+        "The run": "experiment debug dry_run seed launch.device launch.num_processes "
+        "launch.workers rollout output_root on_existing logger",
+    },
+    "train": {
+        "The policy and its questions": "model lora dataset dataset.path dataset.reward prompt "
+        "prompt.shots reward_funcs reward_weights max_completion_length temperature",
+        "The update": "group_size budget.rollouts baseline objective objective.beta "
+        "objective.num_minibatches objective.num_iterations learning_rate schedule max_grad_norm "
+        "max_steps bf16 gradient_checkpointing",
+        "What is kept": "eval_steps eval.num_generations save_steps monitor.gradient_mse_every "
+        "output_root on_existing logger",
+        "The run": "experiment debug dry_run seed launch.device launch.num_processes "
+        "launch.accelerate rollout",
+    },
+    "gap": {
+        "What is tested": "study study.rollouts study.group_size study.baselines study.steps "
+        "study.replicates study.constant_rates study.decaying_rate study.offset bed "
+        "bed.parameters bed.start bed.reach bed.values bed.slopes bed.styles bed.curvature",
+        "The run": "experiment dry_run seed launch.workers launch.num_processes "
+        "launch.grace_seconds output_root on_existing report.name report.steps logger "
+        "logger.project logger.finish_seconds",
+    },
+}
+# Meanings that fit beside a field; of another group or field the first part of its meaning.
+BRIEF = {
+    "model": "the policy, also org/name or FOLDER",
+    "dataset.path": "rows of your own: a file or a folder",
+    "dataset.reward": "of your own, FILE.py:FUNCTION",
+    "prompt.shots": "solved examples before the question",
+    "reward_funcs": "what judges a completion",
+    "reward_weights": "one for each of reward_funcs",
+    "temperature": "divides the logits",
+    "lora": "adapters in place of all parameters",
+    "group_sizes": "every G, completions in a group",
+    "baselines": "the rules to compare",
+    "objective": "the loss: trl_dapo, grpo, dr_grpo ...",
+    "baseline": "its rule of advantages: group_std ...",
+    "objectives": "further losses",
+    "objective.beta": "coefficient of the KL penalty",
+    "objective.num_minibatches": "updates of a batch",
+    "objective.num_iterations": "passes over a batch",
+    "study.rollouts": "n, completions of a training step",
+    "study.questions": "the first so many; null: all",
+    "study.metric": "euclidean or adam: AdamW's step",
+    "study.parameters": "names of those that count",
+    "study.cut_at": "tokens from which one counts as cut",
+    "study.policy": "a later checkpoint that learns from them",
+    "study.corrections": "of the gap to their sampler",
+    "study.replicates": "runs behind each number",
+    "study.baselines": "rules that are run",
+    "budget": "how precise: study or study_smoke",
+    "budget.pool_completions": "scored completions of each question",
+    "budget.rollouts": "n, completions of a step",
+    "pool": "scored completions: DIR or FILE.parquet",
+    "group_size": "G, completions in a group",
+    "max_grad_norm": "longer gradients are shortened to it",
+    "bf16": "compute in bfloat16",
+    "gradient_checkpointing": "less memory, more time",
+    "eval.num_generations": "completions of each test question",
+    "monitor.gradient_mse_every": "steps between estimates of best G",
+    "experiment": "all that a figure or table needs",
+    "dry_run": "print what it would cost, and end",
+    "launch.device": "cpu, cuda, mps ...",
+    "launch.num_processes": "ranks on this machine",
+    "launch.workers": "processes that share the work",
+    "launch.accelerate": "how ranks share a policy: ddp, fsdp2",
+    "launch.grace_seconds": "that ranks have to save",
+    "logger": "wandb, tensorboard or trackio",
+    "logger.finish_seconds": "that the run waits for its tracker",
+    "rollout": "local or vllm",
+    "output_root": "folder below which outputs are",
+    "on_existing": "resume, error or overwrite",
+    "seed": "of all random choices",
+    "bed": "the test problem, its policy",
+    "bed.parameters": "D, numbers of theta",
+    "bed.start": "u of the first policy",
+    "bed.values": "probability of a right answer",
+    "bed.slopes": "of that in u, for each prompt",
+    "bed.styles": "slopes of what earns nothing",
+    "bed.reach": "J* - J where theory is asked to hold",
+}
+# A field that is shown though the data set of the page has none.
+OF_ROWS = "dataset.path"
+# Examples that are shown.
+EXAMPLES = 3
+# Columns of a page of short help at most, and of the left part of its lines.
+WIDEST, LEFT = 100, 36
+NAME, VALUE, DIM, TITLE = 36, 32, 2, 1
 
 
 def show_help(entry: str, words: Namespace) -> None:
-    """Print the help of a command, or the part of it that holds all search words."""
+    """Print the help of a command: the short page, all of it, or what holds all search words."""
     overrides, search = [], []
     for word in words.overrides:
         is_override = "=" in word or word.startswith(("~", "+"))
         overrides.append(word) if is_override else search.append(word.lower())
-    page = command_options(entry, Namespace(**vars(words) | {"overrides": overrides}))
+    page = _page(entry, words, overrides)
     if search:
-        page = _search(page, search)
+        from grpo_ustat.cli.full_help import show_full_help
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.width = min(console.width, MOST_COLUMNS)
-    with console.capture() as capture:
-        if not search:
-            for part in _opening(page):
-                command = isinstance(part, str)
-                console.print(part, soft_wrap=command, style=NAME if command else None)
-        for part in _groups_and_fields(page, wide=console.width >= SIDE_BY_SIDE_COLUMNS):
-            console.print(part)
+        show_full_help(page, [] if search == ["all"] else search)
+        return
+    default = {field.key.path: field.value for field in _page(entry, words, []).fields}
+    paths = [x.key.path for x in page.fields if default.get(x.key.path) != x.value]
+    _show(page, {"Set by this line": paths} if paths else {})
+
+
+def _page(entry: str, words: Namespace, overrides: list[str]) -> CommandOptions:
+    return command_options(entry, Namespace(**vars(words) | {"overrides": overrides}))
+
+
+def show_default_help(entry: str) -> None:
+    """Print the short page of a command to which nothing else is typed; Hydra is not loaded."""
+    _show(default_options(entry), {})
+
+
+def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
+    """Print the short page, with further fields under titles of their own."""
+    usual = {title: names.split() for title, names in USUAL.get(page.entry, {}).items()}
+    shown = usual or {"Fields": [field.key.path for field in page.fields]}
+    text = "\n".join(_lines(page, shown | further))
     try:
-        print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # head or less has seen enough; nor may the interpreter's end complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _search(page: CommandOptions, search: list[str]) -> CommandOptions:
-    """Return the groups and fields whose texts hold every word."""
-
-    def holds_all(*texts: str) -> bool:
-        return all(word in " ".join(texts).lower() for word in search)
-
-    fields = [
-        field
-        for field in page.fields
-        if holds_all(field.key.path, field.key.meaning, *field.key.choices, field.key.unit)
-    ]
-    groups = []
-    for group in page.groups:
-        choices = tuple(x for x in group.choices if holds_all(group.name, x.name, x.words))
-        if choices or holds_all(group.name, group.meaning):
-            groups.append(replace(group, choices=choices or group.choices))
-    if not (fields or groups):
-        raise ConfigError(f"--help says nothing about {' '.join(search)!r}: use fewer words")
-    return replace(page, fields=tuple(fields), groups=tuple(groups))
+def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str]:
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    yield from textwrap.wrap(page.purpose, width)
+    yield ""
+    for command, words in page.commands[:EXAMPLES]:
+        text = f"  {command}  # {words}"
+        if len(text) > width:
+            yield _in(DIM, f"  # {words}")
+        yield _in(NAME, f"  {command}") + (_in(DIM, f"  # {words}") if len(text) <= width else "")
+    yield from _sections(page, sections, width)
+    yield ""
+    groups = [group.name for group in page.groups]
+    if groups:
+        first = next(name for names in sections.values() for name in names if name in groups)
+        yield _in(DIM, f"--help {first}: choices of a group; --help {first}=NAME: what it sets")
+    yield _in(DIM, "--help all: every field; --help WORD: search")
 
 
-def _opening(page: CommandOptions) -> Iterator[RenderableType]:
-    """Yield purpose, commands to copy, and further uses of `--help`; commands are plain strings."""
-    yield Text(page.purpose + "\n")
-    for command, words in page.commands:
-        yield Text(f"  # {words}", DIM)
-        yield f"  {command}"
-    me = command_line(page.entry)
-    more = {f"{me} --help WORD": "what this says of a word"}
-    if page.groups:
-        more[f"{me} --help model=NAME"] = "fields as it sets them"
-        more[f"{me} -m field=a,b"] = "a run for each value"
-    more[f"{me} -c job"] = "all fields as YAML"
-    table = Table.grid(padding=(0, 2))
-    for command, words in more.items():
-        table.add_row(Text(command, NAME), Text(words, DIM))
-    yield Padding(table, (1, 0, 0, 0))
-
-
-def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableType]:
-    if page.groups:
-        yield _title("Groups", "group=choice sets several fields together; * is chosen")
-    for group in page.groups:
-        name = f"{group.name}=" if group.settable else group.name
-        yield Text.assemble((f"\n{name}", TITLE), f"  {group.meaning}")
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for choice in group.choices:
-            mark = "*" if choice.name == group.chosen else " "
-            cell = Text.assemble(f"  {mark} ", (choice.name, NAME), no_wrap=True)
-            table.add_row(cell, choice.words)
-        yield table
-    if page.fields:
-        yield _title("Fields", "field=value, as they are with this command line; ???: to be given")
-    for node, fields in groupby(sorted(page.fields, key=lambda f: bool(_node(f))), key=_node):
-        meaning = page.nodes.get(node)
-        yield Text.assemble((f"\n{node or 'the run'}", TITLE), f": {meaning}" if meaning else "")
-        table = Table.grid(padding=(0, 2))
-        for field in fields:
-            key, value = field.key, field.value
-            value = value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 3] + "..."
-            head = Text.assemble((f"{key.path}=", NAME), (value, VALUE), overflow="fold")
-            kind = Text(key.kind, DIM)
-            choices = f" [{' | '.join(key.choices)}]" if key.choices else ""
-            description = Text.assemble(key.unit and f"{key.unit} ", key.meaning, (choices, VALUE))
-            if wide:
-                table.add_row(Padding(head, (0, 0, 0, 2)), kind, description)
+def _sections(page: CommandOptions, sections: dict[str, list[str]], width: int) -> Iterator[str]:
+    groups = {group.name: group for group in page.groups}
+    fields = {field.key.path: field for field in page.fields}
+    for title, names in sections.items():
+        yield f"\n{_in(TITLE, title)}"
+        for name in names:
+            if name in groups:
+                value, meaning = groups[name].chosen or "NAME", groups[name].meaning
+            elif name in fields:
+                value, meaning = fields[name].value, _meaning(fields[name].key)
+            elif name == OF_ROWS:
+                value, meaning = "...", ""
             else:
-                table.add_row(Padding(Text.assemble(head, "  ", kind), (0, 0, 0, 2)))
-                table.add_row(Padding(description, (0, 0, 0, 6)))
-        yield table
+                continue
+            yield from _row(name, value, BRIEF.get(name, meaning), width)
 
 
-def _title(name: str, words: str) -> Text:
-    return Text.assemble((f"\n{name.upper()}", TITLE), (f"  {words}", DIM))
+def _meaning(key: FieldInfo) -> str:
+    return f"{key.unit} {key.meaning.partition(';')[0]}".strip()
 
 
-def _node(field: Field) -> str:
-    return field.key.path.partition(".")[0] if "." in field.key.path else ""
+def _row(name: str, value: str, meaning: str, width: int) -> Iterator[str]:
+    """Yield `name=value  meaning`, below each other where the left part is too long."""
+    left, lines = len(f"  {name}={value}"), textwrap.wrap(meaning, width - LEFT)
+    head = _in(NAME, f"  {name}=") + _in(VALUE, value)
+    if left < LEFT - 1:
+        head += " " * (LEFT - left) + lines.pop(0)
+    yield head
+    yield from (" " * LEFT + line for line in lines)
+
+
+def _in(colour: int, text: str) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m" if _colours() else text
+
+
+def _colours() -> bool:
+    """Return True if the output shows colours and nobody has asked for none, as `rich` decides."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

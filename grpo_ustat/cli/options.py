@@ -12,14 +12,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.cli.choices import fits, is_overlay
-from grpo_ustat.cli.compose import whole_node
+from grpo_ustat.cli.choices import fits
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
-from grpo_ustat.config.load import CONF, KIND_SCHEMAS, SCHEMAS
+from grpo_ustat.config.load import CONF, KIND_SCHEMAS, SCHEMAS, default_values, kinds_of
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
-from grpo_ustat.config.schema import FieldInfo, fields_of
+from grpo_ustat.config.schema import UNSET, FieldInfo, fields_of
 from grpo_ustat.config.values import typed_value
 from grpo_ustat.estimators.baselines import BASELINES
 
@@ -89,6 +88,8 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         entry: a key of `SCHEMAS`.
         words: the command line as Hydra reads it; its overrides hold no word without `=`.
     """
+    from grpo_ustat.cli.compose import whole_node  # loads Hydra
+
     node, schema = whole_node(entry, words), SCHEMAS[entry]
     kinds = {name: node[name].kind for name in KIND_SCHEMAS if "kind" in (node.get(name) or ())}
     schemas = {
@@ -96,8 +97,6 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
     }
     keys = list(fields_of(schema, schemas=schemas))
     folders = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
-    template = re.sub("(?m)^grpo-ustat", lambda _: program(), node.hydra.help.template)
-    lines = [line.split("  #") for line in template.splitlines()]
     groups: list[Group] = []
     if issubclass(schema, Shared):
         chosen = node.hydra.runtime.choices
@@ -106,17 +105,12 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         names = [name for name in names if not name.startswith("hydra/")]
         for group in reversed(dict.fromkeys(names)):  # Hydra's are from the last to the first
             files = [file for file in _files(group, folders) if fits(file, schema)]
-            sets_node = group in nodes and not any(map(is_overlay, files))
-            own = (
-                nodes[group].meaning.partition(";")[0]
-                if sets_node
-                else GROUP_MEANINGS.get(group, "")
-            )
             words_of = {file.stem: first_comment(file) for file in files}
             ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, {})
             words_of = {name: short(one.words) for name, one in ours.items()} | words_of
             choices = tuple(Choice(name, words_of[name]) for name in sorted(words_of))
-            groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
+            meaning = _group_meaning(group, nodes)
+            groups.append(Group(group, meaning, chosen.get(group), choices, group in chosen))
         launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
         launchers.insert(0, Choice("basic", "Here, one after the other."))
         meaning = GROUP_MEANINGS[LAUNCHER]
@@ -124,11 +118,58 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
     return CommandOptions(
         entry=entry,
         purpose=node.hydra.help.header.strip(),
-        commands=tuple((line[0].strip(), line[-1].strip()) for line in lines),
+        commands=_commands(node.hydra.help.template),
         groups=tuple(groups),
         nodes={key.path: key.meaning for key in keys if "." not in key.path},
         fields=tuple(_fields(keys, node)),
     )
+
+
+def default_options(entry: str) -> CommandOptions:
+    """Return the options of a command to which nothing is typed, without the choices of groups.
+
+    Args:
+        entry: a key of `SCHEMAS`.
+    """
+    values, chosen = default_values(entry)
+    schema = SCHEMAS[entry]
+    kinds = {name: of[values[f"{name}.kind"]] for name, of in kinds_of(schema).items()}
+    keys = list(fields_of(schema, schemas=kinds))
+    nodes = {key.path: key for key in keys if "." not in key.path}
+    return CommandOptions(
+        entry=entry,
+        purpose=values["hydra.help.header"].strip(),
+        commands=_commands(values["hydra.help.template"]),
+        groups=tuple(Group(x, _group_meaning(x, nodes), chosen[x], ()) for x in chosen),
+        nodes={path: key.meaning for path, key in nodes.items()},
+        fields=tuple(
+            Field(key, typed_value(_number(key, values[key.path])))
+            for key in keys
+            if key.path in values
+        ),
+    )
+
+
+def _number(key: FieldInfo, value: Any) -> Any:
+    """Return a value as the field's type has it: 1 and 1e-3 may be texts or whole numbers."""
+    if value in (None, UNSET):
+        return value
+    if key.kind.startswith("list of float"):
+        return [float(x) for x in value]
+    return float(value) if key.kind.startswith("float") else value
+
+
+def _commands(template: str) -> tuple[tuple[str, str], ...]:
+    """Return the commands of a main file's `hydra.help.template`, each with its comment."""
+    lines = re.sub("(?m)^grpo-ustat", lambda _: program(), template).splitlines()
+    pairs = [line.partition("  #") for line in lines]
+    return tuple((command.strip(), words.strip()) for command, _, words in pairs)
+
+
+def _group_meaning(group: str, nodes: dict[str, FieldInfo]) -> str:
+    if group in GROUP_MEANINGS:
+        return GROUP_MEANINGS[group]
+    return nodes[group].meaning.partition(";")[0] if group in nodes else ""
 
 
 def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:

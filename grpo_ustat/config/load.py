@@ -22,11 +22,12 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from grpo_ustat.config.baseline import BaselineConfig, complete_own_rule
+from grpo_ustat.config.baseline import BaselineConfig, baseline_choice, complete_own_rule
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.data import DATASETS
 from grpo_ustat.config.gap import STUDIES, GapConfig
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import ReportEntry
 from grpo_ustat.config.schema import (
     ConfigError,
@@ -93,19 +94,69 @@ def build_config(config: Any, schema: type) -> Any:
     return result
 
 
-def values_of(group: str, name: str) -> dict[str, Any]:
-    """Return the fields of a node of `train` as `group=name` sets them.
+def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, Any]:
+    """Return the fields of a node of a command as `group=name` sets them.
 
     They are those of the file, of the files on which it is based, and of the schema.
 
     >>> values_of("dataset", "math500")["path"], values_of("prompt", "bare")["shots"]
     ('DigitalLearningGmbH/MATH-lighteval', 0)
     """
-    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-    schema = get_type_hints(TrainConfig).get(group, Any)
+    content = _content(CONF / group / f"{name}.yaml")
+    schema = get_type_hints(command).get(group, Any)
     values: dict[str, Any] = {} if schema is Any else asdict(schema())
     for base in content.pop("defaults", ()):
-        values |= values_of(group, base)
+        values |= values_of(group, base, command)
+    return values | content
+
+
+def default_values(entry: str) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """Return the fields of a command to which nothing is typed, by path, and each group's choice.
+
+    They are read without Hydra, which takes longer than all else that a help needs.
+
+    Args:
+        entry: a key of `SCHEMAS`.
+    """
+    schema, main = SCHEMAS[entry], _content(CONF / f"{entry}.yaml")
+    values = {key.path: key.default for key in fields_of(schema) if key.schema is None}
+    choices: dict[str, str | None] = {}
+    for default in main.pop("defaults"):
+        if isinstance(default, dict):
+            chosen = {x: y for x, y in default.items() if not x.startswith("override ")}
+            choices |= chosen
+            for group, choice in chosen.items():
+                values |= flatten(_chosen(group, choice, schema))
+        elif (CONF / f"{default}.yaml").is_file():
+            values |= flatten(_content(CONF / f"{default}.yaml"))
+    values |= flatten(main)
+    for path, value in values.items():
+        if value == "${learning_rate:}":
+            values[path] = values[f"model.{'lora_' if values['lora.r'] else ''}learning_rate"]
+        elif isinstance(value, str) and (reference := re.fullmatch(r"\$\{([\w.]+)\}", value)):
+            values[path] = values[reference[1]]
+    return values, choices
+
+
+def _content(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text())
+
+
+def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
+    """Return the nested values that `group=choice` sets, also those of other nodes."""
+    if choice is None:
+        return {}
+    if group == "baseline":
+        return {group: asdict(baseline_choice(choice))}
+    if group == "objective":
+        return {group: asdict(PRESETS[choice].objective)}
+    if "# @package _global_" not in (CONF / group / f"{choice}.yaml").read_text():
+        return {group: values_of(group, choice, schema)}
+    content = _content(CONF / group / f"{choice}.yaml")
+    values: dict[str, Any] = {}
+    for default in content.pop("defaults", ()):
+        for node, other in default.items() if isinstance(default, dict) else ():
+            values |= _chosen(node.removeprefix("override /"), other, schema)
     return values | content
 
 
