@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -24,6 +25,7 @@ def command_of(schema: type) -> str:
     return next(name for name, other in SCHEMAS.items() if other is schema)
 
 
+@cache
 def groups_of(schema: type) -> list[str]:
     """Return the groups of a command's main file."""
     return re.findall(r"(?m)^  - (\w+):", (CONF / f"{command_of(schema)}.yaml").read_text())
@@ -40,6 +42,13 @@ def is_choice(group: str, name: str, schema: type) -> bool:
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
     return file.is_file() and fits(file, schema)
+
+
+def choices_of(group: str, schema: type, *, fitting: bool = True) -> list[str]:
+    """Return the choices of a group of ours, in order: those that the command can take, or all."""
+    files = [file for file in (CONF / group).glob("*.yaml") if not fitting or fits(file, schema)]
+    ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, ())
+    return sorted({*ours, *(file.stem for file in files)})
 
 
 def is_overlay(file: Path) -> bool:

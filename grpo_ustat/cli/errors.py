@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from grpo_ustat.cli.choices import (
     RUN_SCHEMAS,
+    choices_of,
     command_of,
     fits,
     groups_of,
@@ -25,6 +26,7 @@ from grpo_ustat.cli.choices import (
     is_overlay,
     top_names,
 )
+from grpo_ustat.cli.names import CHOICES, NAMES, meant
 from grpo_ustat.cli.verbs import VERBS
 from grpo_ustat.config.command_line import command_line, install_line, program
 from grpo_ustat.config.gap import OTHER_COMMANDS
@@ -34,24 +36,6 @@ from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
 from grpo_ustat.terminal.streams import single_line
 
-# Names of fields in other trainers, and the names in `train`.
-NAMES_OF_OTHERS = {
-    "num_generations": "group_size",
-    "chat_template_kwargs": "prompt.template_options",
-    "lr": "learning_rate",
-    "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
-    "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",
-    "num_train_epochs": "max_steps",
-    "loss_type": "objective=dapo and the like, or objective.loss_type",
-    "beta": "objective.beta",
-    "use_vllm": "rollout=vllm",
-    "multi_objective_aggregation": "a baseline, group_std for sum_then_normalize, gdpo for "
-    "normalize_then_sum",
-    "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p"), "not offered, because what is sampled is what is scored"
-    ),
-}
 # Keys of Hydra's that are chosen by a name, `hydra/launcher=slurm`.
 HYDRA_GROUPS = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging")
 
@@ -66,6 +50,31 @@ def in_one_line(schema: type) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error, schema)) from error
+
+
+def check_names(overrides: Sequence[Override], schema: type) -> None:
+    """Refuse a key or a choice that there is not, before Hydra composes anything.
+
+    It is for lines whose files are ours alone. What is added or deleted, and what is in
+    a dictionary or of Hydra's, is left to Hydra.
+    """
+    fields = {field.path: field for field in all_fields(schema)}
+    leaves = {path for path, x in fields.items() if x.schema is None} - kinds_of(schema).keys()
+    for override in overrides:
+        key = override.key_or_group
+        is_ours = override.type is OverrideType.CHANGE and override.package is None
+        if not is_ours or "/" in key or key.partition(".")[0] == "hydra":
+            continue
+        value = (override.input_line or "").partition("=")[2]
+        if key in groups_of(schema):
+            name, options = override.value(), choices_of(key, schema, fitting=False)
+            if isinstance(name, str) and "/" not in name and name not in options:
+                raise ConfigError(_unknown_choice(key, name, options, schema))
+            continue
+        path = re.sub(r"\[.*", "", key)
+        above = {path[: found.start()] for found in re.finditer(r"\.|$", path)}
+        if path not in fields and not above & leaves:
+            raise ConfigError(unknown_key(key, schema, value))
 
 
 def check_overrides(overrides: Sequence[Override], schema: type) -> None:
@@ -105,7 +114,7 @@ def several_values(override: Override, schema: type) -> str:
     key, (_, _, value) = override.key_or_group, (override.input_line or "").partition("=")
     field, node = field_at(key, all_fields(schema)), key.partition(".")[0].partition("/")[0]
     if field is None and node not in {"hydra", *top_names(schema)}:
-        return unknown_key(key, schema)
+        return unknown_key(key, schema, value)
     kind, fixes = field.kind if field else "", []
     is_list = kind.startswith(("list", "any"))
     is_call = re.match(r"\w+\(", value)  # such as range(0,3)
@@ -191,16 +200,23 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
     elsewhere = [x for x in groups_of(schema) if is_choice(x, name, schema)]
     if len(elsewhere) == 1:
         return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"
+    if name.lower() in CHOICES.get(group, {}):
+        return f"unknown {group} {name!r}: write {group}={CHOICES[group][name.lower()]}"
+    begun = {
+        command: [x for x in choices_of(group, other) if x.startswith(name)]
+        for command, other in RUN_SCHEMAS.items()
+        if other is not schema and group in groups_of(other)
+    }
+    if any(begun.values()) and not any(x.startswith(name) for x in fit):
+        theirs = "; ".join(f"{command} has {', '.join(x)}" for command, x in begun.items() if x)
+        return f"unknown {group} {name!r}: {theirs}; here choose from {', '.join(fit)}"
     places = ", or write model=org/name or model=FOLDER" if group == "model" else ""
     choices = f"{did_you_mean(name, fit)}choose from {', '.join(fit)}{places}"
     return f"unknown {group} {name!r}: {choices}"
 
 
-def unknown_key(key: str, schema: type) -> str:
+def unknown_key(key: str, schema: type, value: str = "") -> str:
     """Return the line that refuses an unknown key, with the nearest one or whose it is."""
-    if key in NAMES_OF_OTHERS:
-        where = "here" if schema is RUN_SCHEMAS["train"] else "in train"
-        return f"unknown key {key}: {where} it is {NAMES_OF_OTHERS[key]}"
     node, _, name = key.partition(".")
     kinds = kinds_of(schema).get(node, {}).items()
     if owners := [kind for kind, of in kinds if name in {field.name for field in fields(of)}]:
@@ -215,12 +231,15 @@ def unknown_key(key: str, schema: type) -> str:
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]
     owners = [other for other in others if field_at(key, all_fields(other))]
     owners = owners or [other for other in others if node in top_names(other) - top_names(schema)]
-    if owners and not near:
+    if not owners and (line := meant(key, value, schema, fuzzy=not near)):
+        return f"unknown key {key}: {line}"
+    if owners and (not near or near[0].endswith(f".{key}")):
         similar = [name for name in names if name.endswith(f".{key}")]
         here = f"; {command_of(schema)} has {similar[0]}" if similar else ""
         return f"unknown key {key}: it is {_one_of_commands(owners)}{here}"
     near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    return f"unknown key {key}: {f'did you mean {near[0]}?' if near else 'see --help for all keys'}"
+    hint = f"did you mean {near[0]}?" if near else "see --help all for all keys"
+    return f"unknown key {key}: {hint}"
 
 
 def unknown_flag(name: str, flags: Sequence[str]) -> str:
@@ -228,6 +247,8 @@ def unknown_flag(name: str, flags: Sequence[str]) -> str:
     field = name.lstrip("-").replace("-", "_")
     is_field = any(field_at(field, all_fields(schema)) for schema in SCHEMAS.values())
     near = "" if is_field else did_you_mean(name, flags).strip()
+    if not is_field and field in NAMES:
+        near, field = "", NAMES[field][0]
     return f"unknown flag {name}: {near or f'fields have no dashes, write {field}=...'}"
 
 

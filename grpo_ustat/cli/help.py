@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from grpo_ustat.cli.options import CommandOptions, command_options, default_options
-from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import FieldInfo
 
 # Groups and fields of each command that README, pages and experiments use most, by what they are

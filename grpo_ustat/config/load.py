@@ -189,9 +189,7 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
 @cache
 def all_fields(schema: type) -> tuple[FieldInfo, ...]:
     """Return every field of a schema, those of all kinds of its nodes included."""
-    of_kinds = [
-        (name, kind) for name, kinds in kinds_of(schema).items() for kind in kinds.values()
-    ]
+    of_kinds = [(name, kind) for name, kinds in kinds_of(schema).items() for kind in kinds.values()]
     further = (key for name, kind in of_kinds for key in fields_of(kind, f"{name}."))
     return (*fields_of(schema), *further)
 

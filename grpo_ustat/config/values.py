@@ -55,14 +55,14 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
     if kind.startswith("list of "):
         of, single = kind.removeprefix("list of "), value and not value.startswith("[")
-        if single and value != "null" and (of == "str" or _is_of_kind(value, of)):
+        if single and value != "null" and (of == "str" or is_of_kind(value, of)):
             return f"{typed}: a list is needed: {path}=[{value}]"
         return f"{typed}: a list of {TYPE_PLURALS.get(of, of)} is needed{such_as}"
     if value.startswith("[") and kind in TYPE_NOUNS:
         runs = value.strip("[]").replace(" ", "")
         each = f"for a run of each: -m {path}={runs}"
         return f"{typed}: {TYPE_NOUNS[kind]} is needed, not a list; {each}"
-    if kind == "int" and _is_of_kind(value, "float") and float(value).is_integer():
+    if kind == "int" and is_of_kind(value, "float") and float(value).is_integer():
         such_as = f", such as {path}={float(value):.0f}"
     return f"{typed}: {TYPE_NOUNS.get(kind, kind)} is needed{such_as}"
 
@@ -76,7 +76,7 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
         entries = cast(list[Any], value)[:3] if isinstance(value, list) else [value]
         if isinstance(value, list) == kind.startswith("list") and entries:
             typed = [typed_value(entry) for entry in entries]
-            if all(_is_of_kind(entry, of) for entry in typed):
+            if all(is_of_kind(entry, of) for entry in typed):
                 return f"[{','.join(typed)}]" if isinstance(value, list) else typed[0]
     return None
 
@@ -124,7 +124,7 @@ def to_type(key: str, value: str, kind: str | None) -> str:
     return quote_for_shell(key, value) if one and special else shlex.quote(f"{key}={value}")
 
 
-def _is_of_kind(value: str, kind: str) -> bool:
+def is_of_kind(value: str, kind: str) -> bool:
     """Return True if a value can be read as `int`, `float`, `bool` or `str`."""
     if kind in ("int", "float"):
         try:
