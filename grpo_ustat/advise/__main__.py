@@ -6,7 +6,6 @@ completions_00010.parquet, with model=CHECKPOINT), or a file of rewards (Parquet
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
@@ -16,6 +15,11 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import wrapped
 from grpo_ustat.terminal.streams import tell
 
+EXAMPLES = {
+    "outputs/train/NAME/seed-0": "a run, finished or not",
+    "completions_00010.parquet model=CHECKPOINT": "a log of TRL's",
+    "rewards.csv num_generations=8": "rewards alone",
+}
 OPTION_MEANINGS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
     "num_generations=8": "the group size to judge; of a training run its own",
@@ -29,12 +33,7 @@ OPTION_MEANINGS = {
 
 def main() -> None:
     """Run the command; the exit code is 0 whatever the advice is, 2 if there is none."""
-    parser = VerbParser(
-        "advise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {word:18} {meaning}" for word, meaning in OPTION_MEANINGS.items()),
-    )
+    parser = VerbParser("advise", __doc__ or "", EXAMPLES, OPTION_MEANINGS)
     parser.add_argument("words", nargs="*", metavar="SOURCE [NAME=VALUE ...]")
     parser.add_argument("--json", action="store_true", help="verdict and numbers, for programs")
     arguments = parser.parse_args()

@@ -17,24 +17,35 @@ from grpo_ustat.logs.rows import LEAST_PROMPTS, Options
 from grpo_ustat.measurements.next_step import new_rollouts
 from grpo_ustat.terminal.streams import tell
 
+EXAMPLES = {
+    "rollouts/ rollouts.parquet": "by file names and fields",
+    "rollouts/ rollouts.parquet --from verl": "by the framework",
+    "log.jsonl rollouts.parquet --reward right=1,form=0.5": "a weighted sum",
+}
+
 
 def main() -> None:
     """Run the command; the exit code is 2 if nothing was written."""
-    parser = VerbParser("convert", description=__doc__)
+    parser = VerbParser("convert", __doc__ or "", EXAMPLES)
     parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a folder of files")
     parser.add_argument("target", type=Path, metavar="DST", help="a Parquet file to write")
     parser.add_argument(
-        "--from", dest="name", choices=["auto", *FORMATS], default="auto",
-        help="the framework that wrote SRC; auto: by file names and fields",
+        "--from", dest="name", choices=["auto", *FORMATS], default="auto", metavar="NAME",
+        help=f"the framework that wrote SRC, {', '.join(FORMATS)}; auto: by file names and fields",
     )  # fmt: skip
     parser.add_argument(
-        "--group-size", type=int, help="completions of a prompt, where rows name no group"
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="completions of a prompt, where rows name no group",
     )
     parser.add_argument(
         "--reward", metavar="NAME[=WEIGHT][,...]",
         help="which column or key holds the rewards, or several with weights: right=1,form=0.5",
     )  # fmt: skip
-    parser.add_argument("--version", help="of the policy whose rollouts are kept; else the last")
+    parser.add_argument(
+        "--version", metavar="V", help="of the policy whose rollouts are kept; else the last"
+    )
     arguments = parser.parse_args()
     try:
         if not arguments.source.exists():

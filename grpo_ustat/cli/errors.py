@@ -33,7 +33,14 @@ from grpo_ustat.config.gap import OTHER_COMMANDS
 from grpo_ustat.config.identity import OPERATIONAL_KEYS
 from grpo_ustat.config.load import CONF, NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
 from grpo_ustat.config.schema import ConfigError, did_you_mean
-from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
+from grpo_ustat.config.values import (
+    example_value,
+    field_at,
+    is_of_kind,
+    quote_for_shell,
+    to_type,
+    wrong_value,
+)
 from grpo_ustat.terminal.streams import single_line
 
 # Keys of Hydra's that are chosen by a name, `hydra/launcher=slurm`.
@@ -53,7 +60,7 @@ def in_one_line(schema: type) -> Iterator[None]:
 
 
 def check_names(overrides: Sequence[Override], schema: type) -> None:
-    """Refuse a key or a choice that there is not, before Hydra composes anything.
+    """Refuse a key or a choice that there is not, and a word for a number, before Hydra composes.
 
     It is for lines whose files are ours alone. What is added or deleted, and what is in
     a dictionary or of Hydra's, is left to Hydra.
@@ -75,6 +82,10 @@ def check_names(overrides: Sequence[Override], schema: type) -> None:
         above = {path[: found.start()] for found in re.finditer(r"\.|$", path)}
         if path not in fields and not above & leaves:
             raise ConfigError(unknown_key(key, schema, value))
+        kind = fields[path].kind.removesuffix(" or null") if path in fields else ""
+        is_text = isinstance(override.value(), str) and "${" not in value and path == key
+        if is_text and kind in ("int", "float") and not is_of_kind(value.strip("'\""), kind):
+            raise ConfigError(wrong_value(fields[path], value, CONF))
 
 
 def check_overrides(overrides: Sequence[Override], schema: type) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from grpo_ustat.cli.options import CommandOptions, command_options, default_options
 from grpo_ustat.config.schema import FieldInfo
+from grpo_ustat.terminal.streams import beside
 
 # Groups and fields of each command that README, pages and experiments use most, by what they are
 # about. Of another command the page has all fields.
@@ -111,9 +112,12 @@ BRIEF = {
 OF_ROWS = "dataset.path"
 # Examples that are shown.
 EXAMPLES = 3
-# Columns of a page of short help at most, and of the left part of its lines.
-WIDEST, LEFT = 100, 36
-NAME, VALUE, DIM, TITLE = 36, 32, 2, 1
+# Columns of the page, and of the left part of its lines.
+NARROWEST, WIDEST, LEFT = 60, 100, 36
+# The title of what overrides beside --help set.
+BY_THIS_LINE = "Set by this line"
+# Escape codes.
+NAME, DIM, TITLE = 36, 2, 1
 
 
 def show_help(entry: str, words: Namespace) -> None:
@@ -130,7 +134,7 @@ def show_help(entry: str, words: Namespace) -> None:
         return
     default = {field.key.path: field.value for field in _page(entry, words, []).fields}
     paths = [x.key.path for x in page.fields if default.get(x.key.path) != x.value]
-    _show(page, {"Set by this line": paths} if paths else {})
+    _show(page, {BY_THIS_LINE: paths} if paths else {})
 
 
 def _page(entry: str, words: Namespace, overrides: list[str]) -> CommandOptions:
@@ -154,7 +158,7 @@ def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
 
 
 def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str]:
-    width = min(shutil.get_terminal_size().columns, WIDEST)
+    width = max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
     yield from textwrap.wrap(page.purpose, width)
     yield ""
     for command, words in page.commands[:EXAMPLES]:
@@ -185,21 +189,15 @@ def _sections(page: CommandOptions, sections: dict[str, list[str]], width: int) 
                 value, meaning = "...", ""
             else:
                 continue
-            yield from _row(name, value, BRIEF.get(name, meaning), width)
+            is_brief = name in BRIEF and title != BY_THIS_LINE
+            text = BRIEF[name] if is_brief else meaning
+            head, *lines = beside(f"  {name}={value}", text, LEFT, width)
+            yield head.replace(f"{name}=", _in(NAME, f"{name}="), 1)
+            yield from lines
 
 
 def _meaning(key: FieldInfo) -> str:
     return f"{key.unit} {key.meaning.partition(';')[0]}".strip()
-
-
-def _row(name: str, value: str, meaning: str, width: int) -> Iterator[str]:
-    """Yield `name=value  meaning`, below each other where the left part is too long."""
-    left, lines = len(f"  {name}={value}"), textwrap.wrap(meaning, width - LEFT)
-    head = _in(NAME, f"  {name}=") + _in(VALUE, value)
-    if left < LEFT - 1:
-        head += " " * (LEFT - left) + lines.pop(0)
-    yield head
-    yield from (" " * LEFT + line for line in lines)
 
 
 def _in(colour: int, text: str) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from grpo_ustat.cli.verbs import VERBS
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import did_you_mean
-from grpo_ustat.terminal.streams import visible
+from grpo_ustat.terminal.streams import beside, visible
 
+# Columns of a help, and of its NAME=VALUE arguments, as argparse has those of options.
+NARROWEST, WIDEST, LEFT = 60, 100, 24
 TYPE_NOUNS = {"int": "a whole number", "float": "a number"}
 
 
@@ -20,13 +24,38 @@ class VerbParser(argparse.ArgumentParser):
     """Python's parser, which refuses in one line that says what to type, without the usage.
 
     Args:
-        verb: a key of `VERBS`, whose example is shown.
-        options: as `argparse.ArgumentParser` takes them.
+        verb: a key of `VERBS`.
+        purpose: what the help says first, in paragraphs.
+        examples: arguments to copy, each with a comment.
+        values: NAME=VALUE arguments, each with its meaning.
     """
 
-    def __init__(self, verb: str, **options: Any) -> None:
-        super().__init__(prog=command_line(verb), **options)
+    def __init__(
+        self,
+        verb: str,
+        purpose: str,
+        examples: Mapping[str, str],
+        values: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(prog=command_line(verb))
         self.verb, self.words = verb, list[str]()
+        self._purpose, self._examples, self._values = purpose, examples, values or {}
+
+    def format_help(self) -> str:
+        """Return purpose, examples, and then the arguments."""
+        width = max(NARROWEST, shutil.get_terminal_size().columns)
+        lines = list[str]()
+        for paragraph in self._purpose.strip().split("\n\n"):
+            lines += [*textwrap.wrap(paragraph, min(width, WIDEST)), ""]
+        for words, comment in self._examples.items():
+            line = f"  {command_line(self.verb)} {words}".rstrip()
+            is_long = len(f"{line}  # {comment}") > width
+            lines += [f"  # {comment}", line] if is_long else [f"{line}  # {comment}"]
+        arguments = super().format_help().rstrip().splitlines()
+        arguments += [""] if self._values else []
+        for name, meaning in self._values.items():
+            arguments += beside(f"  {name}", meaning, LEFT, width)
+        return "\n".join([*lines, "", *arguments, ""])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments; a misspelt option is refused before what it lacks."""

@@ -11,10 +11,15 @@ from grpo_ustat.runs.status import details, status_table, sweeps_in
 from grpo_ustat.terminal.console import Console
 from grpo_ustat.terminal.streams import tell
 
+EXAMPLES = {
+    "status outputs/train": "all sweeps of a folder",
+    "status outputs/train/sweep-NAME.json": "one of them",
+}
+
 
 def main() -> None:
     """Run the command; the exit code is 0 whatever the runs' states are."""
-    parser = VerbParser("sweep", description=__doc__)
+    parser = VerbParser("sweep", __doc__ or "", EXAMPLES)
     parser.add_argument(
         "status", choices=["status"], help="a table of every run of the sweeps in a folder"
     )

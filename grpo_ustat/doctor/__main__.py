@@ -26,6 +26,11 @@ from grpo_ustat.config.secrets import redact_text
 from grpo_ustat.doctor.checks import CHECKS, Check, Finding, answer_within, failed
 from grpo_ustat.terminal.streams import visible
 
+EXAMPLES = {
+    "": "all checks",
+    "--output /scratch/outputs": "of another disk",
+    "--only torch disk": "some of them",
+}
 COLOURS = {"ok": "32", "warning": "33", "failed": "1;31"}
 # Characters before a message.
 INDENT = 18
@@ -34,7 +39,7 @@ INDENT = 18
 def main() -> None:
     """Run the checks; the exit code is 1 if a check failed, else 0."""
     names = [check.name for check in CHECKS]
-    parser = VerbParser("doctor", description=(__doc__ or "").partition("\n")[0])
+    parser = VerbParser("doctor", (__doc__ or "").partition("\n")[0], EXAMPLES)
     parser.add_argument(
         "--output", type=Path, default=Path("outputs"), metavar="DIR",
         help="where runs are to be written: its disk and its locks are tried (default: outputs)",

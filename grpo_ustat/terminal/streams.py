@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -43,6 +44,22 @@ def single_line(text: object, most: int | None = None) -> str:
     'no such'
     """
     return " ".join(str(text).split())[:most]
+
+
+def beside(left: str, text: str, column: int, width: int) -> list[str]:
+    """Return the lines of a table's row, of which none is wider than `width`.
+
+    The text is in its column, below the left part where that is too long.
+
+    >>> beside("  seed=0", "of all random choices", 10, 24)
+    ['  seed=0  of all random', '          choices']
+    """
+    lines = [" " * column + line for line in textwrap.wrap(text, width - column)]
+    if lines and len(left) < column - 1:
+        lines[0] = left + lines[0][len(left) :]
+        return lines
+    broken = textwrap.wrap(left, width, subsequent_indent="      ", drop_whitespace=False)
+    return [*map(str.rstrip, broken), *lines]
 
 
 def tell(*lines: str, file: TextIO | None = None) -> None:

@@ -97,7 +97,7 @@ TRAIN = {
     ("dataset=few_shot",): "unknown dataset 'few_shot': write prompt=few_shot",
 }
 MSE = {
-    ("polcy=tiny",): "unknown key polcy: did you mean pool?",
+    ("polcy=tiny",): "unknown key polcy: write model=tiny",
     ("group_sizes=8",): "group_sizes=8: a list is needed: group_sizes=[8]",
     ("group_sizes=abc",): (
         "group_sizes=abc: a list of whole numbers is needed, such as group_sizes=[2,4,8]"

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 from commands import compose
+from readme import PAGES, commands
 from shipped_files import group_files
 
 import grpo_ustat.cli.help
-from grpo_ustat.cli.help import LONGEST_VALUE, show_help
-from grpo_ustat.cli.options import command_options, first_comment, typed_value
+from grpo_ustat.cli.full_help import LONGEST_VALUE
+from grpo_ustat.cli.help import BRIEF, LEFT, OF_ROWS, USUAL, show_default_help, show_help
+from grpo_ustat.cli.options import command_options, default_options, first_comment, typed_value
 from grpo_ustat.config.baseline import OPTIONS
-from grpo_ustat.config.load import CONF, SCHEMAS, kinds_of
+from grpo_ustat.config.load import CONF, SCHEMAS, all_fields, kinds_of
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, fields_of
 from grpo_ustat.config.train import SHARINGS
@@ -124,7 +126,7 @@ def test_groups_list_what_the_entry_can_take(entry):
 def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     given = "bed=softmax" if entry == "gap" else "model=tiny_direct"
-    show_help(entry, words(given))
+    show_help(entry, words("all", given))
     text = capsys.readouterr().out
     config = compose(entry, given)
     said = dict(re.findall(r"^  ([\w.]+)=(.*)  [a-z ]+$", text, re.MULTILINE))
@@ -148,7 +150,7 @@ def cut(value):
 
 def test_meanings_stand_beside_their_fields_where_there_is_room(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
-    show_help("train", words())
+    show_help("train", words("all"))
     found = re.search(r"^  eval_steps=20 +int +steps between evaluations$",
                       capsys.readouterr().out, re.MULTILINE)  # fmt: skip
     assert found
@@ -216,13 +218,83 @@ def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):
     assert "\x1b[3" not in capsys.readouterr().out
 
 
+def names_of(entry):
+    return [name for names in USUAL[entry].values() for name in names.split()]
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_page_of_60_lines_has_the_usual_fields_with_their_values(entry, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_default_help(entry)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) <= 60 and all(len(line) <= 80 and line == line.rstrip() for line in lines)
+    said = re.findall(r"^  ([a-z][\w.]*)=(\S+)", text, re.MULTILINE)
+    assert [name for name, _ in said] == names_of(entry)
+    assert 30 <= len(said) == len(dict(said)) <= 45
+    composed = page(entry)
+    values = {field.key.path: field.value for field in composed.fields}
+    values |= {group.name: group.chosen or "NAME" for group in composed.groups}
+    assert said == [(name, values.get(name, "...")) for name, _ in said]
+    assert [name for name, _ in said if name not in values] == [OF_ROWS] * (entry != "gap")
+    assert len(re.findall(r"^  grpo-ustat ", text, re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize("entry", SCHEMAS)
+def test_values_that_are_read_without_hydra_are_those_that_it_composes(entry):
+    composed, read = page(entry), default_options(entry)
+    nodes = (*kinds_of(SCHEMAS[entry]), "rules", "baseline.options")
+    of_read, of_composed = (
+        {
+            field.key.path: field.value
+            for field in options.fields
+            if field.key.path not in nodes
+            and not field.key.path.startswith(("rules.", "baseline.options."))
+        }
+        for options in (read, composed)
+    )
+    assert of_read == of_composed
+    chosen = {x.name: (x.chosen, x.meaning) for x in composed.groups if "/" not in x.name}
+    assert {x.name: (x.chosen, x.meaning) for x in read.groups} == chosen
+    assert (read.purpose, read.commands) == (composed.purpose, composed.commands)
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_a_usual_field_is_there_and_one_that_a_reader_is_told_to_type_is_usual(entry):
+    groups = {group.name for group in page(entry).groups}
+    assert {*names_of(entry)} <= {key.path for key in all_fields(SCHEMAS[entry])} | groups
+    typed = {
+        word.partition("=")[0]
+        for name in ("README.md", "docs/faq.md")
+        for line in commands(PAGES[name])
+        if line[:2] == ["grpo-ustat", entry]
+        for word in line[2:]
+        if "=" in word
+    }
+    assert typed <= {*names_of(entry)} and bool(typed) == (entry != "gap")
+
+
+def test_brief_words_are_of_usual_fields_and_fit_beside_them():
+    assert {*BRIEF} <= {name for entry in RUNS for name in names_of(entry)}
+    assert all(len(text) <= 80 - LEFT for text in BRIEF.values())
+
+
+def test_help_of_a_choice_adds_the_fields_that_it_sets(capsys):
+    show_help("train", words("model=tiny_direct"))
+    text = capsys.readouterr().out
+    assert "model.model_name_or_path=embedded:tiny_direct" in text and "model.dtype" not in text
+    show_help("train", words("group_size=16"))
+    assert capsys.readouterr().out.count("  group_size=16") == 2
+
+
 @pytest.mark.slow
 def test_help_imports_nothing_slow(tmp_path):
     """Started as a user starts it, from anywhere."""
     program = (
         "import sys; sys.argv = ['train', '--help']\n"
         "from grpo_ustat.train.__main__ import main; main()\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+        "slow = ('torch', 'transformers', 'datasets', 'hydra', 'rich')\n"
+        "sys.exit(any(name in sys.modules for name in slow))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path,
                           capture_output=True, text=True)  # fmt: skip
@@ -231,7 +303,9 @@ def test_help_imports_nothing_slow(tmp_path):
 
 def test_help_of_an_entry_without_runs_speaks_of_its_fields_alone(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    show_help("report", words())
-    text = capsys.readouterr().out
-    assert re.findall(r"^  (\w+)=", text, re.MULTILINE) == ["runs", "name", "output_root", "steps"]
-    assert "GROUPS" not in text and "-m field" not in text and "FIELDS" in text
+    for page_of in (lambda: show_help("report", words("all")), lambda: show_default_help("report")):
+        page_of()
+        text = capsys.readouterr().out
+        names = re.findall(r"^  (\w+)=", text, re.MULTILINE)
+        assert names == ["runs", "name", "output_root", "steps"]
+        assert "GROUPS" not in text and "-m field" not in text

@@ -191,7 +191,7 @@ WRONG = {
     "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
     "studies of gap": ("gap", ["study=x"], "choose from corollaries9_10, lemma11"),
     "misspelt bed": ("gap", ["bed.rech=1"], "unknown key bed.rech: did you mean bed.reach?"),
-    "another trainer's": ("mse", ["num_generations=4"], "in train it is group_size"),
+    "another trainer's": ("mse", ["num_generations=4"], "here it is group_sizes"),
     "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: choose a"),
     "few replicates": ("gap", ["study.replicates=2"], "study.replicates=2 must be 10 or more"),
     "one file": (
