@@ -62,30 +62,28 @@ def in_one_line(schema: type) -> Iterator[None]:
 def check_names(overrides: Sequence[Override], schema: type) -> None:
     """Refuse a key or a choice that there is not, and a word for a number, before Hydra composes.
 
-    It is for lines whose files are ours alone. What is added or deleted, and what is in
-    a dictionary or of Hydra's, is left to Hydra.
+    It is for lines whose files are all ours. What is added or deleted, and what is in a dictionary
+    or of Hydra's, is left to Hydra.
     """
     fields = {field.path: field for field in all_fields(schema)}
     leaves = {path for path, x in fields.items() if x.schema is None} - kinds_of(schema).keys()
     for override in overrides:
-        key = override.key_or_group
+        key, value = override.key_or_group, override.value()
         is_ours = override.type is OverrideType.CHANGE and override.package is None
         if not is_ours or "/" in key or key.partition(".")[0] == "hydra":
             continue
-        value = (override.input_line or "").partition("=")[2]
+        typed = (override.input_line or "").partition("=")[2]
         if key in groups_of(schema):
-            name, options = override.value(), choices_of(key, schema, fitting=False)
-            if isinstance(name, str) and "/" not in name and name not in options:
-                raise ConfigError(_unknown_choice(key, name, options, schema))
-            continue
-        path = re.sub(r"\[.*", "", key)
-        above = {path[: found.start()] for found in re.finditer(r"\.|$", path)}
-        if path not in fields and not above & leaves:
-            raise ConfigError(unknown_key(key, schema, value))
-        kind = fields[path].kind.removesuffix(" or null") if path in fields else ""
-        is_text = isinstance(override.value(), str) and "${" not in value and path == key
-        if is_text and kind in ("int", "float") and not is_of_kind(value.strip("'\""), kind):
-            raise ConfigError(wrong_value(fields[path], value, CONF))
+            choices = choices_of(key, schema, fitting=False)
+            if isinstance(value, str) and "/" not in value and value not in choices:
+                raise ConfigError(_unknown_choice(key, value, choices, schema))
+        elif key in fields:
+            kind = fields[key].kind.removesuffix(" or null")
+            is_word = isinstance(value, str) and "${" not in value and not is_of_kind(value, kind)
+            if is_word and kind in ("int", "float"):
+                raise ConfigError(wrong_value(fields[key], typed, CONF))
+        elif not any(key.startswith(f"{leaf}.") for leaf in leaves):
+            raise ConfigError(unknown_key(key, schema, typed))
 
 
 def check_overrides(overrides: Sequence[Override], schema: type) -> None:

@@ -121,7 +121,7 @@ def default_values(entry: str) -> tuple[dict[str, Any], dict[str, str | None]]:
     schema, main = SCHEMAS[entry], _content(CONF / f"{entry}.yaml")
     values = {key.path: key.default for key in fields_of(schema) if key.schema is None}
     choices: dict[str, str | None] = {}
-    for default in main.pop("defaults"):
+    for default in _defaults(main):
         if isinstance(default, dict):
             chosen = {x: y for x, y in default.items() if not x.startswith("override ")}
             choices |= chosen
@@ -142,6 +142,10 @@ def _content(file: Path) -> dict[str, Any]:
     return yaml.safe_load(file.read_text())
 
 
+def _defaults(content: dict[str, Any]) -> list[str | dict[str, str | None]]:
+    return content.pop("defaults", [])
+
+
 def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
     """Return the nested values that `group=choice` sets, also those of other nodes."""
     if choice is None:
@@ -154,7 +158,7 @@ def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
         return {group: values_of(group, choice, schema)}
     content = _content(CONF / group / f"{choice}.yaml")
     values: dict[str, Any] = {}
-    for default in content.pop("defaults", ()):
+    for default in _defaults(content):
         for node, other in default.items() if isinstance(default, dict) else ():
             values |= _chosen(node.removeprefix("override /"), other, schema)
     return values | content

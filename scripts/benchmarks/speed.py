@@ -30,7 +30,7 @@ from typing import Any
 from both_sides import now, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = ("scores", "sampling", "train", "mse", "questions", "estimates", "gap")
+CASES = ("scores", "sampling", "train", "mse", "questions", "estimates", "gap", "start")
 # Rows of its runs, and bytes: `peak` in all and `above` what it was before them.
 Turn = dict[str, Any]
 

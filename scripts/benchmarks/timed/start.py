@@ -1,0 +1,41 @@
+"""What a command line answers without a run, beside the import of Hydra.
+
+    python scripts/benchmarks/speed.py start
+    python scripts/benchmarks/speed.py start --turns 7 --against OTHER_CHECKOUT
+
+Each program is a process of its own; CPU seconds are to be read, and their ratio to the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+
+LINES = (
+    "mse --help", "train --help", "gap --help", "mse --help all", "mse --help clip",
+    "mse --cfg job", "mse study.questionz=3", "mse budget=nope", "mse policy=tiny",
+    "train group_size=abc", "--help",
+)  # fmt: skip
+BASE = "import hydra"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Turns, as many as a median of short times needs."""
+    parser.set_defaults(turns=7)
+
+
+def programs(asked: argparse.Namespace) -> list[str]:
+    """The import, and the command lines."""
+    return [BASE, *LINES]
+
+
+def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
+    """Return a run, which is the process from its start to its end."""
+    words = ["-c", BASE] if program == BASE else ["-m", "grpo_ustat", *program.split()]
+
+    def run() -> None:
+        subprocess.run([sys.executable, *words], capture_output=True, check=False)
+
+    return run
