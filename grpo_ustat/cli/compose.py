@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from grpo_ustat.runs.status import PlannedRun
 
 # Messages that are shown of a sweep whose runs are refused.
-MOST_MESSAGES = 5
+MAX_MESSAGES = 5
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     if len(messages) == 1:
         raise errors[0]
     if messages:
-        more = len(messages) - MOST_MESSAGES
-        lines = messages[:MOST_MESSAGES] + ([f"and {more} more"] if more > 0 else [])
+        more = len(messages) - MAX_MESSAGES
+        lines = messages[:MAX_MESSAGES] + ([f"and {more} more"] if more > 0 else [])
         refused = f"{len(errors)} of the sweep's {len(runs)} runs cannot start:"
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:

@@ -33,7 +33,7 @@ GROUP_MEANINGS = {
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
 # Of a choice's meaning; of a longer one the first sentence is shown.
-MOST_COMMENT_CHARACTERS = 100
+MAX_COMMENT_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -178,4 +178,4 @@ def first_comment(file: Path) -> str:
 
 def short(text: str) -> str:
     """Return a choice's meaning, of a long one the first sentence."""
-    return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]
+    return text if len(text) <= MAX_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

@@ -35,7 +35,7 @@ from grpo_ustat.config.schema import ConfigError, field, node
 from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, own_rules
 from grpo_ustat.estimators.coupled_losses import prompts_needed
-from grpo_ustat.records import LEAST_QUESTIONS
+from grpo_ustat.records import MIN_QUESTIONS
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
 POOL_FILE = re.compile(rf"\.?(pool\.json|prompt_date\.txt|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
@@ -66,7 +66,7 @@ class MseConfig(Common):
     budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
     rules: dict[str, BaselineConfig] = field("the options of each baseline")
     objective: ObjectiveConfig = node(
-        ObjectiveConfig, "the loss of whose rollouts the worth is measured, as train applies it"
+        ObjectiveConfig, "the loss whose relative efficiency is measured, as train applies it"
     )
     baseline: BaselineConfig = node(BaselineConfig, "the rule of that loss's advantages")
     objectives: list[str] = field(
@@ -425,10 +425,10 @@ class MseConfig(Common):
                 "study.metric=adam, in which each half of the questions has a metric of its own: "
                 "leave one of them out"
             )
-        if count < LEAST_QUESTIONS:
+        if count < MIN_QUESTIONS:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form: its error is measured from "
-                f"{LEAST_QUESTIONS} questions on, got {count}: raise {key}"
+                f"{MIN_QUESTIONS} questions on, got {count}: raise {key}"
             )
         sizes = [size for size in self.dividing_sizes if rollouts // size >= rule.min_prompts]
         if not sizes:

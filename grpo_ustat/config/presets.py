@@ -280,7 +280,7 @@ _add(
     loss_type="dr_grpo",
 )
 
-CHANCE = 0.025  # that any worth misses its interval, and as much that a group size alone does
+CHANCE = 0.025  # that any efficiency misses its interval, and as much that a group size alone does
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import numpy as np
 
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.efficiency import UpdateMoments
 from grpo_ustat.estimators.group_terms import context_of
 from grpo_ustat.estimators.row_weights import (
     COUPLED,
@@ -36,7 +37,6 @@ from grpo_ustat.estimators.row_weights import (
     row_weights,
     rows_that_count,
 )
-from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
 # Questions for each prompt of a batch: a draw has two batches, and leaves out as many questions.

@@ -52,7 +52,7 @@ LINEAR = ("none", "constant", "leave_one_out", "group_mean")
 # Prompts whose sketches are converted to float64 at once.
 BLOCK = 64
 # Most compositions of a group's levels that are listed; beyond them groups are drawn.
-MOST_COMPOSITIONS = 5000
+MAX_COMPOSITIONS = 5000
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def is_linear(loss: Loss) -> bool:
 def has_levels(pool: ScorePool, rule: str, group_size: int) -> bool:
     """Return True if all groups of G can be counted by the levels of their rewards."""
     levels = len(np.unique(pool.rewards_PN))
-    listed = comb(group_size + levels - 1, levels - 1) <= MOST_COMPOSITIONS
+    listed = comb(group_size + levels - 1, levels - 1) <= MAX_COMPOSITIONS
     return rule in BY_LEVELS and listed and not BASELINES[rule].needs
 
 

@@ -17,6 +17,16 @@ from grpo_ustat.estimators.coupled_losses import (
     drawn_mixed_batches,
     prompts_needed,
 )
+from grpo_ustat.estimators.efficiency import (
+    LossError,
+    RelativeEfficiency,
+    UpdateMoments,
+    alike,
+    loss_error,
+    product_of_means,
+    relative_efficiency,
+    update_moments,
+)
 from grpo_ustat.estimators.group_terms import (
     GroupTerms,
     LevelSums,
@@ -31,17 +41,7 @@ from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.estimators.worth import (
-    LossError,
-    UpdateMoments,
-    Worth,
-    alike,
-    loss_error,
-    product_of_means,
-    update_moments,
-    worth,
-)
-from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
+from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
 # Fields that a rule may read besides rewards if the pool has several reward functions.
@@ -76,7 +76,7 @@ class LossRow:
     # n of an update.
     rollouts: int
     # None if it is not measured, for the `reason`.
-    worth: Worth | None
+    efficiency: RelativeEfficiency | None
     # True if this G is the best of the measured ones for the loss at this n.
     best: bool = False
     # True if this G is not significantly worse than the best.
@@ -86,7 +86,7 @@ class LossRow:
     kept: Interval | None = None
 
 
-def loss_worths(
+def loss_efficiencies(
     pool: ScorePool,
     losses: Sequence[Loss],
     group_sizes: Sequence[int],
@@ -95,9 +95,9 @@ def loss_worths(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> list[LossRow]:
-    """Estimate the worth of a rollout of each loss at each G, for new questions.
+    """Estimate the relative efficiency of each loss at each G, for new questions.
 
-    See `estimators.worth`.
+    See `estimators.efficiency`.
 
     Args:
         pool: N scored completions of each of 4 questions or more, from which the unbiased estimate
@@ -135,7 +135,7 @@ def loss_worths(
                 loss,
                 size,
                 rollouts,
-                worth(errors[loss, size], size, unbiased, pool.metrics),
+                relative_efficiency(errors[loss, size], size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,
                 kept=kept_share(_pool_of(loss, pool, weighted), size)
@@ -159,7 +159,7 @@ def loss_errors(
 
     Args:
         measured: the G at which each loss is measured, none of them refused.
-        rollouts, draws, seed, weighted: see `loss_worths`.
+        rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
     return {
@@ -215,10 +215,10 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     named = f"baseline {loss.rule}"
-    if questions < LEAST_QUESTIONS:
+    if questions < MIN_QUESTIONS:
         few = "1 question gives" if questions == 1 else f"{questions} questions give"
-        line = f"{few} no interval: use study.questions={LEAST_QUESTIONS}"
-        return Refusal("questions", line, LEAST_QUESTIONS, questions)
+        line = f"{few} no interval: use study.questions={MIN_QUESTIONS}"
+        return Refusal("questions", line, MIN_QUESTIONS, questions)
     missing = rule.needs - FROM_A_POOL
     if missing - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
         line = f"{named} reads {', '.join(sorted(missing))}, which no pool of one policy has"
@@ -242,12 +242,12 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     if loss.rows.replaces:
         kept_P = 1 - silent_share(pool.rewards_PN, group_size)
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
-        if mixed < LEAST_QUESTIONS:
+        if mixed < MIN_QUESTIONS:
             line = (
                 f"{mixed} questions have groups of {group_size} whose rewards differ: use "
-                f"{LEAST_QUESTIONS} or more of such"
+                f"{MIN_QUESTIONS} or more of such"
             )
-            return Refusal("mixed questions", line, LEAST_QUESTIONS, mixed)
+            return Refusal("mixed questions", line, MIN_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:

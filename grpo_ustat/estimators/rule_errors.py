@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from grpo_ustat.estimators.efficiency import UpdateMoments, without
 from grpo_ustat.estimators.intervals import jackknife_interval
 from grpo_ustat.estimators.losses import LossRow, draws_behind, loss_moments, refusal
 from grpo_ustat.estimators.minibatch import GradientError, scale_free
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.worth import UpdateMoments, without
 from grpo_ustat.records import Array, ScorePool
 
 

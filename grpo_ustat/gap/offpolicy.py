@@ -65,7 +65,7 @@ LEVELS = ("token", "sequence")
 # A squared bias this far below the variance is rounding.
 ROUNDING = 1e-20
 # Change of a parameter beyond which squares of pi_ref/pi_theta may overflow.
-LARGEST_CHANGE = 100.0
+MAX_CHANGE = 100.0
 
 
 @dataclass(frozen=True)
@@ -419,10 +419,10 @@ def update(
     """Return the policy after one update."""
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
-    if not farthest < LARGEST_CHANGE:
+    if not farthest < MAX_CHANGE:
         raise ConfigError(
             f"learning_rate={learning_rate} takes a parameter {farthest:.3g} away, more than "
-            f"{LARGEST_CHANGE:g}: use a smaller learning rate, fewer updates or a smaller beta"
+            f"{MAX_CHANGE:g}: use a smaller learning rate, fewer updates or a smaller beta"
         )
     return current.at(theta_D)
 

@@ -13,7 +13,7 @@ from grpo_ustat.estimators.moments import is_correlated, refutes_assumption2
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study
 from grpo_ustat.pages.tables import three_digits
-from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
+from grpo_ustat.records import ACCURACY, MIN_QUESTIONS
 from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 from grpo_ustat.terminal.streams import percentage
 
@@ -57,7 +57,7 @@ def measure(study: PoolStudy) -> Assumption2:
     found = study.at_hand
     refuted = refutes_assumption2(found["share"], found["corr"])
     rewards_PN = study.pool.rewards_PN
-    if len(rewards_PN) >= LEAST_QUESTIONS:
+    if len(rewards_PN) >= MIN_QUESTIONS:
         found = study.population
     corr, crossover = found["corr"].within(-1, 1), found["crossover"]
     size, silent_share_there, reason = rewards_PN.shape[1], None, None

@@ -20,7 +20,7 @@ from grpo_ustat.estimators.minibatch import GradientError
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.pages.tables import Table, interval_scope
-from grpo_ustat.records import LEAST_QUESTIONS, ScorePool, joint_quantity
+from grpo_ustat.records import MIN_QUESTIONS, ScorePool, joint_quantity
 from grpo_ustat.runs.contents import misfit, record_of
 from grpo_ustat.runs.record import RESULT, RunRecord, key_label, study_rollouts
 from grpo_ustat.runs.result import StudyResult
@@ -272,5 +272,5 @@ def policies_quantity(studies: Iterable[Study]) -> str:
 def scopes_text(studies: Iterable[Study]) -> str:
     """Describe intervals for new questions, where studies have enough of them and where not."""
     scopes = sorted({interval_scope(study.result.questions) for study in studies})
-    few = f" (fewer than {LEAST_QUESTIONS})" * (len(scopes) > 1)
+    few = f" (fewer than {MIN_QUESTIONS})" * (len(scopes) > 1)
     return f"{' or '.join(scopes)}{few}"

@@ -25,7 +25,7 @@ from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.runs.study_parts import CompletionCounts
 
 # At most so many times as many questions are added where a range is wide.
-LARGEST_FOLLOW_UP = 3
+MAX_FOLLOW_UP = 3
 # Fields of a study that the next one does not take over.
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
@@ -132,7 +132,7 @@ def _place(config: Mapping[str, Any]) -> str:
 def _questions_for_best(study: Study) -> int:
     """Return the number of questions of a further study that can tell the best G."""
     half, most = prompts_to_decide(study.need(SCALING))
-    follow_up = (1 + LARGEST_FOLLOW_UP) * study.result.questions
+    follow_up = (1 + MAX_FOLLOW_UP) * study.result.questions
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
 
 
@@ -143,7 +143,9 @@ def _best_of_loss(study: Study, best: int) -> int:
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
-    known = [row for row in rows if row.worth is not None and row.worth.is_known]
+    known = [
+        row for row in rows if row.efficiency_same_g is not None and row.efficiency_same_g.is_known
+    ]
     if not known or best in [row.group_size for row in known if row.alike]:
         return best
     return next(row.group_size for row in known if row.best)

@@ -1,7 +1,7 @@
 """Rollouts that another policy sampled, an earlier checkpoint or an inexact sampler, scored again.
 
 Those of losses that penalise leaving a reference model are scored here, too;
-`measurements.off_policy` measures what they are worth.
+`measurements.off_policy` measures their efficiency.
 
 The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
 each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
@@ -52,7 +52,7 @@ from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
 # Share of the completions that must count where their ratios are exact.
-LEAST_EFFECTIVE = 0.2
+MIN_EFFECTIVE = 0.2
 
 
 def check_tokenizers(config: MseConfig) -> None:
@@ -115,10 +115,10 @@ def rescored_pool(
             ) from None
         cost += further
     elif question == "gap":
-        if drift.completions.estimate < LEAST_EFFECTIVE:
+        if drift.completions.estimate < MIN_EFFECTIVE:
             raise ConfigError(
                 f"{config.pool}: under exact ratios its completions count as "
-                f"{drift.completions.estimate:.0%} of as many, and {LEAST_EFFECTIVE:.0%} are "
+                f"{drift.completions.estimate:.0%} of as many, and {MIN_EFFECTIVE:.0%} are "
                 "needed for an unbiased gradient to compare with; use study.corrections=[]"
             )
         compared = weighted[EXACT]

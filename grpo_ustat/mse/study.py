@@ -71,7 +71,7 @@ from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
 # On a terminal; tables and page have all losses.
-MOST_LOSS_SENTENCES = 3
+MAX_LOSS_SENTENCES = 3
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -101,7 +101,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     leading = [one for one in measurements_of([view]) if one.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
-    for sentence in sentences(view, leading)[:MOST_LOSS_SENTENCES]:
+    for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     rest = [one for one in measurements_of([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))

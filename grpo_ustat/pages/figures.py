@@ -42,7 +42,7 @@ FONTS: dict[Any, Any] = {
 }  # fmt: skip
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 # Characters of a line, and lines of a text.
-MOST_CHARACTERS, MOST_LINES = 200, 40
+MAX_CHARACTERS, MAX_LINES = 200, 40
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
@@ -106,7 +106,7 @@ def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
 
 def note(figure: Figure, lines: Sequence[str], width: float) -> None:
     """Add small lines below a figure of so many inches."""
-    most = min(int(17 * width), MOST_CHARACTERS)
+    most = min(int(17 * width), MAX_CHARACTERS)
     words = "\n".join(textwrap.fill(visible(line), most) for line in lines)
     figure.supxlabel(words, fontsize=6.5, x=0.02, ha="left")
 
@@ -131,7 +131,7 @@ def show_names_as_texts(figure: Figure) -> None:
         if text not in numbers:
             text.set_parse_math(False)
             lines = visible(text.get_text()).split("\n")
-            text.set_text("\n".join(excerpt(line, MOST_CHARACTERS) for line in lines[:MOST_LINES]))
+            text.set_text("\n".join(excerpt(line, MAX_CHARACTERS) for line in lines[:MAX_LINES]))
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:

@@ -30,20 +30,30 @@ FIGURES = {  # panels: how a claim begins, the axis, and whether it may be in lo
     "hard_prompts": [
         ("in mixed groups hard", "mean of a mixed group of 8\nless the prompt's own chance", False)
     ],
-    "variance_filter": [("a filter by reward", "worth of a sampled rollout", True)],
-    "length": [("the mean over", "worth of a rollout with the mean\nin place of the sum", True)],
+    "variance_filter": [("a filter by reward", "relative efficiency of a sampled rollout", True)],
+    "length": [
+        (
+            "the mean over",
+            "relative efficiency of a rollout with the mean\nin place of the sum",
+            True,
+        )
+    ],
     "rollouts_8192": [
         ("a step of 8192", "rollouts at which half of a step\nis noise, n_c(16)", True),
         ("512 x 16", "extra error of 128 x 64\nover 512 x 16", False),
     ],
     "stale_rollouts": [
-        ("stale rollouts without", "worth without ratios", True),
-        ("stale rollouts weighted", "worth weighted by\ntokens' ratios", True),
+        ("stale rollouts without", "efficiency without ratios", True),
+        ("stale rollouts weighted", "efficiency weighted by\ntokens' ratios", True),
         ("the effective sample", "that, over the effective\nshare of completions", True),
     ],
     "tokens_or_sequences": [
-        ("ratios of the sequence (geo", "worth with the geometric mean,\nin tokens' ones", True),
-        ("ratios of the sequence (pro", "worth with the product,\nin tokens' ones", True),
+        (
+            "ratios of the sequence (geo",
+            "efficiency with the geometric mean,\nin tokens' ones",
+            True,
+        ),
+        ("ratios of the sequence (pro", "efficiency with the product,\nin tokens' ones", True),
     ],
 }
 OF_AGE = ("stale_rollouts", "tokens_or_sequences")

@@ -47,13 +47,13 @@ def study(path, *words):
 
 
 def numbers(row):
-    keys = ("worth", "worth_best", "direction", "noise")
+    keys = ("efficiency_same_g", "efficiency_best_g", "direction", "noise")
     return [row[f"{key}{end}"] or 0.0 for key in keys for end in ("", "_low", "_high")]
 
 
 @pytest.mark.slow
 def test_the_policy_that_wrote_them_is_at_no_distance(tmp_path):
-    """Every ratio is 1: the worths are those of the first update, and nothing is lost."""
+    """Every ratio is 1: efficiencies are those of the first update, and nothing is lost."""
     objectives = "objectives=[trl_grpo,trl_dr_grpo,whole_sequence]"
     result = study(tmp_path / "run", objectives, "study.policy=embedded:tiny_base")
     found = result["off_policy"]
@@ -65,7 +65,7 @@ def test_the_policy_that_wrote_them_is_at_no_distance(tmp_path):
         if row["loss"] != "trl_dr_grpo":  # whose direction is unbiased by theory on-policy alone
             np.testing.assert_allclose(numbers(by_loss[row["loss"]]), numbers(row), rtol=1e-4)
         assert by_loss[row["loss"]]["noise"] == pytest.approx(row["noise"], rel=1e-4)
-    assert by_loss["whole_sequence"]["worth"] == pytest.approx(1, abs=1e-6)
+    assert by_loss["whole_sequence"]["efficiency_same_g"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.slow(minutes=0.3)
@@ -84,7 +84,10 @@ def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     assert "nats a token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
     assert len(tables(view, [OFF_POLICY])) == 2
     page = (tmp_path / "run/report.html").read_text()
-    assert "What a rollout is worth that another policy wrote" in page and "nats a token" in page
+    assert (
+        "Relative efficiency of rollouts that another policy wrote" in page
+        and "nats a token" in page
+    )
     marked = [path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*.safetensors"))]
     (tmp_path / "run/result.json").unlink()
     assert study(tmp_path / "run", *words)["off_policy"] == found
@@ -175,7 +178,7 @@ def test_a_small_effective_share_has_no_lower_end():
     (("study.reference=embedded:tiny_base",), False),
 ], ids=["k3", "k2", "k1 in the reward", "no distance"])  # fmt: skip
 def test_a_penalty_from_a_reference(tmp_path, words, changes):
-    """It changes a loss's worth, unless the reference is the policy itself."""
+    """It changes a loss's efficiency, unless the reference is the policy itself."""
     reference = ("study.reference=embedded:tiny", *words)
     result = study(tmp_path / "run", *PENALISED, *reference)
     (plain,), (row,) = result["losses"], result["off_policy"]["losses"]

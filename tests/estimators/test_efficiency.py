@@ -1,4 +1,4 @@
-"""What a rollout of a loss is worth: by the definition, on all joint batches of three prompts."""
+"""What the relative efficiency is: by the definition, on all joint batches of three prompts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.group_terms import GroupTerms
-from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
-from grpo_ustat.estimators.worth import (
+from grpo_ustat.estimators.efficiency import (
     UNKNOWN,
     LossError,
     UpdateMoments,
@@ -22,9 +20,11 @@ from grpo_ustat.estimators.worth import (
     product_of_means,
     ratio,
     relative,
+    relative_efficiency,
     update_moments,
-    worth,
 )
+from grpo_ustat.estimators.group_terms import GroupTerms
+from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.records import BaselineContext
 
 CHANCES = np.array([[0.5, 0.3, 0.2], [0.7, 0.3, 0.0], [0.2, 0.4, 0.4]])
@@ -196,11 +196,11 @@ def test_the_unbiased_estimate_is_worth_itself_and_half_as_noisy_a_one_twice():
     terms, gradient = sample_of(40, 4, 0)
     signal = product_of_means(gradient, gradient)
     error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
-    itself = worth(error, 4, {4: error.error_D})
-    assert itself.worth == pytest.approx((1, 1, 1)) and itself.direction == (1, 1, 1)
-    better = worth(error, 4, {4: 2 * error.error_D, 8: error.error_D})
-    assert better.worth == pytest.approx((2, 2, 2))
-    assert better.worth_best == pytest.approx((1, 1, 1))
+    itself = relative_efficiency(error, 4, {4: error.error_D})
+    assert itself.efficiency_same_g == pytest.approx((1, 1, 1)) and itself.direction == (1, 1, 1)
+    better = relative_efficiency(error, 4, {4: 2 * error.error_D, 8: error.error_D})
+    assert better.efficiency_same_g == pytest.approx((2, 2, 2))
+    assert better.efficiency_best_g == pytest.approx((1, 1, 1))
     assert 0 < itself.noise.low < itself.noise.estimate < itself.noise.high < 1
 
 
@@ -210,10 +210,12 @@ def test_where_the_best_size_may_be_another_the_interval_reaches_down_to_it():
     signal = product_of_means(gradient, gradient)
     error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
     noisy = np.concatenate([[1.01], 1.01 + 0.02 * np.random.default_rng(1).normal(size=40)])
-    found = worth(error, 4, {4: error.error_D, 8: noisy * error.error_D})
-    assert found.worth == pytest.approx((1, 1, 1))
-    assert found.worth_best.estimate == pytest.approx(1) and found.worth_best.low < 0.95
-    assert found.worth_best.high == pytest.approx(1)
+    found = relative_efficiency(error, 4, {4: error.error_D, 8: noisy * error.error_D})
+    assert found.efficiency_same_g == pytest.approx((1, 1, 1))
+    assert (
+        found.efficiency_best_g.estimate == pytest.approx(1) and found.efficiency_best_g.low < 0.95
+    )
+    assert found.efficiency_best_g.high == pytest.approx(1)
 
 
 def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
@@ -226,8 +228,8 @@ def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
     assert three.known
     unknown = loss_error(update_moments(terms, gradient, 16, scale=None), signal)
     assert not unknown.known
-    said = worth(unknown, 4, {4: one.error_D})
-    assert np.isnan(said.worth.estimate) and said.worth[1:] == (0, np.inf)
+    said = relative_efficiency(unknown, 4, {4: one.error_D})
+    assert np.isnan(said.efficiency_same_g.estimate) and said.efficiency_same_g[1:] == (0, np.inf)
 
 
 def test_sizes_that_are_not_worse_are_named_with_the_best():

@@ -1,4 +1,4 @@
-r"""Worth of a rollout of a loss: its gradient's error against that of the unbiased estimate.
+r"""Relative efficiency of a loss: its gradient's error against that of the unbiased estimate.
 
 A loss's update is a random vector ghat of mean `mu = E ghat`. The learning rate sets its length, so
 it is judged by the multiple of it that is as long as the true gradient along it,
@@ -11,7 +11,7 @@ same in all directions, the best step gains `e = ||grad J||^2 / (||grad J||^2 + 
 true gradient's would; so two losses of one error serve alike. With the error of n rollouts of the
 unbiased estimate, `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` of leave-one-out,
 
-    worth = MSE(n, G) / error
+    relative efficiency = MSE(n, G) / error
 
 rollouts of the unbiased estimate at the same G do what one rollout of the loss does; with the least
 of the measured `MSE(n, G)`, at its best G. Two parts of the error are given separately:
@@ -20,8 +20,8 @@ of the measured `MSE(n, G)`, at its best G. Two parts of the error are given sep
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
 If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, no signal
-is needed, and the worth is a ratio of variances. Inner products of means are taken over pairs of
-different prompts, whose terms are independent; second moments are exact within a prompt. Every
+is needed, and the efficiency is a ratio of variances. Inner products of means are taken over pairs
+of different prompts, whose terms are independent; second moments are exact within a prompt. Every
 number is a function of such means and has a delete-one-prompt jackknife, paired among losses.
 """
 
@@ -96,13 +96,13 @@ class LossError:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """Worth of a rollout of a loss at one group size."""
+class RelativeEfficiency:
+    """Relative efficiency of a loss at one group size."""
 
     # Rollouts of the unbiased estimate at the same G that do as much as one rollout of the loss.
-    worth: Interval
+    efficiency_same_g: Interval
     # Rollouts of the unbiased estimate at its own best G.
-    worth_best: Interval
+    efficiency_best_g: Interval
     # cos^2 of the loss's mean and the gradient.
     direction: Interval
     # Share of an update's squared norm that is noise.
@@ -207,17 +207,17 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
     )
 
 
-def worth(
+def relative_efficiency(
     loss: LossError,
     group_size: int,
     unbiased: Mapping[int, Array],
     metrics: int = 1,
     level: float = CONFIDENCE,
-) -> Worth:
-    """Estimate the worth of a rollout of a loss.
+) -> RelativeEfficiency:
+    """Estimate the relative efficiency of a loss.
 
-    The best G of the unbiased estimate is chosen by the data that judge it, so a loss of little
-    worth against it looks better. The interval against its best G therefore reaches down to the
+    The best G of the unbiased estimate is chosen by the data that judge it, so a loss of low
+    efficiency looks better. The interval against its best G therefore reaches down to the
     lowest of the intervals against any G that may be its best.
 
     Args:
@@ -231,9 +231,9 @@ def worth(
     best, others = alike(unbiased, metrics)
     at_best = against[best]._replace(low=min(against[size].low for size in others))
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
-    return Worth(
-        worth=against[group_size] if loss.known else UNKNOWN,
-        worth_best=at_best if loss.known else UNKNOWN,
+    return RelativeEfficiency(
+        efficiency_same_g=against[group_size] if loss.known else UNKNOWN,
+        efficiency_best_g=at_best if loss.known else UNKNOWN,
         direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
@@ -272,7 +272,7 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss over its own in smaller groups, the worth of a rollout in these.
+    """Estimate the error of a loss over its own in smaller groups, the efficiency in these.
 
     The interval is on the log scale, with Student's t of the effective number of prompts behind the
     standard error: if few of them carry the signal, the standard error is too short, and with t of
