@@ -42,7 +42,7 @@ from grpo_ustat.config.presets import PRESETS, Preset
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
-from grpo_ustat.estimators.baselines import BASELINES, own_rules
+from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.launch.sharding import check_ranks
 
 # What help and a refused line do not wait for is imported where it is used.
@@ -164,7 +164,7 @@ def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema, our rules and objectives, and two resolvers.
+    """Give Hydra what `conf/` refers to: schema, baselines, objectives and two resolvers.
 
     `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
     `${learning_rate:}` is the model's.
@@ -182,9 +182,10 @@ def register(entry: str) -> None:
     if entry in ("mse", "train"):
         _store_choices()
     if entry == "mse":  # one node: as many files in a list take 0.2 s
-        rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
-        rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
-        ConfigStore.instance().store("mse_rules", {"rules": rules})
+        options = {name: dict(baseline.options) for name, baseline in BASELINES.items()}
+        # These are not loaded yet.
+        options |= {name: {} for name in plugin_baselines()}
+        ConfigStore.instance().store("baseline_options", {"baseline_options": options})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
 
@@ -199,13 +200,13 @@ def _store_choices() -> None:
 
 
 def _store_objective(name: str, preset: Preset) -> None:
-    """Give Hydra a choice of `objective=`, which also chooses its rule where no other is typed."""
-    store, rule, defaults = ConfigStore.instance(), preset.baseline, list[dict[str, str]]()
-    if rule is not None:
-        choice = rule.name
-        if rule != baseline_choice(rule.name):  # with options of its own
+    """Give Hydra a choice of `objective=`, with its baseline unless another is typed."""
+    store, baseline, defaults = ConfigStore.instance(), preset.baseline, list[dict[str, str]]()
+    if baseline is not None:
+        choice = baseline.name
+        if baseline != baseline_choice(baseline.name):  # with options of its own
             choice = f"objective/{name}"
-            store.store(name, asdict(rule), group="baseline/objective")
+            store.store(name, asdict(baseline), group="baseline/objective")
         defaults.append({"override /baseline@_global_.baseline": choice})
     store.store(name, {"defaults": [*defaults, "_self_"], **asdict(preset.objective)}, "objective")
 

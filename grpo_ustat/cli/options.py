@@ -38,10 +38,10 @@ MAX_COMMENT_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of a group, or a rule of ours among the baselines."""
+    """A file of a group, or a baseline of ours among the baselines."""
 
     name: str
-    # A file's first comment, a rule's own.
+    # A file's first comment, a baseline's own.
     words: str
 
 
@@ -133,10 +133,10 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
 
 def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:
     for key in keys:
-        if key.path == "rules":
-            for name in node.rules:
-                for inner in fields_of(BaselineConfig, f"rules.{name}."):
-                    yield from _entry_fields(inner, node)
+        if key.path == "baseline_options":
+            (options,) = (x for x in fields_of(BaselineConfig) if x.path == "options")
+            for name in node.baseline_options:
+                yield from _entry_fields(replace(options, path=f"{key.path}.{name}"), node)
         elif key.schema is None:
             yield Field(key, typed_value(_value(node, key.path)))
             yield from _entry_fields(key, node)

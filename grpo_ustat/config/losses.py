@@ -23,7 +23,7 @@ TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}  # that
 class MeasuredLosses:
     """The part of a study's configuration that decides its losses."""
 
-    # A loss and the rule of its advantages.
+    # A loss and the baseline of its advantages.
     objective: ObjectiveConfig
     baseline: BaselineConfig
     # Further presets.
@@ -44,7 +44,7 @@ class MeasuredLosses:
             preset = PRESETS[name]
             pairs.append((preset.objective, preset.baseline or self.baseline))
         length = self.max_completion_length
-        return [(objective, objective.loss(rule, length)) for objective, rule in pairs]
+        return [(objective, objective.loss(baseline, length)) for objective, baseline in pairs]
 
     @property
     def first_update(self) -> list[Loss]:

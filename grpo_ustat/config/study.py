@@ -20,7 +20,7 @@ class StudyBudget:
 
     pool_completions: int = field("of each question, N, scored: behind closed_form", "completions")
     loss_draws: int = field(
-        "of two batches each, behind losses and rules that weigh rows by the whole batch",
+        "of two batches each, behind losses and baselines that weigh rows by the whole batch",
         "draws",
         at_least=2,
     )

@@ -44,19 +44,19 @@ from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
-# Fields that a rule may read besides rewards if the pool has several reward functions.
+# Fields that a baseline may read besides rewards if the pool has several reward functions.
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}
 # Fields that it may read of any pool.
 FROM_A_POOL = OF_THE_BATCH - OF_FUNCTIONS
-# Groups drawn of each question for a rule whose groups cannot all be counted.
+# Groups drawn of each question for a baseline whose groups cannot all be counted.
 DRAWN_GROUPS = 256
 
 
 class Refusal(NamedTuple):
     """Reason why a loss cannot be measured on a pool at a group size."""
 
-    # "questions", "rule reads more", "rule remembers", "rule's groups", "completions",
-    # "no multiple", "mixed questions", "metrics", "micro-batches", "rule's prompts" or
+    # "questions", "baseline reads more", "baseline remembers", "baseline's groups", "completions",
+    # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
     # "coupled questions".
     kind: str
     # In words, with the fields of a study that mend it.
@@ -213,22 +213,22 @@ def loss_moments(
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
     """Return the reason why a loss cannot be measured on a pool at G; None if it can."""
     questions, completions = pool.rewards_PN.shape
-    rule, prompts = BASELINES[loss.rule], rollouts // group_size
-    named = f"baseline {loss.rule}"
+    baseline, prompts = BASELINES[loss.baseline], rollouts // group_size
+    named = f"baseline {loss.baseline}"
     if questions < MIN_QUESTIONS:
         few = "1 question gives" if questions == 1 else f"{questions} questions give"
         line = f"{few} no interval: use study.questions={MIN_QUESTIONS}"
         return Refusal("questions", line, MIN_QUESTIONS, questions)
-    missing = rule.needs - FROM_A_POOL
+    missing = baseline.needs - FROM_A_POOL
     if missing - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
         line = f"{named} reads {', '.join(sorted(missing))}, which no pool of one policy has"
-        return Refusal("rule reads more", line)
-    if rule.only_trains:
+        return Refusal("baseline reads more", line)
+    if baseline.only_trains:
         line = f"{named} remembers past batches, which a pool has none of"
-        return Refusal("rule remembers", line)
-    if group_size < rule.min_group_size:
-        line = f"{named} needs groups of {rule.min_group_size} or more"
-        return Refusal("rule's groups", line, rule.min_group_size, group_size)
+        return Refusal("baseline remembers", line)
+    if group_size < baseline.min_group_size:
+        line = f"{named} needs groups of {baseline.min_group_size} or more"
+        return Refusal("baseline's groups", line, baseline.min_group_size, group_size)
     if group_size > completions:
         line = (
             f"groups of {group_size} need as many completions of each question, the pool has "
@@ -256,12 +256,12 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         line = f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
         return Refusal("micro-batches", line)
-    if prompts < rule.min_prompts:
+    if prompts < baseline.min_prompts:
         line = (
-            f"{named} needs {rule.min_prompts} prompts in an update, and study.rollouts={rollouts} "
-            f"in groups of {group_size} has {prompts}"
+            f"{named} needs {baseline.min_prompts} prompts in an update, and "
+            f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
         )
-        return Refusal("rule's prompts", line, rule.min_prompts, prompts)
+        return Refusal("baseline's prompts", line, baseline.min_prompts, prompts)
     needed = prompts_needed(prompts, kept)
     if needed > questions:
         line = (
@@ -289,7 +289,7 @@ def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> in
     """
     if loss.couples_prompts:
         return draws
-    return None if has_levels(pool, loss.rule, group_size) or is_linear(loss) else DRAWN_GROUPS
+    return None if has_levels(pool, loss.baseline, group_size) or is_linear(loss) else DRAWN_GROUPS
 
 
 def _pool_of(loss: Loss, pool: ScorePool, weighted: Mapping[TokenWeights, ScorePool]) -> ScorePool:
@@ -323,13 +323,15 @@ def _terms(
         seed: seed of groups that are drawn.
         unweighted: the pool of the unbiased estimate, whose terms take noise off drawn ones.
     """
-    if has_levels(pool, loss.rule, group_size):
+    if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)
         if key not in sums:
             # With many questions each entry takes gigabytes.
             sums.clear()
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
-        return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
+        return sums[key].terms(
+            loss.baseline, loss.options, group_size, loss.rows.replaces, loss.beta
+        )
     if is_linear(loss):
         return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
@@ -339,8 +341,8 @@ def _terms(
     place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)
     place_PDG = place_PDN[..., :group_size]
     drawn = drawn_terms(pool, loss, place_PDG)
-    if group_size < BASELINES[UNBIASED.rule].min_group_size:
+    if group_size < BASELINES[UNBIASED.baseline].min_group_size:
         return drawn
-    plain = replace(loss, rule=UNBIASED.rule, options={}, rows=RowFilter(), tokens=None)
+    plain = replace(loss, baseline=UNBIASED.baseline, options={}, rows=RowFilter(), tokens=None)
     control = drawn_terms(unweighted, plain, place_PDG)
     return with_control(drawn, control, linear_terms(unweighted, plain, group_size))

@@ -251,14 +251,16 @@ def estimate(
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")
     rows = prompt_B[:, None], outcome_BG
-    reward_BG, rule = setting.reward_PY[rows], setting.normalisation
-    assert rule.kind != "group_std_redrawn"
+    reward_BG, normalisation = setting.reward_PY[rows], setting.normalisation
+    assert normalisation.kind != "group_std_redrawn"
     advantage_BG = leave_one_out(reward_BG, BaselineContext())
-    if rule.kind == "sigma":
+    if normalisation.kind == "sigma":
         advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
     elif setting.normalised:
         centred_BG = reward_BG - reward_BG[:, :1]  # 0 to the last digit where all are alike
-        advantage_BG = advantage_BG * rule.factor(centred_BG.std(axis=1, ddof=1, keepdims=True))
+        advantage_BG = advantage_BG * normalisation.factor(
+            centred_BG.std(axis=1, ddof=1, keepdims=True)
+        )
     return (advantage_BG[..., None] * weight_PYD[rows] + penalty_PYD[rows]).mean(axis=(0, 1))
 
 
@@ -332,19 +334,24 @@ def on_policy(
         epsilon: added to the group's standard deviation.
         floor: smallest standard deviation of `group_std_floor` and `group_std_redrawn`.
     """
-    rules = [Normalisation(kind, epsilon, floor) for kind in NORMALISATIONS]
+    normalisations = [Normalisation(kind, epsilon, floor) for kind in NORMALISATIONS]
     exact = [Normalisation(kind) for kind in ("none", "sigma", "group_std")]
 
-    def by_size(rule: Normalisation, sizes: Sequence[int]) -> dict[str, np.ndarray]:
+    def by_size(normalisation: Normalisation, sizes: Sequence[int]) -> dict[str, np.ndarray]:
         rows = [
-            on_policy_values(replace(setting, normalisation=rule, group_size=size))
+            on_policy_values(replace(setting, normalisation=normalisation, group_size=size))
             for size in sizes
         ]
         return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
     try:
-        values = {rule.kind: by_size(rule, group_sizes) for rule in rules}
-        limits = {rule.kind: by_size(rule, limit_sizes) for rule in exact}
+        values = {
+            normalisation.kind: by_size(normalisation, group_sizes)
+            for normalisation in normalisations
+        }
+        limits = {
+            normalisation.kind: by_size(normalisation, limit_sizes) for normalisation in exact
+        }
     except ValueError as error:
         raise ConfigError(f"study=theorem12: {error}") from error
     old = setting.old

@@ -257,7 +257,7 @@ def advantage(
     rewards_YBR: np.ndarray,
     value_BR: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute the advantage of each outcome, [Y, B, R]; rules are those of `estimators.baselines`.
+    """Compute the advantage of each outcome, [Y, B, R], by `estimators.baselines`.
 
     Args:
         estimator: its baseline and epsilon count.

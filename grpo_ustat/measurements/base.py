@@ -85,11 +85,11 @@ class PoolStudy:
     asked: frozenset[str] = frozenset()
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
-    # Rules whose errors are compared, in the order of the curves.
+    # Baselines whose errors are compared, in the order of the curves.
     baselines: Sequence[str] = ("leave_one_out",)
     # Options of those baselines that have no closed form, by name; empty if none is compared.
-    rules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    # The errors that Monte Carlo has drawn, by rule and G.
+    by_groups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # The errors that Monte Carlo has drawn, by baseline and G.
     monte_carlo: Mapping[tuple[str, int], GradientError] = field(default_factory=dict)
     # At a batch's first update, except the unbiased estimate itself.
     losses: Sequence[Loss] = ()

@@ -66,7 +66,7 @@ class LossEfficiency:
 
     # Its name.
     loss: str
-    # The rule of the advantages.
+    # The baseline of the advantages.
     baseline: str
     # The divisor of the tokens.
     loss_type: str
@@ -114,7 +114,7 @@ def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
     return [
         LossEfficiency(
             loss=row.loss.name,
-            baseline=row.loss.rule,
+            baseline=row.loss.baseline,
             loss_type=row.loss.loss_type,
             **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
             rollouts=row.rollouts,

@@ -204,7 +204,7 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
 def study_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the measurements of a study, and its draws.
 
-    They are its rules, sizes, methods, seed, sampler and budget.
+    They are its baselines, sizes, methods, seed, sampler and budget.
     """
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
@@ -234,19 +234,19 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the objective and its baseline, of a study or a training run."""
-    objective, rule = config.get("objective") or {}, config.get("baseline") or {}
-    if objective.get("name") not in PRESETS or rule.get("name") not in BASELINES:
-        return []  # a folder of another version, or with a rule of its own
+    objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
+    if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
+        return []  # a folder of another version, or with a baseline of its own
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
     today = asdict(preset.objective)
     words += _changes({key: x for key, x in objective.items() if key in today}, today, "objective.")
     options = chosen.options if chosen else {}
-    if rule["name"] != (chosen.name if chosen else "leave_one_out"):
-        words.append(f"baseline={rule['name']}")
-        options = BASELINES[rule["name"]].options
-    return [*words, *_changes(rule.get("options") or {}, options, "baseline.options.")]
+    if baseline["name"] != (chosen.name if chosen else "leave_one_out"):
+        words.append(f"baseline={baseline['name']}")
+        options = BASELINES[baseline["name"]].options
+    return [*words, *_changes(baseline.get("options") or {}, options, "baseline.options.")]
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -46,10 +46,10 @@ MAX_CHARACTERS, MAX_LINES = 200, 40
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
-    """Return colour, marker and label of a rule, the same in every figure.
+    """Return colour, marker and label of a baseline, the same in every figure.
 
-    Our rules have a pair of colour and marker each. A user's rule, which need not be installed
-    where it is drawn, has a pair that its name selects and that none of ours has.
+    Our baselines have a pair of colour and marker each. A user's baseline, which need not be
+    installed where it is drawn, has a pair that its name selects and that none of ours has.
     """
     if name in STYLE:
         return STYLE[name]
@@ -75,9 +75,9 @@ def legend_label(name: str) -> str:
 
 def series_style(name: str, place: int) -> tuple[str, str]:
     """Return colour and marker of a series: a baseline has its own, others those of their place."""
-    rule = name.split("baseline=")[-1]
-    if name.startswith("baseline=") and rule in BASELINES:
-        return baseline_style(rule, unbiased=True)[:2]
+    baseline = name.split("baseline=")[-1]
+    if name.startswith("baseline=") and baseline in BASELINES:
+        return baseline_style(baseline, unbiased=True)[:2]
     return line_style(place)
 
 

@@ -285,9 +285,9 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
         )
     if not any(steps[0]):
         raise ConfigError("the training runs were not evaluated after step 0")
-    rule = runs[0].config["baseline"]["name"]
-    if rule != "leave_one_out":
-        raise ConfigError(f"baseline={rule}: G* is that of leave_one_out")
+    baseline = runs[0].config["baseline"]["name"]
+    if baseline != "leave_one_out":
+        raise ConfigError(f"baseline={baseline}: G* is that of leave_one_out")
 
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:

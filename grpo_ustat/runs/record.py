@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
+from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_baselines, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
@@ -446,7 +446,7 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a nested configuration that identify the run, by dotted key."""
     excluded = operational_keys(config)
-    whole = drop_neutral_keys(drop_unused_rules(config))
+    whole = drop_neutral_keys(drop_unused_baselines(config))
     return flatten({key: value for key, value in whole.items() if key not in excluded})
 
 

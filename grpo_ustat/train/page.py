@@ -44,9 +44,9 @@ MAX_STEPS = 200
 def title(run: RunRecord) -> str:
     """Return model, data set, baseline and sizes."""
     names = [run.value(key) for key in ("model.name", "dataset.name", "baseline.name")]
-    model, dataset, rule = names
+    model, dataset, baseline = names
     size, rollouts, seed = (run.value(key) for key in ("group_size", "budget.rollouts", "seed"))
-    return f"Training of {model} on {dataset}: {rule}, G = {size}, n = {rollouts}, seed {seed}"
+    return f"Training of {model} on {dataset}: {baseline}, G = {size}, n = {rollouts}, seed {seed}"
 
 
 def answer(run: RunRecord) -> str:

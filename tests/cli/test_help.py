@@ -54,10 +54,10 @@ def test_every_field_of_every_schema_says_what_it_means():
 
 
 def test_options_of_baselines_are_those_that_rules_take():
-    assert set(OPTIONS) == {name for rule in BASELINES.values() for name in rule.options}
+    assert set(OPTIONS) == {name for baseline in BASELINES.values() for name in baseline.options}
 
 
-ONLY_TRAINS = {name for name, rule in BASELINES.items() if rule.only_trains}
+ONLY_TRAINS = {name for name, baseline in BASELINES.items() if baseline.only_trains}
 # Another class each, which `build_config` chooses before any check.
 CHOSEN_AS_A_WHOLE = {"dataset.kind", "bed.kind", "study.kind"}
 GIVEN = {
@@ -129,7 +129,7 @@ def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkey
     config = compose(entry, given)
     said = dict(re.findall(r"^  ([\w.]+)=(.*)  [a-z ]+$", text, re.MULTILINE))
     for key in fields_of(SCHEMAS[entry], schemas=typed_nodes(entry, config)):
-        if key.schema is None and key.path != "rules":
+        if key.schema is None and key.path != "baseline_options":
             value = config
             for name in key.path.split("."):
                 value = getattr(value, name)
@@ -202,8 +202,8 @@ def test_a_rule_is_told_by_its_own_words_a_long_one_by_their_first_sentence():
     told = {choice.name: choice.words for choice in group.choices}
     assert told["none"] == BASELINES["none"].words == "REINFORCE: no baseline. Unbiased."
     assert BASELINES["gdpo"].words.startswith(f"{told['gdpo']} Needs at least two")
-    for name, rule in BASELINES.items():
-        assert ("Unbiased" in rule.words) == rule.unbiased, name
+    for name, baseline in BASELINES.items():
+        assert ("Unbiased" in baseline.words) == baseline.unbiased, name
 
 
 def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):

@@ -24,7 +24,7 @@ SAME = [
     "pool='a=1'", 'pool="a=1"', "pool='a=1','b=2'", "pool='it\\'s=1'", "runs=['a=1',\"b=2\"]",
     "temperature=range(start=1,stop=3)", "temperature=choice(1,2)", "seed=sort(3,2,reverse=true)",
     "hydra.run.dir=${oc.env:HOME,x=1}", "hydra.run.dir=outputs/${folder_name:}/x",
-    "+rules.median={name:median,options:{epsilon:1e-6}}", "+x={a:'b=1'}", "~x", "x=", "-m",
+    "+baseline_options.median={epsilon:1e-6}", "+x={a:'b=1'}", "~x", "x=", "-m",
     "pool=[a,b]", "+x=[[1,2],[3]]", "pool=a'b=1",
 ]  # fmt: skip
 QUOTED = {

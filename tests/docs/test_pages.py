@@ -23,9 +23,10 @@ from grpo_ustat.pages.symbols import SYMBOLS, legend
 
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
 GROUPS = {"grpo_ustat.baselines", "grpo_ustat.tasks", "grpo_ustat.rewards"}  # of entry points
-OTHER_NAMES = {  # of rules, of the words of a page, of other programs
-    "rules", "median", "digits", "field", "install", "torch", "net", "ipv4", "tcp_retries2",
-    "scale_rewards", "per_device_train_batch_size", "adv_estimator", "loss_agg_mode",
+OTHER_NAMES = {  # of baselines, of the words of a page, of other programs
+    "baseline_options", "median", "digits", "field", "install", "torch", "net", "ipv4",
+    "tcp_retries2", "scale_rewards",
+    "per_device_train_batch_size", "adv_estimator", "loss_agg_mode",
     "norm_adv_by_std_in_grpo", "logging_steps", "save_steps", "completions", "answer", "by_layer",
 }  # fmt: skip
 OF_OTHERS = {"docs/verl.md"}  # fields of this program, see there
@@ -177,7 +178,7 @@ def field_names():
             names |= document.keys()
             documents += document.values()
     names |= {field.name for field in dataclasses.fields(Baseline)}
-    options = {option for rule in BASELINES.values() for option in rule.options}
+    options = {option for baseline in BASELINES.values() for option in baseline.options}
     return names | options | BASELINES.keys() | OTHER_NAMES
 
 

@@ -92,7 +92,7 @@ def update(pool, loss, batch):
 
 
 @pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.baseline}-{loss.loss_type}"
 )
 def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     """Whole and without each prompt, where nothing is taken off for drawing."""
@@ -108,7 +108,7 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR[:, :SIZE])
     part = additive_part(loss, SIZE)
     sums = LevelSums(pool, part.length_factors(pool.lengths_PN))
-    terms = sums.terms(part.rule, part.options, SIZE, beta=part.beta)
+    terms = sums.terms(part.baseline, part.options, SIZE, beta=part.beta)
     plain = update_moments(terms, gradient, 2, scale=None)
     (found,) = coupled_moments(pool, gradient, [loss], [plain], draws)
 

@@ -68,7 +68,7 @@ def exact(value):
 
 
 @pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.baseline}-{loss.loss_type}"
 )
 def test_the_error_is_that_of_all_joint_batches(loss):
     updates, chances = joint_batches(loss, prompts=2)
@@ -86,7 +86,7 @@ def test_the_error_is_that_of_all_joint_batches(loss):
         np.testing.assert_allclose(mean, loss.scale(2) * TRUE, rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES[:3], ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=lambda loss: f"{loss.baseline}-{loss.loss_type}")
 def test_an_additive_update_is_the_mean_of_terms(loss):
     """From exact terms of three prompts: what pairs of different prompts say of the population."""
     terms = []
@@ -110,12 +110,12 @@ def test_an_additive_update_is_the_mean_of_terms(loss):
     assert moments.energy_D[0] == pytest.approx(of_pair, rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["leave_one_out", "none"])
-def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
+@pytest.mark.parametrize("baseline", ["leave_one_out", "none"])
+def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(baseline):
     """All joint batches given that the rewards of each group differ; the terms are those of a
     population of the three prompts, copied so that pairs of different ones are nearly all pairs.
     """
-    loss = Loss("own", rule, {}, "sum", 9, rows=RowFilter("replace"))
+    loss = Loss("own", baseline, {}, "sum", 9, rows=RowFilter("replace"))
     prompts = 2
     rows = itertools.product(itertools.product(range(3), repeat=2), repeat=prompts)
     updates, chances = [], []
@@ -153,7 +153,7 @@ def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
     assert found.energy_D[0] == pytest.approx(energy, rel=1e-3)
     assert found.mean_sq_D[0] == pytest.approx(mean @ mean, rel=1e-3)
     assert found.cross_D[0] == pytest.approx(mean @ TRUE, rel=1e-3)
-    if rule == "leave_one_out":  # 0 on groups of equal rewards: E ghat = grad J / K
+    if baseline == "leave_one_out":  # 0 on groups of equal rewards: E ghat = grad J / K
         np.testing.assert_allclose(mean, TRUE / np.mean(kept), rtol=1e-12)
         error = loss_error(found, product_of_means(gradient, gradient)).error_D[0]
         by_definition = chances @ np.square(updates * np.mean(kept) - TRUE).sum(axis=1)

@@ -62,7 +62,7 @@ def test_a_loss_alone_has_the_numbers_that_it_has_among_others():
     """Up to the rounding of sums over more losses."""
     pool, others = (
         a_pool(24),
-        [COUPLED, replace(COUPLED, name="mean", rule="group_mean", options={}), ADDITIVE],
+        [COUPLED, replace(COUPLED, name="mean", baseline="group_mean", options={}), ADDITIVE],
     )
     together = loss_efficiencies(pool, [SCALED, *others], [2, 4], 16, 20, 3)
     for loss in (SCALED, *others):
@@ -99,7 +99,7 @@ def graded(levels):
 
 @pytest.mark.parametrize("levels", [9, 16, None])
 def test_a_multiple_of_the_unbiased_estimate_is_worth_it_where_groups_are_drawn(levels):
-    """By its rule, and by a std that a large epsilon makes a constant, whose groups are drawn."""
+    """By its baseline, and by a std that a large epsilon makes constant, with drawn groups."""
     flat = Loss("flat", "group_std", {"epsilon": 1e9}, "sum", 9)
     for row in loss_efficiencies(graded(levels), [SCALED, UNBIASED, flat], [2, 4, 8], 16, 4, 0):
         assert row.efficiency is not None
@@ -115,14 +115,21 @@ def test_drawn_groups_are_the_same_for_every_loss_and_nest_over_sizes(monkeypatc
     drawn_terms = losses.drawn_terms
 
     def listed(pool, loss, place_PDG):
-        drawn.append((loss.rule, place_PDG))
+        drawn.append((loss.baseline, place_PDG))
         return drawn_terms(pool, loss, place_PDG)
 
     monkeypatch.setattr(losses, "drawn_terms", listed)
-    rules = [Loss(rule, rule, NORMED, "sum", 9) for rule in ("group_std", "leave_one_out_std")]
-    loss_efficiencies(graded(None), rules, [3, 4, 8], 16, 4, 0)
+    baselines = [
+        Loss(baseline, baseline, NORMED, "sum", 9)
+        for baseline in ("group_std", "leave_one_out_std")
+    ]
+    loss_efficiencies(graded(None), baselines, [3, 4, 8], 16, 4, 0)
     largest = max((place for _, place in drawn), key=lambda place: place.shape[2])
-    assert {rule for rule, _ in drawn} == {"group_std", "leave_one_out_std", "leave_one_out"}
+    assert {baseline for baseline, _ in drawn} == {
+        "group_std",
+        "leave_one_out_std",
+        "leave_one_out",
+    }
     for _, place in drawn:
         np.testing.assert_array_equal(place, largest[..., : place.shape[2]])
 
@@ -141,7 +148,7 @@ MICRO = Loss("micro", "leave_one_out", {}, "bnpo", 9, micro_batch_size=6)
 REPLACED = Loss("replaced", "none", {}, "sum", 9, rows=RowFilter("replace"))
 
 
-def rule_of(name):
+def baseline_of(name):
     return Loss("own", name, {}, "sum", 9)
 
 
@@ -149,14 +156,14 @@ REFUSED = {
     "one question": (1, ADDITIVE, 2, 16, "1 question gives no interval: use study.questions=4"),
     "two questions": (2, ADDITIVE, 2, 16, "2 questions give no interval: use study.questions=4"),
     "few questions": (3, ADDITIVE, 2, 16, "3 questions give no interval: use study.questions=4"),
-    "no value": (30, rule_of("oracle"), 2, 16,
+    "no value": (30, baseline_of("oracle"), 2, 16,
                  "baseline oracle reads value_P, which no pool of one policy has"),
-    "several functions": (30, rule_of("gdpo"), 2, 16,
+    "several functions": (30, baseline_of("gdpo"), 2, 16,
                           "baseline gdpo reads reward_weights_F, rewards_PGF, which no pool of one "
                           "policy has"),
-    "past batches": (30, rule_of("running_mean"), 2, 16,
+    "past batches": (30, baseline_of("running_mean"), 2, 16,
                      "baseline running_mean reads running, which no pool of one policy has"),
-    "a small group": (30, rule_of("leave_one_out_std"), 2, 16,
+    "a small group": (30, baseline_of("leave_one_out_std"), 2, 16,
                       "baseline leave_one_out_std needs groups of 3 or more"),
     "a large group": (30, ADDITIVE, 16, 16,
                       "groups of 16 need as many completions of each question, the pool has 8: use "
@@ -168,7 +175,7 @@ REFUSED = {
                       "many need a study of 24, got 23"),
     "no groups": (30, REPLACED, 2, 16,
                   "0 questions have groups of 2 whose rewards differ: use 4 or more of such"),
-    "a small batch": (30, rule_of("james_stein"), 8, 16,
+    "a small batch": (30, baseline_of("james_stein"), 8, 16,
                       "baseline james_stein needs 3 prompts in an update, and study.rollouts=16 in "
                       "groups of 8 has 2"),
 }  # fmt: skip

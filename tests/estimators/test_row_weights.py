@@ -84,17 +84,16 @@ def test_an_update_in_which_no_row_counts_is_zero(rows, loss_type):
 
 
 def test_a_filter_couples_rows_and_replaced_groups_do_not():
-    def loss(rule, rows):
-        return Loss("own", rule, {}, "sum", 9, rows=rows)
+    def loss(baseline, rows):
+        return Loss("own", baseline, {}, "sum", 9, rows=rows)
 
     for rows in (RowFilter("drop"), RowFilter("keep", 0.9), RowFilter("keep", 1.0, 0.1)):
         assert loss("leave_one_out", rows).couples_prompts
         assert loss("leave_one_out", rows).scale(4) is None
     replaced = RowFilter("replace")
     assert not loss("leave_one_out", replaced).couples_prompts
-    assert [loss(rule, replaced).scale(4) for rule in ("leave_one_out", "group_mean", "none")] == [
-        1, 0.75, None,
-    ]  # fmt: skip
+    linear = ("leave_one_out", "group_mean", "none")
+    assert [loss(baseline, replaced).scale(4) for baseline in linear] == [1, 0.75, None]
 
 
 def exact_update(lengths_PY, size, rollouts):

@@ -205,9 +205,9 @@ def test_normalisation_has_a_bias_at_learning_rate_0_that_no_batch_averages_out(
     np.testing.assert_allclose(exceeded, [106, 230, 889, 7663], rtol=0.005)
     for size, batch in zip((2, 4, 8, 16), exceeded, strict=True):
         for prompts, above in ((batch * 1.01, True), (batch / 1.01, False)):
-            rule = Normalisation("group_std")
+            baseline = Normalisation("group_std")
             at = replace(
-                four_prompts, group_size=size, normalisation=rule, num_prompts=prompts, beta=0.0
+                four_prompts, group_size=size, normalisation=baseline, num_prompts=prompts, beta=0.0
             ).quality(four_prompts.old)
             assert (at["token_bias2"] > at["token_variance"]) == above
 

@@ -56,13 +56,13 @@ def trains_with(**arguments):
     return trainer
 
 
-@pytest.mark.parametrize("arguments, name, changes, rule", LOSSES)
-def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, rule):
+@pytest.mark.parametrize("arguments, name, changes, baseline", LOSSES)
+def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, baseline):
     """Whose row weights have TRL's recorded gradients, see tests/scripts/test_compare_trl.py."""
     trainer = trains_with(max_completion_length=LONGEST, **arguments)
-    objective, own_rule = PRESETS[name].objective, PRESETS[name].baseline
-    own_rule = baseline_choice(rule["baseline"]) if rule else own_rule
-    wanted = replace(objective, **changes).loss(own_rule, LONGEST)
+    objective, own_baseline = PRESETS[name].objective, PRESETS[name].baseline
+    own_baseline = baseline_choice(baseline["baseline"]) if baseline else own_baseline
+    wanted = replace(objective, **changes).loss(own_baseline, LONGEST)
     found = loss_of(trainer)
     assert unmeasured(trainer) is None
     assert replace(found, name=name) == wanted and found.options == wanted.options

@@ -44,8 +44,13 @@ def test_studies_that_differ_in_the_loss_alone_are_one_panel(tmp_path):
 
 
 def test_losses_of_one_name_that_differ_are_named_by_what_differs(tmp_path):
-    for rule, rows in (("group_std", OF_A), ("opo", [row | {"baseline": "opo"} for row in OF_A])):
-        studied(tmp_path / rule, "tiny", ERRORS, changes={"baseline.name": rule}, losses=rows)
+    for baseline, rows in (
+        ("group_std", OF_A),
+        ("opo", [row | {"baseline": "opo"} for row in OF_A]),
+    ):
+        studied(
+            tmp_path / baseline, "tiny", ERRORS, changes={"baseline.name": baseline}, losses=rows
+        )
     (panel,) = loss_panels(measured_in(tmp_path))
     assert list(panel.lines) == ["a baseline=group_std", "a baseline=opo"]
 

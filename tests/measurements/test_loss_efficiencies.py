@@ -64,8 +64,8 @@ ANSWERS = {
         ["not measured: study.rollouts=20 is no multiple of 8."],
     ),
     "the nearest size": (
-        [loss_row("far", 16, best=True, baseline="own_rule"), loss_row("far", 64)],
-        ["G = 16", "own_rule", "of the measured G 16 is its best"],
+        [loss_row("far", 16, best=True, baseline="own_baseline"), loss_row("far", 64)],
+        ["G = 16", "own_baseline", "of the measured G 16 is its best"],
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines.base import quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
-from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.records import Array, BaselineContext
 
 
@@ -58,7 +58,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     return quotient(total_PG, total_PG.std(ddof=1) + epsilon)
 
 
-@rule(
+@baseline(
     "Each reward function over its own std in the group, their weighted sum over the std of "
     "the batch: TRL's multi_objective_aggregation=normalize_then_sum. Needs at least two "
     "reward_funcs. Biased.",
@@ -66,7 +66,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     needs={"reward_weights_F", "rewards_PGF"}, target="sum_g_over_sigma",
 )  # fmt: skip
 def gdpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Return `normalise_then_sum` as a rule: it reads the functions' rewards, never their sum.
+    """Return `normalise_then_sum` as a baseline: it reads the functions' rewards, never their sum.
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])
     >>> context = BaselineContext(rewards_PGF=z, reward_weights_F=np.ones(2))

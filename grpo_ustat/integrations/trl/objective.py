@@ -24,7 +24,11 @@ from grpo_ustat.records import Array, ScorePool
 EPSILON = 1e-4  # that TRL adds to a std
 EACH_REWARD = "normalize_then_sum"
 DRAWS = 100  # pairs of batches behind losses that weigh by the whole batch
-RULES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}  # by `scale_rewards`
+BASELINE_NAMES = {
+    "none": "group_mean",
+    "group": "group_std",
+    "batch": "batch_std",
+}  # by `scale_rewards`
 WORDS = {
     "group_mean": "no std", "group_std": "std of the group", "batch_std": "std of the batch",
     "gdpo": "std of each reward",
@@ -42,11 +46,11 @@ def loss_of(trainer: Any) -> Loss:
     """
     args = trainer.args
     each = args.multi_objective_aggregation == EACH_REWARD
-    rule = "gdpo" if each else RULES[args.scale_rewards]
+    baseline = "gdpo" if each else BASELINE_NAMES[args.scale_rewards]
     return Loss(
         name=args.loss_type,
-        rule=rule,
-        options={} if rule == "group_mean" else {"epsilon": EPSILON},
+        baseline=baseline,
+        options={} if baseline == "group_mean" else {"epsilon": EPSILON},
         loss_type=args.loss_type,
         max_completion_length=args.max_completion_length,
         micro_batch_size=args.per_device_train_batch_size if args.loss_type == "bnpo" else None,
@@ -63,8 +67,8 @@ def unmeasured(trainer: Any) -> str | None:
             return f"{owners[0]} has a {method} of its own"
     if args.loss_type not in LOSS_TYPES:
         return f"loss_type={args.loss_type} is none of those of TRL 1.16"
-    if args.scale_rewards not in RULES:
-        return f"scale_rewards={args.scale_rewards} is none of {', '.join(RULES)}"
+    if args.scale_rewards not in BASELINE_NAMES:
+        return f"scale_rewards={args.scale_rewards} is none of {', '.join(BASELINE_NAMES)}"
     if args.top_entropy_quantile < 1:
         return (
             f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
@@ -108,7 +112,7 @@ def described(trainer: Any) -> str:
     'dapo, std of the group, truncated completions masked, without its penalty of beta = 0.04'
     """
     loss, args = loss_of(trainer), trainer.args
-    words = [loss.loss_type, WORDS[loss.rule]]
+    words = [loss.loss_type, WORDS[loss.baseline]]
     if loss.mask_truncated_completions:
         words.append("truncated completions masked")
     if args.beta:
@@ -255,7 +259,7 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     return OwnLoss(
         words, size, rollouts, groups,
         unbiased=loss.scale(size) is not None,
-        compared=" of the rewards' weighted sum" if loss.rule == "gdpo" else "",
+        compared=" of the rewards' weighted sum" if loss.baseline == "gdpo" else "",
         efficiency=relative_efficiency(at_size, size, unbiased),
         against=against,
     )  # fmt: skip
@@ -266,7 +270,7 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
 
     A function that returned None for all completions of a group has no part in it, like one whose
     rewards are equal. If it returned None for some, TRL normalises the others among themselves:
-    this is no rule of whole groups, so the group is left out.
+    this is no baseline of whole groups, so the group is left out.
 
     Args:
         pool: with the functions' rewards, NaN where one returned None.

@@ -321,7 +321,7 @@ def group_moments(
     Args:
         population: of prompts and outcomes, which are enumerated.
         vectors_PYD: u of every outcome.
-        loss: whose rule gives equal rewards equal advantages a_l.
+        loss: whose baseline gives equal rewards equal advantages a_l.
         size: G.
     """
     p_PY = population.p_PY
@@ -334,7 +334,7 @@ def group_moments(
     inner_PLL = mean_PLD @ mean_PLD.transpose(0, 2, 1)
     counts_CL = compositions(len(level_L), size)
     rewards_CG = np.array([np.repeat(level_L, counts) for counts in counts_CL])
-    advantage_CG = advantages(loss.rule, rewards_CG, BaselineContext(), loss.options)
+    advantage_CG = advantages(loss.baseline, rewards_CG, BaselineContext(), loss.options)
     first_CL = np.minimum(np.cumsum(counts_CL, axis=1) - counts_CL, size - 1)
     a_CL = np.take_along_axis(advantage_CG, first_CL, axis=1)
     pairs_CLL = counts_CL[:, :, None] * (counts_CL[:, None] - np.eye(len(level_L)))

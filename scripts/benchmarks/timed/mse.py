@@ -226,7 +226,7 @@ class BruteForce:
         sizes = self.config.group_sizes
         rollouts, rewards_PG = self._draw("replicate", max(sizes), step=number)
         context = BaselineContext(value_P=self.value_P, lengths_PG=rollouts.lengths_PG)
-        options = {name: rule.options for name, rule in self.config.rules.items()}
+        options = self.config.baseline_options
         weights = [
             group_weights(rewards_PG, *key, context, options.get(key[0], {})) for key in keys
         ]
