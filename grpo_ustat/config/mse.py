@@ -149,8 +149,8 @@ class MseConfig(Common):
 
     @property
     def later_model(self) -> ModelConfig:
-        """The current policy: `study.policy`, or `model`."""
-        return self._model_at(self.study.policy)
+        """The current policy: `study.scored_by`, or `model`."""
+        return self._model_at(self.study.scored_by)
 
     @property
     def reference_model(self) -> ModelConfig:
@@ -307,7 +307,7 @@ class MseConfig(Common):
         load_baseline("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
-        for key in ("policy", "reference"):
+        for key in ("scored_by", "reference"):
             place = getattr(self.study, key)
             if place is not None:
                 check_model(place, trusted=self.model.trust_remote_code, key=f"study.{key}")

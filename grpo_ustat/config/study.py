@@ -100,7 +100,7 @@ class StudyConfig:
         "whether LoRA adapters of model=FOLDER are added to its weights, of which errors are then; "
         "false: errors are those of the adapters, which their run trains"
     )
-    policy: str | None = field(
+    scored_by: str | None = field(
         "a later checkpoint of model, whose gradient the losses are to estimate from the "
         "completions that model wrote (embedded:NAME, a folder or org/name); null: model itself"
     )

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
 # Least number of prompts whose shift is not 0: with fewer a jackknife gives no error.
@@ -74,7 +74,7 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
         for one_PN, other_PN in (halves, halves[::-1]):
             alike_P = _choose((one_PN == reward).sum(axis=1), group_size)
             weight_P = alike_P / math.comb(half, group_size)
-            mixed_P = 1 - silent_share(other_PN, group_size)
+            mixed_P = 1 - zero_variance_share(other_PN, group_size)
             shift_P = mean_shift(other_PN, group_size)
             orders.append(weight_P * np.stack([np.ones_like(mixed_P), shift_P, mixed_P]))
         groups = MixedGroups(*np.mean(orders, axis=0))

@@ -83,13 +83,13 @@ class LossError:
     # E||ghat / kappa - grad J||^2.
     error_D: Array
     # ||mu - kappa grad J||^2; 0 for losses of known scale.
-    apart_D: Array
+    off_direction_sq_D: Array
     # ||mu||^2.
     mean_sq_D: Array
     # E||ghat||^2.
     energy_D: Array
     # True if kappa differs from 0 significantly, or is known.
-    known: bool
+    kappa_known: bool
     # Numerator and denominator of an estimated kappa; None if kappa is known.
     cross_D: Array | None = None
     signal_D: Array | None = None
@@ -191,19 +191,25 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
         variance_D = moments.energy_D - moments.mean_sq_D
         return LossError(
             error_D=variance_D / moments.scale**2,
-            apart_D=np.zeros_like(signal_D),
+            off_direction_sq_D=np.zeros_like(signal_D),
             mean_sq_D=moments.mean_sq_D,
             energy_D=moments.energy_D,
-            known=True,
+            kappa_known=True,
         )
     kappa = ratio(moments.cross_D, signal_D, metrics)
     with np.errstate(divide="ignore", invalid="ignore"):
         kappa_D = moments.cross_D / signal_D
         error_D = moments.energy_D / kappa_D**2 - signal_D
-        apart_D = moments.mean_sq_D - kappa_D * moments.cross_D
-    known = kappa.low > 0 and math.isfinite(kappa.high)
+        off_direction_sq_D = moments.mean_sq_D - kappa_D * moments.cross_D
+    kappa_known = kappa.low > 0 and math.isfinite(kappa.high)
     return LossError(
-        error_D, apart_D, moments.mean_sq_D, moments.energy_D, known, moments.cross_D, signal_D
+        error_D,
+        off_direction_sq_D,
+        moments.mean_sq_D,
+        moments.energy_D,
+        kappa_known,
+        moments.cross_D,
+        signal_D,
     )
 
 
@@ -228,12 +234,12 @@ def relative_efficiency(
         level: coverage of each interval.
     """
     against = {size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()}
-    best, others = alike(unbiased, metrics)
+    best, others = best_sizes(unbiased, metrics)
     at_best = against[best]._replace(low=min(against[size].low for size in others))
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
     return RelativeEfficiency(
-        efficiency_same_g=against[group_size] if loss.known else UNKNOWN,
-        efficiency_best_g=at_best if loss.known else UNKNOWN,
+        efficiency_same_g=against[group_size] if loss.kappa_known else UNKNOWN,
+        efficiency_best_g=at_best if loss.kappa_known else UNKNOWN,
         direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
@@ -286,7 +292,7 @@ def between_sizes(
         metrics: K, see `ScorePool.metrics`.
         level: coverage of the interval.
     """
-    if not (loss.known and smaller.known):
+    if not (loss.kappa_known and smaller.kappa_known):
         return UNKNOWN
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio_D = loss.error_D / smaller.error_D
@@ -311,20 +317,20 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
         metrics: K, see `ScorePool.metrics`.
         level: coverage of the interval.
     """
-    if not loss.apart_D.any():
+    if not loss.off_direction_sq_D.any():
         return Interval(1.0, 1.0, 1.0)
-    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
+    off = ratio(loss.off_direction_sq_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
     with np.errstate(divide="ignore", invalid="ignore"):
-        square_D = 1 - loss.apart_D / loss.mean_sq_D
-    if not (math.isfinite(apart.estimate) and np.isfinite(square_D).all()):
+        square_D = 1 - loss.off_direction_sq_D / loss.mean_sq_D
+    if not (math.isfinite(off.estimate) and np.isfinite(square_D).all()):
         return UNKNOWN_DIRECTION
     variance, dof = effective_variance(square_D, metrics)
     whole = t_interval(square_D[0], variance, dof, level)
-    low = max(0.0, min(1 - apart.high, whole.low))
-    high = min(1.0, max(1 - apart.low, whole.high))
+    low = max(0.0, min(1 - off.high, whole.low))
+    high = min(1.0, max(1 - off.low, whole.high))
     if low <= 0 and high >= 1:
         return UNKNOWN_DIRECTION
-    return Interval(min(1.0, max(0.0, 1 - apart.estimate)), low, high)
+    return Interval(min(1.0, max(0.0, 1 - off.estimate)), low, high)
 
 
 def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
@@ -338,7 +344,7 @@ def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]
     return variance, max(1.0, dof)
 
 
-def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
+def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
     """Return the G of the smallest error, and all G that are not significantly worse.
 
     A G is worse if the paired interval of its error less the smallest one's is above 0, the level

@@ -37,9 +37,9 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.moments import centred
-from grpo_ustat.estimators.row_weights import SILENT, Loss, mixed_groups
+from grpo_ustat.estimators.row_weights import ZERO_IF_EQUAL, Loss, mixed_groups
 from grpo_ustat.estimators.token_weights import ALL, by_kind
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
 # Baselines that give equal rewards of a group equal advantages, whatever their order.
@@ -214,7 +214,7 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
         energies.append((weight_PNN * pool.gram_PNN[part]).sum(axis=(1, 2)))
         weight_PN = one_in * first_PN * factors_PN[part]
         means.append(np.einsum("pn,pnr->pr", weight_PN, pool.features_PNR[part]))
-    kept_P = 1 - silent_share(pool.rewards_PN, group_size) if loss.rows.replaces else None
+    kept_P = 1 - zero_variance_share(pool.rewards_PN, group_size) if loss.rows.replaces else None
     return GroupTerms(np.concatenate(energies), np.concatenate(means), kept_P)
 
 
@@ -322,7 +322,7 @@ def is_linear(loss: Loss) -> bool:
 
     That needs one vector a row, and groups of equal rewards that count or have no advantage.
     """
-    counts = not loss.rows.replaces or loss.baseline in SILENT
+    counts = not loss.rows.replaces or loss.baseline in ZERO_IF_EQUAL
     return loss.baseline in LINEAR and loss.kinds == (ALL,) and counts
 
 

@@ -230,9 +230,9 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     heavy, varied_P = True, norms_P[~np.isnan(norms_P)]
     if law.has_errors and len(varied_P) >= MIN_UNITS:
         heavy = tails(varied_P[None], delete_one_4Kn[1:3]).heavy
-    silent = float(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
+    share = float(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
     intervals = law.intervals(group_size)
-    intervals["zero_variance"] = wilson(silent * len(norms_P), len(norms_P))
+    intervals["zero_variance"] = wilson(share * len(norms_P), len(norms_P))
     if group_size == 2:
         intervals |= _identified_by_pairs(law, intervals["gstar"])
     return NoiseEstimate(intervals, law, heavy, assumption2=group_size == 2)

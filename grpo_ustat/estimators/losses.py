@@ -21,7 +21,7 @@ from grpo_ustat.estimators.efficiency import (
     LossError,
     RelativeEfficiency,
     UpdateMoments,
-    alike,
+    best_sizes,
     loss_error,
     product_of_means,
     relative_efficiency,
@@ -40,7 +40,7 @@ from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.token_weights import TokenWeights
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
@@ -80,7 +80,7 @@ class LossRow:
     # True if this G is the best of the measured ones for the loss at this n.
     best: bool = False
     # True if this G is not significantly worse than the best.
-    alike: bool = False
+    may_be_best: bool = False
     reason: Refusal | None = None
     # K, the share of groups that are not replaced; None if the loss replaces no groups.
     kept: Interval | None = None
@@ -129,7 +129,7 @@ def loss_efficiencies(
     for loss, own_sizes in measured.items():
         if not own_sizes:
             continue
-        best, others = alike({x: errors[loss, x].error_D for x in own_sizes}, pool.metrics)
+        best, others = best_sizes({x: errors[loss, x].error_D for x in own_sizes}, pool.metrics)
         rows += [
             LossRow(
                 loss,
@@ -137,7 +137,7 @@ def loss_efficiencies(
                 rollouts,
                 relative_efficiency(errors[loss, size], size, unbiased, pool.metrics),
                 best=size == best,
-                alike=size in others,
+                may_be_best=size in others,
                 kept=kept_share(_pool_of(loss, pool, weighted), size)
                 if loss.rows.replaces
                 else None,
@@ -240,7 +240,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
         return Refusal("no multiple", line)
     kept = 1.0
     if loss.rows.replaces:
-        kept_P = 1 - silent_share(pool.rewards_PN, group_size)
+        kept_P = 1 - zero_variance_share(pool.rewards_PN, group_size)
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
         if mixed < MIN_QUESTIONS:
             line = (
@@ -275,7 +275,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
 def kept_share(pool: ScorePool, group_size: int) -> Interval:
     """Estimate K, the share of groups of G with unequal rewards; the interval is over questions."""
     most = pool.rewards_PN.shape[1] // group_size
-    return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
+    return clustered_wilson(1 - zero_variance_share(pool.rewards_PN, group_size), most)
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:

@@ -43,7 +43,7 @@ BY_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")
 COUPLED = (*BY_TOKENS_OF_ALL, "bnpo")
 KEEP, DROP, REPLACE = ZERO_VARIANCE = ("keep", "drop", "replace")
 # Baselines whose advantages are 0 if all rewards of a group are equal.
-SILENT = ("leave_one_out", "group_mean")
+ZERO_IF_EQUAL = ("leave_one_out", "group_mean")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Loss:
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
             return None
-        if self.rows.replaces and self.baseline not in SILENT:
+        if self.rows.replaces and self.baseline not in ZERO_IF_EQUAL:
             return None
         if self.tokens is not None and not self.tokens.unbiased:
             return None

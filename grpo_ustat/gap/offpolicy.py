@@ -301,7 +301,7 @@ class OnPolicy:
     # `variance`, B times the variance, without the KL term;
     # `oracle`, B times the oracle's, C1 + (its variance given the prompt) / G;
     # `exceeded`, the B from which ||bias||^2 is above the variance, infinite without bias;
-    # `silent`, chance of a group of equal rewards, mean over prompts.
+    # `zero_variance`, chance of a group of equal rewards, mean over prompts.
     values: dict[str, dict[str, np.ndarray]]
     # The same of `none`, `sigma` and `group_std` with epsilon = 0 at `limit_sizes`, and `bias`, the
     # vector whose squared norm is ||bias||^2.
@@ -380,7 +380,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
     variance = plain.variance(1)
     levels_K = np.unique(setting.reward_PY)
     chance_KP = [old.value_P((setting.reward_PY == level).astype(float)) for level in levels_K]
-    silent_P = (np.array(chance_KP) ** setting.group_size).sum(axis=0)
+    zero_variance_P = (np.array(chance_KP) ** setting.group_size).sum(axis=0)
     return {
         "bias2_share": float(bias2 / np.square(target_D).sum()),
         "bias2_share_kl": float(np.square(both_D).sum() / np.square(whole_target_D).sum()),
@@ -389,7 +389,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
         "between": float(between),
         "oracle": float(between + oracle.first_P.mean() / setting.group_size),
         "exceeded": float(variance / bias2) if bias2 > ROUNDING * variance else float("inf"),
-        "silent": float(silent_P.mean()),
+        "zero_variance": float(zero_variance_P.mean()),
     }
 
 

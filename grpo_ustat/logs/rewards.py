@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
 from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
 from grpo_ustat.records import MAX_REWARD, Array, is_number
@@ -99,7 +99,7 @@ def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | Non
     Returns:
         None if fewer than two prompts have so many completions.
     """
-    values = [silent_share(group[None], size)[0] for group in groups if len(group) >= size]
+    values = [zero_variance_share(group[None], size)[0] for group in groups if len(group) >= size]
     if len(values) < 2:
         return None
     return clustered_wilson(np.array(values))

@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 # Keys of a study that change no pool.
 LOSS_KEYS = ("objective", "objectives", "baseline")
-LAG_KEYS = ("study.policy", "study.reference", "study.corrections", "study.correction_cap")
+LAG_KEYS = ("study.scored_by", "study.reference", "study.corrections", "study.correction_cap")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ INTERVAL_WORDS = {
 }
 NEED_VALUES = ("oracle", "optimal")
 BOLD_NOTE = "Bold: the least error of a line among unbiased baselines that know no values"
-ALIKE_NOTE = "underlined: its 95 % interval reaches that of the least"
+UNDERLINE_NOTE = "underlined: its 95 % interval reaches that of the least"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +372,7 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
                     marks[len(rows), 2 + names.index(name)] = best
                 rows.append([heading, str(size), *(cells.get((size, x), "-") for x in names)])
     notes = [_interval_note(studies, curves), *_missing_points(studies), *missing_in(studies)]
-    words = [BOLD_NOTE] * (True in marks.values()) + [ALIKE_NOTE] * (False in marks.values())
+    words = [BOLD_NOTE] * (True in marks.values()) + [UNDERLINE_NOTE] * (False in marks.values())
     legend = [f"{'; '.join(words)}."] if words else []
     return Table(
         name="mse",

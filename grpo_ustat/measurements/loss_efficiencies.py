@@ -93,7 +93,7 @@ class LossEfficiency:
     # True if this G is the loss's best of the measured ones.
     best: bool
     # True if this G is not worse than the best.
-    alike: bool
+    may_be_best: bool
     # Why it is not measured.
     reason: Sometimes[str] = None
 
@@ -122,7 +122,7 @@ def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
             kept=row.kept,
             unbiased_direction=row.loss.scale(row.group_size) is not None,
             best=row.best,
-            alike=row.alike,
+            may_be_best=row.may_be_best,
             reason=row.reason and row.reason.line,
             **({} if row.efficiency is None else vars(row.efficiency)),
         )
@@ -212,7 +212,7 @@ def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEffic
     text = f"its best G is {best}"
     if len(measured) < len(rows) or best in (min(sizes), max(sizes)):
         text = f"of the measured G {best} is its best"
-    others = [str(row.group_size) for row in measured if row.alike and row.group_size != best]
+    others = [str(row.group_size) for row in measured if row.may_be_best and row.group_size != best]
     return f"{text} ({enumeration(others)} may be as good)" if others else text
 
 
@@ -255,7 +255,7 @@ def _efficiency_table(
     marks = {
         (sizes.index(size), column + 1): row.best
         for (size, column), row in known.items()
-        if row.alike
+        if row.may_be_best
     }
     return Table(
         title=f"Relative efficiency{wrote} at n = {losses[0][0].rollouts}, "

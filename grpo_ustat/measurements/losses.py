@@ -153,7 +153,7 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Ta
             measured = panel.measured.get(name, [])
             for row in measured:
                 mark = ""
-                if row.alike and len(measured) > 1 and row.is_decided:
+                if row.may_be_best and len(measured) > 1 and row.is_decided:
                     marks[len(rows), 2] = row.best
                     mark = "*" if row.best else "~"
                 policy = f"{run.policy}\n{run.dataset}\nn = {row.rollouts}"

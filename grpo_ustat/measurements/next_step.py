@@ -146,7 +146,7 @@ def _best_of_loss(study: Study, best: int) -> int:
     known = [
         row for row in rows if row.efficiency_same_g is not None and row.efficiency_same_g.is_known
     ]
-    if not known or best in [row.group_size for row in known if row.alike]:
+    if not known or best in [row.group_size for row in known if row.may_be_best]:
         return best
     return next(row.group_size for row in known if row.best)
 

@@ -114,7 +114,9 @@ def recipe_efficiencies(
                 errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured
             )
             kept = kept_share(pool, size) if loss.rows.replaces else None
-            rows[name] = replace(rows[name], efficiency=found, best=True, alike=True, kept=kept)
+            rows[name] = replace(
+                rows[name], efficiency=found, best=True, may_be_best=True, kept=kept
+            )
     return list(rows.values())
 
 

@@ -26,7 +26,7 @@ from grpo_ustat.estimators.intervals import UNDETERMINED, Interval, decide, is_b
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, refusal
 from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Rescored, Study
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.records import ScorePool
@@ -209,7 +209,7 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
     for loss, claim in claims.items():
         reason = reasons[UNBIASED] or reasons[loss]
         error = errors.get((loss, size))
-        if reason or error is None or not error.known:
+        if reason or error is None or not error.kappa_known:
             rows.append(replace(claim, reason=reason.line if reason else NO_DIRECTION))
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
@@ -279,7 +279,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
         """Return the efficiency, by level, of the second loss against the first."""
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
-        if not both or not all(error.known for error in both):
+        if not both or not all(error.kappa_known for error in both):
             return None
         return partial(relative, both[0].error_D, both[1], 1)
 
@@ -365,14 +365,14 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
     )
     if size > pool.rewards_PN.shape[1]:
         return replace(claim, reason=f"groups of {size} are too large")
-    silent_P = silent_share(pool.rewards_PN, size)
+    zero_variance_P = zero_variance_share(pool.rewards_PN, size)
     most = pool.rewards_PN.shape[1] // size
 
     def saved(level: float) -> Interval:
         scale = population.law.noise_scale(size, level=_of_two(level))
-        return kept_groups(silent_P, size, scale, most, _of_two(level)).break_even
+        return kept_groups(zero_variance_P, size, scale, most, _of_two(level)).break_even
 
-    kept = kept_groups(silent_P, size, UNDETERMINED, most).kept
+    kept = kept_groups(zero_variance_P, size, UNDETERMINED, most).kept
     beside = f"{_text(kept)} of the groups are kept"
     return replace(claim, interval_at=saved, beside=beside)
 

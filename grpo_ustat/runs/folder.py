@@ -55,7 +55,7 @@ ARTEFACTS = (
     "report.html",
     "pool",
     "pool_adam",
-    "pool_policy",
+    "pool_scored_by",
     "pool_weighted",
     TRACKER_FOLDER,
     "checkpoint-*",

@@ -210,8 +210,8 @@ def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | No
 
     None if it states none, or does not end the thoughts that the prompt began.
     """
-    silent = completion and not after_thoughts(completion, prompt.text)
-    return None if silent else reader.extract(completion)
+    unanswered = completion and not after_thoughts(completion, prompt.text)
+    return None if unanswered else reader.extract(completion)
 
 
 class Fitting:

@@ -111,7 +111,7 @@ LOSS = {
     "efficiency_same_g": 0.9, "efficiency_same_g_low": 0.8, "efficiency_same_g_high": 1.0,
     "efficiency_best_g": 0.9, "efficiency_best_g_low": 0.8, "efficiency_best_g_high": 1.0,
     "direction": 0.98, "direction_low": 0.95, "direction_high": 1.0, "noise": 0.9,
-    "noise_low": 0.8, "noise_high": 0.95, "best": True, "alike": True,
+    "noise_low": 0.8, "noise_high": 0.95, "best": True, "may_be_best": True,
 }  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def test_a_place_without_a_model_is_refused(folder, message, model_folder):
         parse("train", [f"model={folder}"])
 
 
-@pytest.mark.parametrize("key", ["model", "study.policy"])
+@pytest.mark.parametrize("key", ["model", "study.scored_by"])
 def test_of_a_run_in_place_of_a_model_the_newest_checkpoint_is_named(tmp_path, monkeypatch, key):
     monkeypatch.chdir(tmp_path)
     for step, file in ((8, "config.json"), (20, "adapter_config.json"), (30, "optimizer.pt")):

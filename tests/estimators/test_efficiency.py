@@ -12,7 +12,7 @@ from grpo_ustat.estimators.efficiency import (
     UNKNOWN,
     LossError,
     UpdateMoments,
-    alike,
+    best_sizes,
     between_sizes,
     direction,
     loss_error,
@@ -76,7 +76,7 @@ def test_the_error_is_that_of_all_joint_batches(loss):
     signal = TRUE @ TRUE
     moments = UpdateMoments(*map(exact, (energy, mean @ mean, mean @ TRUE)), scale=None)
     found = loss_error(moments, exact(signal))
-    assert found.known
+    assert found.kappa_known
     kappa = mean @ TRUE / signal
     by_definition = chances @ np.square(updates / kappa - TRUE).sum(axis=1)
     assert found.error_D[0] == pytest.approx(by_definition, rel=1e-12)
@@ -225,9 +225,9 @@ def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
     one = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
     three = loss_error(update_moments(tripled, gradient, 16, scale=3.0), signal)
     np.testing.assert_allclose(three.error_D, one.error_D, rtol=1e-9)
-    assert three.known
+    assert three.kappa_known
     unknown = loss_error(update_moments(terms, gradient, 16, scale=None), signal)
-    assert not unknown.known
+    assert not unknown.kappa_known
     said = relative_efficiency(unknown, 4, {4: one.error_D})
     assert np.isnan(said.efficiency_same_g.estimate) and said.efficiency_same_g[1:] == (0, np.inf)
 
@@ -238,7 +238,7 @@ def test_sizes_that_are_not_worse_are_named_with_the_best():
         size: np.concatenate([[value], value + noise[number]])
         for number, (size, value) in enumerate({2: 2.0, 4: 1.0, 8: 1.01}.items())
     }
-    assert alike(errors) == (4, [4, 8])
+    assert best_sizes(errors) == (4, [4, 8])
 
 
 def turned_sample(prompts, seed):
@@ -316,7 +316,7 @@ def test_what_few_prompts_decide_of_smaller_groups_is_known_less_well():
 
     def error(deviations_P):
         values_D = 1 + np.concatenate([[0.0], deviations_P])
-        return LossError(values_D, values_D, values_D, values_D, known=True)
+        return LossError(values_D, values_D, values_D, values_D, kappa_known=True)
 
     flat = error(np.zeros(60))
     few_P, every_P = np.zeros(60), np.resize([1.0, -1.0], 60)
@@ -326,5 +326,5 @@ def test_what_few_prompts_decide_of_smaller_groups_is_known_less_well():
     )
     assert every == pytest.approx((1.0, 0.9805, 1.0199), abs=2e-4)
     assert few == pytest.approx((1.0, 0.9688, 1.0322), abs=2e-4)
-    assert between_sizes(replace(flat, known=False), flat).high == np.inf
+    assert between_sizes(replace(flat, kappa_known=False), flat).high == np.inf
     assert between_sizes(flat, error(np.full(60, -1.0))).high == np.inf

@@ -55,7 +55,7 @@ def test_rows_are_by_loss_as_given_then_by_size_with_those_that_are_refused():
     assert measured == {("tokens", 8), *(("std", size) for size in (2, 4, 8))}
     for loss in losses:
         best = [row for row in rows if row.loss == loss and row.best]
-        assert len(best) == 1 and best[0].alike
+        assert len(best) == 1 and best[0].may_be_best
 
 
 def test_a_loss_alone_has_the_numbers_that_it_has_among_others():
@@ -69,8 +69,8 @@ def test_a_loss_alone_has_the_numbers_that_it_has_among_others():
         alone = loss_efficiencies(pool, [loss], [2, 4], 16, 20, 3)
         of_loss = [row for row in together if row.loss == loss]
         for one, other in zip(alone, of_loss, strict=True):
-            assert (one.group_size, one.best, one.alike) == (
-                other.group_size, other.best, other.alike
+            assert (one.group_size, one.best, one.may_be_best) == (
+                other.group_size, other.best, other.may_be_best
             )  # fmt: skip
             assert one.efficiency is not None and other.efficiency is not None
             np.testing.assert_allclose(
@@ -189,4 +189,4 @@ def test_what_a_pool_does_not_tell_is_a_line(questions, loss, size, rollouts, li
     pool = whole_pool(np.ones((questions, 8, 4)), rewards, np.ones((questions, 8), dtype=int))
     (row,) = loss_efficiencies(pool, [loss], [size], rollouts, 4, 0)
     assert row.reason.line == line
-    assert (row.efficiency, row.best, row.alike) == (None, False, False)
+    assert (row.efficiency, row.best, row.may_be_best) == (None, False, False)

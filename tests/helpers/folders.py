@@ -184,7 +184,12 @@ def loss_row(
     """The row of a loss: half its efficiency at the same G is that at the best G."""
     half = [None if x is None else x / 2 for x in efficiency_same_g]
     row = {"loss": loss, "baseline": "group_std", "loss_type": "dapo", "rollouts": 256}
-    row |= {"group_size": size, "unbiased_direction": False, "best": size == 8, "alike": size == 8}
+    row |= {
+        "group_size": size,
+        "unbiased_direction": False,
+        "best": size == 8,
+        "may_be_best": size == 8,
+    }
     numbers = {
         "efficiency_same_g": efficiency_same_g,
         "efficiency_best_g": half,
@@ -198,7 +203,7 @@ def loss_row(
 
 def refused_loss(loss, size, reason):
     """The row of a loss that is not measured at G."""
-    whole = loss_row(loss, size, best=False, alike=False, reason=reason)
+    whole = loss_row(loss, size, best=False, may_be_best=False, reason=reason)
     return {
         key: value for key, value in whole.items()
         if not key.startswith(("efficiency", "direction", "noise"))

@@ -15,7 +15,7 @@ from grpo_ustat.report.collect import entries_in, read_runs
 
 ERRORS = {("none", 2): 1.0, ("none", 4): 0.5}
 UNDECIDED = {"efficiency_same_g": (None, 0.0, None), "direction": (None, 0.0, None)}
-OF_A = [loss_row("a", 4, alike=True), loss_row("a", 8)]
+OF_A = [loss_row("a", 4, may_be_best=True), loss_row("a", 8)]
 OF_B = [loss_row("b", 4, (1.2, 1.1, 1.3)), loss_row("b", 8, (1.3, 1.2, 1.4))]
 
 

@@ -21,9 +21,9 @@ from grpo_ustat.runs.library import load_run
 
 NOT_DECIDED = {"efficiency_same_g": (None, 0.0, None), "direction": (None, 0.0, None)}
 DECIDED = [
-    loss_row("decided", 4, alike=True),
+    loss_row("decided", 4, may_be_best=True),
     loss_row("decided", 8),
-    loss_row("decided", 16, alike=True),
+    loss_row("decided", 16, may_be_best=True),
 ]
 ANSWERS = {
     "decided": (
@@ -35,7 +35,7 @@ ANSWERS = {
         ["0.90 [0.80, no end]", "of the measured G 8 is its best"],
     ),
     "the largest measured, of a pool of 32, where 64 is the best": (
-        [loss_row("long", 8, best=False, alike=False), loss_row("long", 32, best=True),
+        [loss_row("long", 8, best=False, may_be_best=False), loss_row("long", 32, best=True),
          refused_loss("long", 64, "the pool has 32")],
         ["G = 8", "of the measured G 32 is its best"],
     ),

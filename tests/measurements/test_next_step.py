@@ -57,8 +57,8 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
     }
     for alike, size in ((True, 4), (False, 16)):
         losses = [
-            row | {"group_size": 4, "best": False, "alike": alike},
-            row | {"group_size": 16, "best": True, "alike": True},
+            row | {"group_size": 4, "best": False, "may_be_best": alike},
+            row | {"group_size": 16, "best": True, "may_be_best": True},
         ]
         assert following(config, losses).endswith(f"group_size={size}")
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]

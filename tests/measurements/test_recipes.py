@@ -247,7 +247,7 @@ def test_the_numbers_of_a_recipe_are_those_of_its_loss_at_its_group_size():
         )
         if name != "Dr. GRPO (arXiv 2503.20783)":  # which is the unbiased one
             assert row.efficiency.efficiency_same_g.low < alone.efficiency.efficiency_same_g.low
-        assert (row.best, row.alike, row.kept) == (alone.best, alone.alike, alone.kept)
+        assert (row.best, row.may_be_best, row.kept) == (alone.best, alone.may_be_best, alone.kept)
 
 
 def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
@@ -262,7 +262,7 @@ def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
 
 def test_a_pool_too_small_says_why_of_each_recipe():
     for row in found_in(a_pool(3, 4)).values():
-        assert row.efficiency is None and (row.best, row.alike) == (False, False)
+        assert row.efficiency is None and (row.best, row.may_be_best) == (False, False)
         assert "3 questions give no interval" in row.reason.line
     found = found_in(a_pool(40, 4), rollouts=32)
     measured = [name for name, row in found.items() if row.efficiency is not None]

@@ -33,7 +33,7 @@ def write(path):
     far = at("step-40", 0.04, (0.5, 0.4, 0.6), (None, 0.0, None))
     near = at("step-5", 0.005, (0.9, 0.8, 1.0), (1.2, 1.1, 1.3))
     for name, found in (("far", far), ("near", near)):
-        changes = {"study.policy": found["policy"]}
+        changes = {"study.scored_by": found["policy"]}
         own = [loss_row("a", 8)]
         studied(path / name, "tiny_base", ERRORS, changes=changes, losses=own, off_policy=found)
     return list(map(Study, read_runs(entries_in([str(path)])).runs))

@@ -82,9 +82,13 @@ def test_the_folder_holds_what_it_promises(finished):
         assert {name, f"{name}_low", f"{name}_high"} <= set(result["scaling"])
     for name in ("corr", "share", "av_minus_abstar", "av_minus_a0"):
         assert {name, f"{name}_low", f"{name}_high"} <= set(result["assumption2"])
-    assert {"a0", "a_v", "a_bstar", "crossover_group_size", "silent_share_at_crossover"} <= set(
-        result["assumption2"]
-    )
+    assert {
+        "a0",
+        "a_v",
+        "a_bstar",
+        "crossover_group_size",
+        "zero_variance_share_at_crossover",
+    } <= set(result["assumption2"])
     names = {"quantity", "mean_reward", "mean_reward_low", "mean_reward_high", "mean_length"}
     assert names <= set(result["policy"])
     assert {"rollouts", "tokens", "seconds_generate", "seconds_score"} <= set(result["cost"])

@@ -139,7 +139,7 @@ def study_in(folder, model, norm=None):
         "efficiency_best_g_high": 1.0,
     }
     sizes = {"group_size": 8, "rollouts": 256, "loss": "trl_dapo", "baseline": "group_std"}
-    rest = {"loss_type": "dapo", "unbiased_direction": False, "best": True, "alike": True}
+    rest = {"loss_type": "dapo", "unbiased_direction": False, "best": True, "may_be_best": True}
     result["losses"] = [sizes | rest | efficiency]
     result["metric"]["norm"] = norm or result["metric"]["norm"]
     (folder / "result.json").write_text(json.dumps(result))

@@ -115,8 +115,8 @@ def leave_one_out_std(
     The std has divisor G-2. No number in it but r_i holds completion i, so a prompt's mean is g
     times a number, `g E[1 / (std of G-1 + epsilon)]`: the direction is exact prompt by prompt, the
     weights of prompts are not. A completion unlike others that are all equal is divided by epsilon
-    alone: near silent groups its variance grows like `1/epsilon^2`, so epsilon must not be small.
-    No published baseline is known to us that leaves the completion out of the std too.
+    alone: near zero-variance groups its variance grows like `1/epsilon^2`, so epsilon must not be
+    small. No published baseline is known to us that leaves the completion out of the std too.
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()

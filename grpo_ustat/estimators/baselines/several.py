@@ -34,9 +34,9 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
     function's rewards separately, and their weighted sum is divided by the std of the whole batch
     (divisor P G - 1) plus epsilon. TRL also subtracts the batch's mean, which is 0 up to rounding;
-    left in place, a group that is silent under every function has advantages of exactly 0. A
-    function that is silent in a group counts nothing there, and the others as much as ever. Biased,
-    function by function as `group_std`: with many completions its mean goes to that of
+    left in place, a group of zero variance under every function has advantages of exactly 0. A
+    function of zero variance in a group counts nothing there, and the others as much as ever.
+    Biased, function by function as `group_std`: with many completions its mean goes to that of
     sum_f w_f g_f/sigma_f, times one number for the batch.
 
     Args:

@@ -69,8 +69,8 @@ def end_lines(
 
 def numbers(intervals: Mapping[str, Interval]) -> str:
     """State G*, the noise scale and the share of groups of equal rewards, in words."""
-    silent = intervals["zero_variance"]
-    if silent.estimate == 1:
+    share = intervals["zero_variance"]
+    if share.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
     best = in_words(intervals["gstar"], MIN_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
@@ -80,7 +80,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
     scale = in_words(intervals["noise_scale"])
     return (
         f"G* {best}, noise scale {scale}{' rollouts' * (scale != 'unknown')}, "
-        f"{100 * silent.estimate:.0f} % of groups have equal rewards"
+        f"{100 * share.estimate:.0f} % of groups have equal rewards"
     )
 
 

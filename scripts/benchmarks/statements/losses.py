@@ -105,7 +105,7 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
                 row.efficiency.efficiency_same_g.high
             )
             if decided and row.group_size == best[row.loss.name]:
-                yield f"{place_of(row)}: best G", not row.alike
+                yield f"{place_of(row)}: best G", not row.may_be_best
         found = recipe_efficiencies(pool, LONGEST, SIZES, ROLLOUTS, asked.draws, seed=number)
         if efficiencies := against_best(found):
             yield (
