@@ -210,16 +210,12 @@ QUOTED = {  # how a claim begins in the records, and its paragraph on the page; 
     "the noise of a prompt is": ("The noise of a prompt goes with", 2),
     "the noise of a completion": ("The variance of a completion", 2),
 }
-
-
-def as_written(number, digits):
-    """A number of a record as the page writes it, without the zero before the point."""
-    return f"{float(number):.{digits}f}".replace("0.", ".", 1)
+QUOTED_POLICIES = ("tiny_base", "5 updates old")
 
 
 @pytest.mark.parametrize("claim", QUOTED)
 def test_verdicts_quote_their_records(claim):
-    """Of `tiny_base` the number and its interval, of its stale rollouts the number."""
+    """A number and its interval, of `tiny_base` or of its rollouts that are 5 updates old."""
     start, digits = QUOTED[claim]
     paragraphs = PAGES["docs/verdicts.md"].split("\n\n")
     (paragraph,) = [text for text in paragraphs if text.startswith(f"**{start}")]
@@ -227,11 +223,11 @@ def test_verdicts_quote_their_records(claim):
     numbers = [
         record[key]
         for record in records
-        if record["claim"].startswith(claim) and record["number"]
-        for key in {"tiny_base": ("number", "low", "high")}.get(record["policy"], ("number",))
-        if record["policy"] == "tiny_base" or record["policy"].endswith("updates old")
+        if record["claim"].startswith(claim) and record["policy"] in QUOTED_POLICIES
+        for key in ("number", "low", "high")
+        if record["number"]
     ]
     assert numbers
     for number in numbers:
-        written = as_written(number, digits)
+        written = f"{float(number):.{digits}f}"
         assert re.search(rf"(?<![\d.]){re.escape(written)}(?!\d)", paragraph), written
