@@ -21,9 +21,9 @@ Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 # In absolute value: squares of larger rewards, and their products, overflow.
-LARGEST_REWARD = 1e50
+MAX_REWARD = 1e50
 # Fewer questions give no interval for new questions.
-LEAST_QUESTIONS = 4
+MIN_QUESTIONS = 4
 # Names of a mean of rewards.
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
 
@@ -31,7 +31,7 @@ ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
 def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
     """Return True for a finite real number, at most `largest` in absolute value, that fits a float.
 
-    >>> is_number(1), is_number(10**400), is_number("1"), is_number(1e60, LARGEST_REWARD)
+    >>> is_number(1), is_number(10**400), is_number("1"), is_number(1e60, MAX_REWARD)
     (True, False, False, False)
     """
     if not isinstance(value, Real | Decimal):

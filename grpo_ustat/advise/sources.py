@@ -60,7 +60,7 @@ OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your los
 # Refused by mse.
 NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")
 # Steps with constants; from so many on a mean has an interval.
-LEAST_STEPS = 4
+MIN_STEPS = 4
 POOL = "pool.json"
 
 
@@ -207,7 +207,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
         if all(row.get(f"monitor/{name}") is not None for name in CONSTANTS)
     ]
     recent = [row for row in measured if 2 * row["step"] >= measured[-1]["step"]]
-    if len(recent) < LEAST_STEPS:
+    if len(recent) < MIN_STEPS:
         return _without_monitor(run, group_size, len(measured), len(recent))
     prompts = run.config["budget"]["rollouts"] // run.config["group_size"]
     law = ScalingLaw.of_steps(monitored_constants(recent), prompts)
@@ -246,7 +246,7 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: 
         reason = "this run measured its gradient in too few steps"
         details = [
             f"{steps} monitored steps, of which {recent_steps} in the second half, where "
-            f"{LEAST_STEPS} are needed: train longer, monitor more often, or measure the model "
+            f"{MIN_STEPS} are needed: train longer, monitor more often, or measure the model "
             "itself, as below."
         ]
     if shares:
@@ -375,7 +375,7 @@ def _from_log(path: Path, request: Request) -> Advice:
     details.append(
         "What rewards cannot tell: how far gradients of different prompts differ (C1) and how "
         "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)"
-        + ("; nor what a rollout of your loss is worth." if request.objective else ".")
+        + ("; nor the relative efficiency of your loss." if request.objective else ".")
     )
     if group_size is None:
         sentence = "Rewards alone cannot say which num_generations is best."

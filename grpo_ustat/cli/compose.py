@@ -41,7 +41,7 @@ from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
-from grpo_ustat.estimators.baselines import BASELINES, own_rules
+from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.launch.sharding import check_ranks
 
 # What help and a refused line do not wait for is imported where it is used.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from grpo_ustat.runs.status import PlannedRun
 
 # Messages that are shown of a sweep whose runs are refused.
-MOST_MESSAGES = 5
+MAX_MESSAGES = 5
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     if len(messages) == 1:
         raise errors[0]
     if messages:
-        more = len(messages) - MOST_MESSAGES
-        lines = messages[:MOST_MESSAGES] + ([f"and {more} more"] if more > 0 else [])
+        more = len(messages) - MAX_MESSAGES
+        lines = messages[:MAX_MESSAGES] + ([f"and {more} more"] if more > 0 else [])
         refused = f"{len(errors)} of the sweep's {len(runs)} runs cannot start:"
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:
@@ -179,7 +179,7 @@ def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema, our rules and objectives, and two resolvers.
+    """Give Hydra what `conf/` refers to: schema, baselines, objectives and two resolvers.
 
     `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
     `${learning_rate:}` is the model's.
@@ -197,9 +197,10 @@ def register(entry: str) -> None:
     if entry in ("mse", "train"):
         _store_choices()
     if entry == "mse":  # one node: as many files in a list take 0.2 s
-        rules = {name: asdict(baseline_choice(name)) for name in BASELINES}
-        rules |= {name: {"name": name, "options": {}} for name in own_rules()}  # not loaded yet
-        ConfigStore.instance().store("mse_rules", {"rules": rules})
+        options = {name: dict(baseline.options) for name, baseline in BASELINES.items()}
+        # These are not loaded yet.
+        options |= {name: {} for name in plugin_baselines()}
+        ConfigStore.instance().store("baseline_options", {"baseline_options": options})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
 
@@ -212,7 +213,7 @@ def _store_choices() -> None:
         for name, preset in PRESETS.items()
         if preset.baseline and preset.baseline != baseline_choice(preset.baseline.name)
     }
-    store_group("baseline", {name: partial(_rule_node, name) for name in BASELINES})
+    store_group("baseline", {name: partial(_baseline_node, name) for name in BASELINES})
     store_group(
         "baseline/objective", {name: partial(asdict, x) for name, x in with_options.items()}
     )
@@ -222,15 +223,15 @@ def _store_choices() -> None:
     )
 
 
-def _rule_node(name: str) -> dict[str, Any]:
+def _baseline_node(name: str) -> dict[str, Any]:
     return asdict(baseline_choice(name))
 
 
 def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
-    """Return a choice of `objective=`, which also chooses its rule where no other is typed.
+    """Return a choice of `objective=`, with its baseline unless another is typed.
 
     Args:
-        has_options: True if that rule has options of its own, which are a choice themselves.
+        has_options: True if that baseline has options of its own, which are a choice themselves.
     """
     preset, defaults = PRESETS[name], list[Any]()
     if preset.baseline is not None:

@@ -13,7 +13,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS, detect
-from grpo_ustat.logs.rows import LEAST_PROMPTS, Options
+from grpo_ustat.logs.rows import MIN_PROMPTS, Options
 from grpo_ustat.measurements.next_step import new_rollouts
 from grpo_ustat.terminal.streams import tell
 
@@ -65,7 +65,7 @@ def main() -> None:
     following = command_line("mse", f"pool={arguments.target}", model, *cut)
     if not conversion.is_for_mse:
         following = command_line("advise", str(arguments.target))
-    elif conversion.groups < LEAST_PROMPTS:
+    elif conversion.groups < MIN_PROMPTS:
         following = new_rollouts([model])
     tell(f"next: {following}")
 

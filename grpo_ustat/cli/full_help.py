@@ -24,7 +24,7 @@ from grpo_ustat.config.schema import ConfigError
 # Columns of a terminal from which a field's meaning is beside it, not below.
 SIDE_BY_SIDE_COLUMNS = 110
 # Most columns of a page of help.
-MOST_COLUMNS = 160
+MAX_COLUMNS = 160
 # Characters of a value; longer ones are cut.
 LONGEST_VALUE = 48
 NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
@@ -36,7 +36,7 @@ def show_full_help(page: CommandOptions, search: list[str]) -> None:
         page = _search(page, search)
 
     console = Console(highlight=False, markup=False, emoji=False)
-    console.width = min(console.width, MOST_COLUMNS)
+    console.width = min(console.width, MAX_COLUMNS)
     with console.capture() as capture:
         if not search:
             for part in _opening(page):

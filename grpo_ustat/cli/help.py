@@ -26,7 +26,7 @@ USUAL: dict[str, dict[str, str]] = {
         "What is measured": "group_sizes baselines objective baseline objectives objective.beta "
         "study.rollouts study.questions study.metric study.parameters budget "
         "budget.pool_completions",
-        "Rollouts made elsewhere": "pool study.cut_at study.policy study.corrections",
+        "Rollouts made elsewhere": "pool study.cut_at study.scored_by study.corrections",
         "The run": "experiment debug dry_run seed launch.device launch.num_processes "
         "launch.workers rollout output_root on_existing logger",
     },
@@ -73,7 +73,7 @@ BRIEF = {
     "study.metric": "euclidean or adam: AdamW's step",
     "study.parameters": "names of those that count",
     "study.cut_at": "tokens from which one counts as cut",
-    "study.policy": "a later checkpoint that learns from them",
+    "study.scored_by": "a later checkpoint that learns from them",
     "study.corrections": "of the gap to their sampler",
     "study.replicates": "runs behind each number",
     "study.baselines": "those that are run",

@@ -32,15 +32,15 @@ GROUP_MEANINGS = {
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
 # Of a choice's meaning; of a longer one the first sentence is shown.
-MOST_COMMENT_CHARACTERS = 100
+MAX_COMMENT_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of a group, or a rule of ours among the baselines."""
+    """A file of a group, or a baseline of ours among the baselines."""
 
     name: str
-    # A file's first comment, a rule's own.
+    # A file's first comment, a baseline's own.
     words: str
 
 
@@ -174,10 +174,10 @@ def _group_meaning(group: str, nodes: dict[str, FieldInfo]) -> str:
 
 def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:
     for key in keys:
-        if key.path == "rules":
-            for name in node.rules:
-                for inner in fields_of(BaselineConfig, f"rules.{name}."):
-                    yield from _entry_fields(inner, node)
+        if key.path == "baseline_options":
+            (options,) = (x for x in fields_of(BaselineConfig) if x.path == "options")
+            for name in node.baseline_options:
+                yield from _entry_fields(replace(options, path=f"{key.path}.{name}"), node)
         elif key.schema is None:
             yield Field(key, typed_value(_value(node, key.path)))
             yield from _entry_fields(key, node)
@@ -219,4 +219,4 @@ def first_comment(file: Path) -> str:
 
 def short(text: str) -> str:
     """Return a choice's meaning, of a long one the first sentence."""
-    return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]
+    return text if len(text) <= MAX_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

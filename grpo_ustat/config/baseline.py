@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass
 
 from grpo_ustat.config.schema import ConfigError, field
-from grpo_ustat.estimators.baselines import BASELINES, Baseline, own_rules
+from grpo_ustat.estimators.baselines import BASELINES, Baseline, plugin_baselines
 from grpo_ustat.estimators.baselines import check_options as check_option_names
 from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
 
 @dataclass(frozen=True)
 class Option:
-    """The meaning and the range of an option, the same for every rule that takes it."""
+    """The meaning and the range of an option, the same for every baseline that takes it."""
 
     meaning: str
     low: float = -math.inf
@@ -52,7 +52,7 @@ OPTIONS = {
 }
 
 
-def load_rule(key: str, name: str) -> Baseline:
+def load_baseline(key: str, name: str) -> Baseline:
     """Return a baseline of ours, or one that an installed package offers.
 
     Args:
@@ -85,49 +85,54 @@ def check_shape(baseline: str, num_prompts: int, group_size: int, key: str) -> N
         raise ConfigError(f"{error}: raise {key}") from error
 
 
-def check_options(rule: BaselineConfig, key: str) -> None:
-    """Refuse options that a rule does not take, or that are out of range."""
+def check_options(baseline: BaselineConfig, key: str) -> None:
+    """Refuse options that a baseline does not take, or that are out of range."""
     try:
-        check_option_names(rule.name, rule.options)
+        check_option_names(baseline.name, baseline.options)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
-    for name, value in rule.options.items():
+    for name, value in baseline.options.items():
         allowed = OPTIONS.get(name, Option(""))
         if not (math.isfinite(value) and allowed.low <= value <= allowed.high):
             raise ConfigError(
                 f"{key}.{name}={value} must be finite and in [{allowed.low}, {allowed.high}]"
             )
     for low, high in (("minimum", "maximum"), ("rho_min", "rho_max")):
-        if {low, high} <= rule.options.keys() and rule.options[low] >= rule.options[high]:
+        if {low, high} <= baseline.options.keys() and baseline.options[low] >= baseline.options[
+            high
+        ]:
             raise ConfigError(
-                f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
+                f"{key}: {low}={baseline.options[low]} {high}={baseline.options[high]}: "
+                f"use {low} < {high}"
             )
 
 
 @dataclass
 class BaselineConfig:
-    """The rule that turns rewards into advantages, and the values of exactly its options."""
+    """The baseline that turns rewards into advantages, and the values of exactly its options."""
 
     name: str = field(
-        "of the rule; choose by baseline=NAME", choices=tuple(BASELINES), plugins=own_rules
+        "of the baseline; choose by baseline=NAME",
+        choices=tuple(BASELINES),
+        plugins=plugin_baselines,
     )
     options: dict[str, float] = field(
-        "of the rule, exactly those that it takes",
+        "of the baseline, exactly those that it takes",
         entries={name: option.meaning for name, option in OPTIONS.items()},
     )
 
 
 def baseline_choice(name: str) -> BaselineConfig:
-    """Return the rule of ours that `baseline=NAME` chooses, with the defaults of its options."""
+    """Return the baseline that `baseline=NAME` chooses, with the defaults of its options."""
     return BaselineConfig(name, dict(BASELINES[name].options))
 
 
-def complete_own_rule(rule: BaselineConfig, key: str) -> None:
-    """Fill in the unset options of an installed package's rule with their defaults, in place.
+def complete_plugin_options(baseline: BaselineConfig, key: str) -> None:
+    """Fill in the unset options of an installed package's baseline with their defaults, in place.
 
     Args:
-        rule: its name and options; a rule of ours is left as it is.
+        baseline: its name and options; a baseline of ours is left as it is.
         key: that names it.
     """
-    if own_rules([rule.name]):
-        rule.options = load_rule(key, rule.name).options | rule.options
+    if plugin_baselines([baseline.name]):
+        baseline.options = load_baseline(key, baseline.name).options | baseline.options

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, field
 
-MOST_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
+MAX_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
 
 
 @dataclass
@@ -147,10 +147,10 @@ class SequencesConfig(BedConfig):
 
     def check(self) -> None:
         """Refuse sizes that are too small or too large to enumerate."""
-        if self.vocabulary < 2 or self.vocabulary**self.length > MOST_COMPLETIONS:
+        if self.vocabulary < 2 or self.vocabulary**self.length > MAX_COMPLETIONS:
             raise ConfigError(
                 f"bed.vocabulary={self.vocabulary} bed.length={self.length}: use 2 tokens or more, "
-                f"and at most {MOST_COMPLETIONS} completions in all"
+                f"and at most {MAX_COMPLETIONS} completions in all"
             )
         if not 2 <= self.reward_levels <= self.vocabulary**self.length:
             raise ConfigError(

@@ -19,7 +19,7 @@ TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 STUDY_QUESTIONS = {  # of one table, that fall to studies
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
-MOST_HELD_OUT_QUESTIONS = 500  # questions of a file of one's own, for tests and for studies alike
+MAX_HELD_OUT_QUESTIONS = 500  # questions of a file of one's own, for tests and for studies alike
 # test questions by hub id and subset, as their cards and papers give them
 PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
     ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
@@ -32,7 +32,7 @@ OTHER_COLUMNS = {  # of questions and answers, as files of others name them
                "target", "label", "response", "completion", "output"),
 }  # fmt: skip
 MARK = "####"  # before the answer at the end of a solution
-LARGEST_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
+MAX_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
@@ -251,7 +251,7 @@ class JsonlConfig(DatasetConfig):
                 self.question_and_answer(row)
         if not rows:
             raise ConfigError(f"dataset.path={self.path} holds no row")
-        quarter = min(MOST_HELD_OUT_QUESTIONS, max(1, rows // 4))
+        quarter = min(MAX_HELD_OUT_QUESTIONS, max(1, rows // 4))
         if self.study_size is None:
             self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
         if test_rows is None and self.test_size is None:
@@ -298,7 +298,7 @@ class JsonlConfig(DatasetConfig):
         text, answer = row.text(self.question), row.value(self.answer)
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise row.refused(self.answer, answer, "a text or a number")
-        if isinstance(answer, float) and answer.is_integer() and abs(answer) < LARGEST_EXACT_FLOAT:
+        if isinstance(answer, float) and answer.is_integer() and abs(answer) < MAX_EXACT_FLOAT:
             answer = int(answer)
         if not str(answer).rpartition(MARK)[2].strip():
             raise row.refused(self.answer, answer, "a text that is not empty")

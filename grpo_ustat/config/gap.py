@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_ustat.config.beds import MOST_COMPLETIONS
+from grpo_ustat.config.beds import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
@@ -274,7 +274,7 @@ class Theorem12Config(TheoryConfig):
             raise ConfigError(
                 f"study.learning_rates={self.learning_rates}: use at least three, all above 0"
             )
-        longest = MOST_COMPLETIONS.bit_length() - 1
+        longest = MAX_COMPLETIONS.bit_length() - 1
         if len(set(self.lengths)) < 2 or max(self.lengths) > longest:
             raise ConfigError(
                 f"study.lengths={self.lengths}: use at least two, all of 1 to {longest}"

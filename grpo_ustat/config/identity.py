@@ -15,7 +15,7 @@ from grpo_ustat.config.own_functions import MEASUREMENTS, REWARDS, TASKS, module
 from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING_SCHEDULES
-from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
+from grpo_ustat.estimators.baselines import PLUGIN_GROUP, plugin_baselines
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 NEUTRAL_MODEL_FIELDS = ("size", "learning_rate", "lora_learning_rate")  # change no result
@@ -59,7 +59,7 @@ def identity(config: Any) -> dict[str, Any]:
 
     The hashes are of weights, data and own baselines.
     """
-    keys = drop_unused_rules(drop_neutral_keys(asdict(config)))
+    keys = drop_unused_baselines(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
@@ -68,7 +68,7 @@ def identity(config: Any) -> dict[str, Any]:
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
     hashes = {
         "data": data_fingerprint(config.dataset),
-        "own_rules": rules_fingerprint(config),
+        "plugin_baselines": baselines_fingerprint(config),
         "own_reward_funcs": reward_funcs_fingerprint(config.reward_funcs),
         "own_measurements": measurements_fingerprint(config),
     }
@@ -141,16 +141,17 @@ def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
     return [f"local:{owns[name][1]}" if name in owns else name for name in reward_funcs]
 
 
-def drop_unused_rules(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keep only `rules` of `baselines` among the keys: adding a rule changes no folder.
+def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keep only options of `baselines` among the keys: adding a baseline changes no folder.
 
-    >>> drop_unused_rules({"baselines": ["none"], "rules": {"none": {}, "opo": {}}})["rules"]
+    >>> keys = {"baselines": ["none"], "baseline_options": {"none": {}, "opo": {}}}
+    >>> drop_unused_baselines(keys)["baseline_options"]
     {'none': {}}
     """
-    if not keys.get("rules"):
+    if not keys.get("baseline_options"):
         return keys
-    rules, used = keys["rules"], keys.get("baselines", ())
-    return keys | {"rules": {name: rules[name] for name in used if name in rules}}
+    options, used = keys["baseline_options"], keys.get("baselines", ())
+    return keys | {"baseline_options": {name: options[name] for name in used if name in options}}
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
@@ -200,10 +201,10 @@ def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
-def rules_fingerprint(config: Any) -> str | None:
+def baselines_fingerprint(config: Any) -> str | None:
     """Hash the modules of baselines that installed packages offer; None if none is used."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
-    files = [_module(PLUGIN_GROUP, name) for name in sorted(own_rules(used))]
+    files = [_module(PLUGIN_GROUP, name) for name in sorted(plugin_baselines(used))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 

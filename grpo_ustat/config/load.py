@@ -22,7 +22,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from grpo_ustat.config.baseline import BaselineConfig, baseline_choice, complete_own_rule
+from grpo_ustat.config.baseline import BaselineConfig, baseline_choice, complete_plugin_options
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.data import DATASETS
 from grpo_ustat.config.gap import STUDIES, GapConfig
@@ -39,7 +39,7 @@ from grpo_ustat.config.schema import (
 )
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
-from grpo_ustat.estimators.baselines import own_rules
+from grpo_ustat.estimators.baselines import plugin_baselines
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -85,11 +85,12 @@ def build_config(config: Any, schema: type) -> Any:
             if isinstance(text, str) and SURROGATE.search(text):
                 raise ConfigError(f"{path}={text!r:.60}: a text of whole characters is needed")
     if isinstance(result, (MseConfig, TrainConfig)):
-        complete_own_rule(result.baseline, "baseline.name")
+        complete_plugin_options(result.baseline, "baseline.name")
     if isinstance(result, MseConfig):
-        for name in own_rules(result.baselines):
-            rule = result.rules.setdefault(name, BaselineConfig(name=name, options={}))
-            complete_own_rule(rule, "baselines")
+        for name in plugin_baselines(result.baselines):
+            typed = BaselineConfig(name, result.baseline_options.get(name, {}))
+            complete_plugin_options(typed, "baselines")
+            result.baseline_options[name] = typed.options
     result.check()
     return result
 

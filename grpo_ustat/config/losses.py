@@ -23,7 +23,7 @@ TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}  # that
 class MeasuredLosses:
     """The part of a study's configuration that decides its losses."""
 
-    # A loss and the rule of its advantages.
+    # A loss and the baseline of its advantages.
     objective: ObjectiveConfig
     baseline: BaselineConfig
     # Further presets.
@@ -44,7 +44,7 @@ class MeasuredLosses:
             preset = PRESETS[name]
             pairs.append((preset.objective, preset.baseline or self.baseline))
         length = self.max_completion_length
-        return [(objective, objective.loss(rule, length)) for objective, rule in pairs]
+        return [(objective, objective.loss(baseline, length)) for objective, baseline in pairs]
 
     @property
     def first_update(self) -> list[Loss]:
@@ -56,21 +56,21 @@ class MeasuredLosses:
     @property
     def is_off_policy(self) -> bool:
         """True if losses are also measured with unequal weights of tokens."""
-        return bool(self.study.policy or self.study.reference or self.study.corrections)
+        return bool(self.study.scored_by or self.study.reference or self.study.corrections)
 
     @property
     def off_policy(self) -> list[Loss]:
         """The losses off policy.
 
-        They have the weights of their tokens at `study.policy`, a penalty from `study.reference`,
-        and each of `study.corrections`.
+        They have the weights of their tokens at `study.scored_by`, a penalty from
+        `study.reference`, and each of `study.corrections`.
         """
         losses: list[Loss] = []
         for objective, loss in self.chosen:
             tokens = objective.token_weights()
-            if self.study.policy is None:  # the first update of a batch: every ratio is 1
+            if self.study.scored_by is None:  # the first update of a batch: every ratio is 1
                 tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
-            on_policy = self.study.policy is None and not self.imports_pool
+            on_policy = self.study.scored_by is None and not self.imports_pool
             plain = on_policy and tokens == TokenWeights()
             losses.append(replace(loss, tokens=None if plain else tokens))
             for name in self.study.corrections:
@@ -79,7 +79,7 @@ class MeasuredLosses:
                     shared=objective.importance_sampling_level == "sequence",
                 )  # fmt: skip
                 losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
-        if self.study.policy is not None:
+        if self.study.scored_by is not None:
             losses += self.judged.values()
         return losses
 
@@ -91,7 +91,7 @@ class MeasuredLosses:
         gap.
         """
         study = self.study
-        if study.verdicts and study.policy is not None:
+        if study.verdicts and study.scored_by is not None:
             return LAGGED
         if not (study.verdicts and study.corrections):
             return {}
@@ -127,15 +127,15 @@ class MeasuredLosses:
         study, losses = self.study, self.off_policy
         if study.metric == "adam":
             raise ConfigError(
-                f"study.metric=adam with study.policy={study.policy} reference={study.reference} "
-                f"corrections={study.corrections}: weighted tokens are measured in the plain "
-                "metric, use study.metric=euclidean"
+                f"study.metric=adam with study.scored_by={study.scored_by} "
+                f"reference={study.reference} corrections={study.corrections}: weighted "
+                "tokens are measured in the plain metric, use study.metric=euclidean"
             )
-        if study.policy is not None and self.imports_pool:
+        if study.scored_by is not None and self.imports_pool:
             raise ConfigError(
-                f"study.policy={study.policy} with pool={self.pool}: the later policy has to write "
-                "completions of its own to be compared with, and a file has no judge for them; "
-                "name the data set, dataset=NAME, and leave pool out"
+                f"study.scored_by={study.scored_by} with pool={self.pool}: the later policy has to "
+                "write completions of its own to be compared with, and a file has no judge for "
+                "them; name the data set, dataset=NAME, and leave pool out"
             )
         if study.corrections and not self.imports_pool:
             raise ConfigError(

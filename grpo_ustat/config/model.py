@@ -179,8 +179,8 @@ def tf32_in_use(device: str, dtype: str) -> bool:
     return device.startswith("cuda") and dtype == "float32"
 
 
-MOST_LAYERS, LARGEST_DIMENSION = 10_000, 10**9  # of a model; the largest have some hundred layers
-MOST_CONFIG_BYTES, MOST_DEPTH, MOST_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
+MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9  # of a model; the largest have some hundred layers
+MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")  # TRL's folders, verl's
@@ -253,13 +253,13 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
     level: list[tuple[str, object]] = [("config.json", stored)]
     if not isinstance(stored, dict):
         raise ConfigError(f"{place}: its config.json is damaged: it holds no mapping")
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         below: list[tuple[str, object]] = []
         for key, value in level:
             if isinstance(value, dict):
                 inner = cast(dict[str, object], value)
                 below += [(f"{key}.{name}", inner[name]) for name in inner]
-            elif isinstance(value, list) and len(cast(list[object], value)) <= MOST_ENTRIES:
+            elif isinstance(value, list) and len(cast(list[object], value)) <= MAX_ENTRIES:
                 below += [(key, entry) for entry in cast(list[object], value)]
             elif isinstance(value, list):
                 raise ConfigError(f"{place}: its {key} is damaged: it has too many entries")
@@ -275,7 +275,7 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
         level = below
         if not level:
             return
-        if len(level) > MOST_ENTRIES:
+        if len(level) > MAX_ENTRIES:
             break
     raise ConfigError(f"{place}: its config.json is damaged: it is larger than any model's")
 
@@ -284,7 +284,7 @@ def _refuse_shape(value: object, key: str, place: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     of_layers = re.search(r"\.(num_hidden_layers|n_layers?|num_layers)$", key)
-    most = MOST_LAYERS if of_layers else LARGEST_DIMENSION
+    most = MAX_LAYERS if of_layers else MAX_DIMENSION
     if not -1 <= value <= most:
         raise ConfigError(f"{place}: {key}={value} is of no model: at most {most:,} is loaded")
 
@@ -293,8 +293,8 @@ def read_config_json(folder: Path) -> object:
     """Read the content of a model's config.json."""
     file = folder / "config.json"
     try:
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            raise ValueError(f"it has more than {MOST_CONFIG_BYTES:,} bytes")
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_BYTES:,} bytes")
         return cast(object, json.loads(file.read_text()))
     except (OSError, ValueError, RecursionError) as error:
         reason = single_line(error, 200)

@@ -14,7 +14,7 @@ from grpo_ustat.config.baseline import (
     check_group_size,
     check_options,
     check_shape,
-    load_rule,
+    load_baseline,
 )
 from grpo_ustat.config.common import Common
 from grpo_ustat.config.losses import MeasuredLosses
@@ -33,8 +33,8 @@ from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, field, node
 from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
-from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, own_rules
-from grpo_ustat.records import LEAST_QUESTIONS
+from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, plugin_baselines
+from grpo_ustat.records import MIN_QUESTIONS
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
 POOL_FILE = re.compile(rf"\.?(pool\.json|prompt_date\.txt|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
@@ -48,7 +48,7 @@ CLOSED_FORMS = (
     "running_mean",
     "remax",
 )
-STUDIED_BASELINES = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
+STUDIED_BASELINES = tuple(name for name, baseline in BASELINES.items() if not baseline.only_trains)
 
 
 @dataclass
@@ -63,20 +63,20 @@ class MseConfig(Common):
         RolloutConfig, "what writes completions; the model itself scores them"
     )
     budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
-    rules: dict[str, BaselineConfig] = field("the options of each baseline")
+    baseline_options: dict[str, dict[str, float]] = field("the options of each baseline")
     objective: ObjectiveConfig = node(
-        ObjectiveConfig, "the loss of whose rollouts the worth is measured, as train applies it"
+        ObjectiveConfig, "the loss whose relative efficiency is measured, as train applies it"
     )
-    baseline: BaselineConfig = node(BaselineConfig, "the rule of that loss's advantages")
+    baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss's advantages")
     objectives: list[str] = field(
         "further losses to measure, presets with the advantages that they set, or with baseline",
         choices=OBJECTIVES,
         distinct=True,
     )
     baselines: list[str] = field(
-        "the rules to compare, with their options under rules",
+        "the baselines to compare, with their options under baseline_options",
         choices=STUDIED_BASELINES,
-        plugins=own_rules,
+        plugins=plugin_baselines,
         distinct=True,
     )
     group_sizes: list[int] = field(
@@ -148,8 +148,8 @@ class MseConfig(Common):
 
     @property
     def later_model(self) -> ModelConfig:
-        """The current policy: `study.policy`, or `model`."""
-        return self._model_at(self.study.policy)
+        """The current policy: `study.scored_by`, or `model`."""
+        return self._model_at(self.study.scored_by)
 
     @property
     def reference_model(self) -> ModelConfig:
@@ -169,24 +169,24 @@ class MseConfig(Common):
         return is_adapted and not self.study.merge_adapters
 
     @property
-    def rule_options(self) -> dict[str, dict[str, float]]:
+    def compared_options(self) -> dict[str, dict[str, float]]:
         """Options of each baseline that is compared, by its name."""
-        return {name: self.rules[name].options for name in self.baselines}
+        return {name: self.baseline_options[name] for name in self.baselines}
 
     @property
     def compares_by_groups(self) -> bool:
         """True if all groups of the pool give the error of a baseline without a closed form."""
-        return "closed_form" in self.study.methods and bool(self.rules_by_groups)
+        return "closed_form" in self.study.methods and bool(self.baselines_by_groups)
 
     @property
     def dividing_sizes(self) -> list[int]:
-        """Group sizes that divide `study.rollouts`: those of rules without a closed form."""
+        """Group sizes that divide `study.rollouts`: those of baselines without a closed form."""
         return [size for size in self.group_sizes if self.study.rollouts % size == 0]
 
     @property
-    def rules_by_groups(self) -> dict[str, dict[str, float]]:
+    def baselines_by_groups(self) -> dict[str, dict[str, float]]:
         """Options of each baseline without a closed form, by its name."""
-        options = self.rule_options
+        options = self.compared_options
         return {name: options[name] for name in self.baselines if name not in CLOSED_FORMS}
 
     @property
@@ -289,25 +289,24 @@ class MseConfig(Common):
     def _check_baselines(self) -> None:
         """Refuse a baseline without options of its own, or that no method or group size suits."""
         for name in self.baselines:
-            if load_rule("baselines", name).only_trains:
+            if load_baseline("baselines", name).only_trains:
                 raise _only_trains(name)
-            if name not in self.rules:
-                raise ConfigError(f"baselines names {name} but rules.{name} is missing: add it")
-            if self.rules[name].name != name:
+            if name not in self.baseline_options:
                 raise ConfigError(
-                    f"rules.{name}.name={self.rules[name].name} is another rule: use {name}"
+                    f"baselines names {name} but baseline_options.{name} is missing: add it"
                 )
-            check_options(self.rules[name], f"rules.{name}.options")
+            options = BaselineConfig(name, self.baseline_options[name])
+            check_options(options, f"baseline_options.{name}")
             check_several(name, "baselines", self.reward_funcs)
             for size in self.group_sizes:
                 check_group_size(name, size, "group_sizes")
 
     def _check_losses(self) -> None:
         """Refuse losses that are invalid or that a study cannot measure, and missing models."""
-        load_rule("baseline", self.baseline.name)
+        load_baseline("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
-        for key in ("policy", "reference"):
+        for key in ("scored_by", "reference"):
             place = getattr(self.study, key)
             if place is not None:
                 check_model(place, trusted=self.model.trust_remote_code, key=f"study.{key}")
@@ -400,40 +399,40 @@ class MseConfig(Common):
             raise ConfigError(
                 f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
             )
-        for name in self.rules_by_groups if self.compares_by_groups else ():
+        for name in self.baselines_by_groups if self.compares_by_groups else ():
             self._check_groups(name, count, completions, key)
 
     def _check_groups(self, name: str, count: int, completions: int | None, key: str) -> None:
-        """Refuse a rule without a closed form that the pool cannot measure at any group size.
+        """Refuse a baseline without a closed form that the pool cannot measure at any group size.
 
         Args:
-            name: of the rule.
+            name: of the baseline.
             count, completions: see `check_questions`.
             key: field that sets the number of questions.
         """
-        rule, rollouts = BASELINES[name], self.study.rollouts
-        missing = ", ".join(sorted(rule.needs - OF_THE_BATCH))
+        baseline, rollouts = BASELINES[name], self.study.rollouts
+        missing = ", ".join(sorted(baseline.needs - OF_THE_BATCH))
         if missing:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form and reads {missing}, which no "
                 "pool has: use study.methods=[monte_carlo]"
             )
-        if rule.couples_prompts and self.study.metric == "adam":
+        if baseline.couples_prompts and self.study.metric == "adam":
             raise ConfigError(
                 f"baselines names {name}, which couples the questions of an update, with "
                 "study.metric=adam, in which each half of the questions has a metric of its own: "
                 "leave one of them out"
             )
-        if count < LEAST_QUESTIONS:
+        if count < MIN_QUESTIONS:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form: its error is measured from "
-                f"{LEAST_QUESTIONS} questions on, got {count}: raise {key}"
+                f"{MIN_QUESTIONS} questions on, got {count}: raise {key}"
             )
-        sizes = [size for size in self.dividing_sizes if rollouts // size >= rule.min_prompts]
+        sizes = [size for size in self.dividing_sizes if rollouts // size >= baseline.min_prompts]
         if not sizes:
             raise ConfigError(
                 f"baselines names {name}, which has no closed form: study.rollouts={rollouts} must "
-                f"be {rule.min_prompts} or more whole groups of one of group_sizes="
+                f"be {baseline.min_prompts} or more whole groups of one of group_sizes="
                 f"{self.group_sizes}, use a multiple"
             )
         if completions is None:
@@ -444,7 +443,7 @@ class MseConfig(Common):
                 f"many completions, budget.pool_completions={completions}: use {min(sizes)}"
             )
         size = max(size for size in sizes if size <= completions)
-        if not rule.couples_prompts:
+        if not baseline.couples_prompts:
             return
         # a help or a refused line does not wait for it
         from grpo_ustat.estimators.coupled_losses import prompts_needed

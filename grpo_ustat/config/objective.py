@@ -124,12 +124,12 @@ class ObjectiveConfig:
             self.zero_variance_groups, self.reward_variance_share, self.advantage_threshold
         )
 
-    def loss(self, rule: BaselineConfig, max_completion_length: int) -> Loss:
-        """Return the loss at a batch's first update, with the advantages of a rule."""
+    def loss(self, baseline: BaselineConfig, max_completion_length: int) -> Loss:
+        """Return the loss at a batch's first update, with the advantages of a baseline."""
         return Loss(
             name=self.name,
-            rule=rule.name,
-            options=rule.options,
+            baseline=baseline.name,
+            options=baseline.options,
             loss_type=self.loss_type,
             max_completion_length=max_completion_length,
             micro_batch_size=self.micro_batch_size,

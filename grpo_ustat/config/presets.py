@@ -16,7 +16,7 @@ class Preset:
     # Meaning, for `--help`.
     words: str
     objective: ObjectiveConfig
-    # The rule that it sets, unless `baseline=` is typed; None: the command's.
+    # The baseline that it sets, unless `baseline=` is typed; None: the command's.
     baseline: BaselineConfig | None = None
 
 
@@ -35,8 +35,8 @@ def _add(
     Args:
         name: its name.
         words: its meaning.
-        base: the preset from which it differs; its rule, too. None: the fields' defaults.
-        baseline: the rule that it sets; None: that of `base`.
+        base: the preset from which it differs; its baseline, too. None: the fields' defaults.
+        baseline: the baseline that it sets; None: that of `base`.
         changes: the fields that differ.
     """
     if base is None:
@@ -46,7 +46,7 @@ def _add(
     PRESETS[name] = Preset(words, replace(objective, name=name, **changes), baseline)
 
 
-# Papers. They set no rule; each paper's advantage is named here.
+# Papers. They set no baseline; each paper's advantage is named here.
 _add(
     "algorithm1",
     "The paper's Algorithm 1: sum over tokens, constant divisor, one update, no ratio, no penalty.",
@@ -144,7 +144,7 @@ _add(
 )
 
 # TRL: GRPOConfig of trl 1.16.0, its defaults where nothing else is said. A baseline=X typed beside
-# a preset counts instead of its rule. With a penalty TRL multiplies K3 by the ratio
+# a preset counts instead of its baseline. With a penalty TRL multiplies K3 by the ratio
 # (use_bias_correction_kl); we do not. Where TRL cuts a generation batch into several updates, it
 # divides by the tokens of that batch's average update.
 _add(
@@ -280,7 +280,7 @@ _add(
     loss_type="dr_grpo",
 )
 
-CHANCE = 0.025  # that any worth misses its interval, and as much that a group size alone does
+CHANCE = 0.025  # that any efficiency misses its interval, and as much that a group size alone does
 
 
 @dataclass(frozen=True)
@@ -319,10 +319,10 @@ class Recipe:
             max_completion_length: tokens after which a completion is cut.
         """
         preset = PRESETS[self.objective]
-        rule = preset.baseline if self.baseline is None else baseline_choice(self.baseline)
-        assert rule is not None
+        baseline = preset.baseline if self.baseline is None else baseline_choice(self.baseline)
+        assert baseline is not None
         objective = replace(preset.objective, zero_variance_groups=self.zero_variance_groups)
-        return objective.loss(rule, max_completion_length)
+        return objective.loss(baseline, max_completion_length)
 
 
 RECIPES = {

@@ -50,10 +50,10 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
 
 
 def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
-    """Refuse a rule that weighs several reward functions if there is only one.
+    """Refuse a baseline that weighs several reward functions if there is only one.
 
     Args:
-        baseline: name of the rule.
+        baseline: name of the baseline.
         key: configuration key that names it.
         reward_funcs: the functions.
     """

@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
-LARGEST_COUNT = 10**12  # what a seed is below; of a run folder also a step or a size
+MAX_COUNT = 10**12  # what a seed is below; of a run folder also a step or a size
 ON_EXISTING = ("resume", "error", "overwrite")
 
 
@@ -76,9 +76,7 @@ class Shared:
     """Fields of every entrypoint that runs something."""
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
-    seed: int = field(
-        "what every random choice of the run depends on", at_least=0, below=LARGEST_COUNT
-    )
+    seed: int = field("what every random choice of the run depends on", at_least=0, below=MAX_COUNT)
     on_existing: str = field(
         "what to do with a folder that this run has already; resume: go on, or show the result",
         choices=ON_EXISTING,

@@ -20,7 +20,7 @@ class StudyBudget:
 
     pool_completions: int = field("of each question, N, scored: behind closed_form", "completions")
     loss_draws: int = field(
-        "of two batches each, behind losses and rules that weigh rows by the whole batch",
+        "of two batches each, behind losses and baselines that weigh rows by the whole batch",
         "draws",
         at_least=2,
     )
@@ -100,7 +100,7 @@ class StudyConfig:
         "whether LoRA adapters of model=FOLDER are added to its weights, of which errors are then; "
         "false: errors are those of the adapters, which their run trains"
     )
-    policy: str | None = field(
+    scored_by: str | None = field(
         "a later checkpoint of model, whose gradient the losses are to estimate from the "
         "completions that model wrote (embedded:NAME, a folder or org/name); null: model itself"
     )

@@ -13,7 +13,7 @@ from grpo_ustat.config.baseline import (
     check_group_size,
     check_options,
     check_shape,
-    load_rule,
+    load_baseline,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
 from grpo_ustat.config.objective import ObjectiveConfig
@@ -22,7 +22,7 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
-# context of a rule that budget.value_completions pays for
+# context of a baseline that budget.value_completions pays for
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
@@ -171,7 +171,9 @@ class TrainConfig(Common):
     launch: TrainLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         TrainLaunch, "processes and devices; none of it changes results"
     )
-    baseline: BaselineConfig = node(BaselineConfig, "the rule that turns rewards into advantages")
+    baseline: BaselineConfig = node(
+        BaselineConfig, "the baseline that turns rewards into advantages"
+    )
     objective: ObjectiveConfig = node(
         ObjectiveConfig, "how advantages and log-probabilities become a gradient"
     )
@@ -275,16 +277,20 @@ class TrainConfig(Common):
 
     def _check_batch(self) -> None:
         """Refuse wrong options of a baseline, and a batch that lacks what the baseline needs."""
-        rule = load_rule("baseline.name", self.baseline.name)
+        baseline = load_baseline("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
-        check_several(rule.name, "baseline", self.reward_funcs)
-        if "rewards_PGF" in rule.needs and self.objective.beta and self.objective.kl_in == "reward":
+        check_several(baseline.name, "baseline", self.reward_funcs)
+        if (
+            "rewards_PGF" in baseline.needs
+            and self.objective.beta
+            and self.objective.kl_in == "reward"
+        ):
             raise ConfigError(
-                f"objective.kl_in=reward with baseline={rule.name}, which normalises each reward "
-                "function apart, so that the penalty is in none of them: use "
+                f"objective.kl_in=reward with baseline={baseline.name}, which normalises each "
+                "reward function apart, so that the penalty is in none of them: use "
                 "objective.kl_estimator=k3 objective.kl_in=loss"
             )
-        check_group_size(rule.name, self.group_size)
+        check_group_size(baseline.name, self.group_size)
         rollouts, size = self.budget.rollouts, self.group_size
         if rollouts < size or rollouts % size:
             near = [n for n in (rollouts // size * size, (rollouts // size + 1) * size) if n > 0]
@@ -292,9 +298,9 @@ class TrainConfig(Common):
                 f"budget.rollouts={rollouts} is not a multiple of group_size={size}: "
                 f"use budget.rollouts={' or '.join(map(str, near))}, or another group_size"
             )
-        if rule.needs & FROM_FRESH_COMPLETIONS:
+        if baseline.needs & FROM_FRESH_COMPLETIONS:
             check_positive(self.budget, "value_completions", prefix="budget.")
-        check_shape(rule.name, self.prompts_per_step, size, "budget.rollouts")
+        check_shape(baseline.name, self.prompts_per_step, size, "budget.rollouts")
         if self.dataset.kind == "jsonl" and not self.show_prompts:
             self.dataset.check_training(self.prompts_per_step)
         if self.prompts_per_step > (self.dataset.train_size or math.inf):

@@ -34,7 +34,7 @@ HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
 PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
 POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
 LOGIT_MEMORY_FACTOR = 4.5  # memory of log-probabilities and derivatives, over their logits
-MOST_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer by layer
+MAX_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer by layer
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Work:
     sampled_together: int
     pass_tokens: int
     # True if a backward pass holds one layer's graph at a time; None: if the whole graph is more
-    # than `MOST_GRAPH_BYTES`.
+    # than `MAX_GRAPH_BYTES`.
     by_layer: bool | None
     # True if the run computes in bfloat16 over weights of a wider type.
     bf16: bool = False
@@ -152,7 +152,7 @@ def cost(work: Work) -> Cost:
     )
     length, computed = work.sampler.max_completion_length, 2 if work.bf16 else entry
     graph = _graph(size, work.pass_tokens, computed, by_layer=bool(work.by_layer))
-    if work.by_layer is None and graph is not None and graph > MOST_GRAPH_BYTES:
+    if work.by_layer is None and graph is not None and graph > MAX_GRAPH_BYTES:
         graph = _graph(size, work.pass_tokens, computed, by_layer=True)
     if work.bf16:
         graph = _sum([graph, _product(size.parameters, 2)])  # autocast's weights

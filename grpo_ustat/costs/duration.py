@@ -18,7 +18,7 @@ from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.history import wall_seconds
 from grpo_ustat.runs.record import RunRecord
 
-MOST_RUNS_READ = 50  # finished runs, the newest
+MAX_RUNS_READ = 50  # finished runs, the newest
 AGREEING_KEYS = (  # keys of model and device, in which an earlier run must agree
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
@@ -152,7 +152,7 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
 def finished_runs(
     command: str, conditions: Mapping[str, object], usual_place: Path, folder: Path | None
 ) -> Iterator[RunRecord]:
-    """Yield finished runs of a command on this machine, newest first, at most `MOST_RUNS_READ`.
+    """Yield finished runs of a command on this machine, newest first, at most `MAX_RUNS_READ`.
 
     Args:
         command: `train`, `mse` or `gap`.
@@ -167,7 +167,7 @@ def finished_runs(
             places.append((folder.parent.parent, "*/*/result.json"))
     files = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
     times = {file.resolve(): file.stat().st_mtime for file in files}
-    for file in sorted(times, key=lambda file: times[file], reverse=True)[:MOST_RUNS_READ]:
+    for file in sorted(times, key=lambda file: times[file], reverse=True)[:MAX_RUNS_READ]:
         run = RunRecord(file.parent)
         hosts = {row.get("host") for row in run.launches if row.get("event") == "start"}
         if not run.config or run.command != command or hosts != {socket.gethostname()}:

@@ -22,7 +22,7 @@ from grpo_ustat.costs.duration import (
 )
 from grpo_ustat.terminal.console import Console
 
-MOST_BATCHES = 6  # different ones that are described in words
+MAX_BATCHES = 6  # different ones that are described in words
 EXAMPLE_PROCESSES = 8  # of the example of FSDP2
 
 
@@ -60,8 +60,8 @@ def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
 def batch_lines(plans: Sequence[Plan]) -> list[str]:
     """Describe how each different batch of training is divided."""
     lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
-    more = [f"and {len(lines) - MOST_BATCHES} other batches"] if len(lines) > MOST_BATCHES else []
-    return lines[:MOST_BATCHES] + more
+    more = [f"and {len(lines) - MAX_BATCHES} other batches"] if len(lines) > MAX_BATCHES else []
+    return lines[:MAX_BATCHES] + more
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:

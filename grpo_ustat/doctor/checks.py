@@ -47,11 +47,11 @@ FLOAT32_ERROR = 1e-3
 # The error of a product in bfloat16, which has 8 bits, is between these.
 BF16_ERROR = (3e-4, 2e-2)
 # torch loads in no less than the first; a small model trains within the second.
-LEAST_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
+MIN_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
 TRIAL_BYTES = 2**24
-LEAST_DISK_BYTES = 5e9
+MIN_DISK_BYTES = 5e9
 # 5 minutes for a checkpoint of 0.5 B parameters.
-LEAST_BYTES_PER_SECOND = 20e6
+MIN_BYTES_PER_SECOND = 20e6
 OTHER_FOLDER = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
 # Deadline and memory of a judge as in conf/dataset/math.yaml; spare seconds on a busy machine.
 JUDGE_SECONDS, JUDGE_MEMORY_GB, JUDGE_SPARE_SECONDS = 2.0, 2.0, 4.0
@@ -282,7 +282,7 @@ def check_memory(_: Path) -> Finding:
     if limit.isdecimal() and used.isdecimal() and int(limit) - int(used) < free:
         free, total = int(limit) - int(used), f"{decimal(int(limit))} granted by the container"
     message = f"{decimal(max(0, free))} free of {total}"
-    if free < LEAST_MEMORY:
+    if free < MIN_MEMORY:
         return failed(message, "end other programs, or ask for more memory (SLURM: --mem)")
     if free < ENOUGH_MEMORY:
         return warning(message, "more than the embedded policies may not fit; dry_run=true says")
@@ -319,9 +319,9 @@ def check_disk(folder: Path) -> Finding:
     if not same:
         return failed(f"{place} gave back other bytes than were written", OTHER_FOLDER)
     message = f"{decimal(free)} free in {place}, {decimal(int(speed))} a second written and synced"
-    if free < LEAST_DISK_BYTES or 0 < files < 1000:
+    if free < MIN_DISK_BYTES or 0 < files < 1000:
         return warning(f"{message}, {files} more files", "dry_run=true says what a run needs of it")
-    if speed < LEAST_BYTES_PER_SECOND:
+    if speed < MIN_BYTES_PER_SECOND:
         return warning(
             f"{message}: checkpoints will take long", f"save less often, or {OTHER_FOLDER}"
         )

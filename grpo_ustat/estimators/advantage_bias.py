@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
 # Least number of prompts whose shift is not 0: with fewer a jackknife gives no error.
-LEAST_PROMPTS = 8
+MIN_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
@@ -57,7 +57,7 @@ class MixedGroups(NamedTuple):
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
     """Return mixed groups of prompts with another group all wrong, `hard`, or all right, `easy`.
 
-    A difficulty is left out if fewer than `LEAST_PROMPTS` prompts tell of it. One half of a
+    A difficulty is left out if fewer than `MIN_PROMPTS` prompts tell of it. One half of a
     prompt's completions says whether another group would be so, the other what its groups are like,
     both ways: the same ones would make hard prompts look harder than they are, and a prompt that is
     called hard by its share of few completions may not be.
@@ -74,11 +74,11 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
         for one_PN, other_PN in (halves, halves[::-1]):
             alike_P = _choose((one_PN == reward).sum(axis=1), group_size)
             weight_P = alike_P / math.comb(half, group_size)
-            mixed_P = 1 - silent_share(other_PN, group_size)
+            mixed_P = 1 - zero_variance_share(other_PN, group_size)
             shift_P = mean_shift(other_PN, group_size)
             orders.append(weight_P * np.stack([np.ones_like(mixed_P), shift_P, mixed_P]))
         groups = MixedGroups(*np.mean(orders, axis=0))
-        if np.count_nonzero(groups.shift_P) >= LEAST_PROMPTS:
+        if np.count_nonzero(groups.shift_P) >= MIN_PROMPTS:
             found[name] = groups
     return found
 

@@ -41,8 +41,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_ustat.estimators.halves import (
-    LEAST_COMPLETIONS,
-    LEAST_PROMPTS,
+    MIN_COMPLETIONS,
+    MIN_PROMPTS,
     group_error,
     halves_of,
 )
@@ -56,12 +56,12 @@ from grpo_ustat.estimators.intervals import (
 from grpo_ustat.records import Array, ScorePool
 
 # Smallest group of leave_one_out.
-LEAST_GROUP_SIZE = 2
+MIN_GROUP_SIZE = 2
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED_NOISE = "measured noise"
 # A plan gives one prompt at most so many times the mean group size.
-MOST_TIMES_MEAN = 16
+MAX_TIMES_MEAN = 16
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
     >>> allocate(lambda sizes: noise_P1 / (sizes * (sizes + 1)), 3, 15).tolist()
     [9.0, 3.0, 3.0]
     """
-    if total < LEAST_GROUP_SIZE * count:
+    if total < MIN_GROUP_SIZE * count:
         raise ValueError(
-            f"{total} completions for {count} prompts: {LEAST_GROUP_SIZE * count} are needed"
+            f"{total} completions for {count} prompts: {MIN_GROUP_SIZE * count} are needed"
         )
-    sizes_P, more = np.full(count, float(LEAST_GROUP_SIZE)), total - LEAST_GROUP_SIZE * count
+    sizes_P, more = np.full(count, float(MIN_GROUP_SIZE)), total - MIN_GROUP_SIZE * count
     if not more:
         return sizes_P
-    most = MOST_TIMES_MEAN * (total // count)
-    saved_PK = savings(np.arange(LEAST_GROUP_SIZE, most, dtype=float)[None])
+    most = MAX_TIMES_MEAN * (total // count)
+    saved_PK = savings(np.arange(MIN_GROUP_SIZE, most, dtype=float)[None])
     least = np.partition(saved_PK, saved_PK.size - more, axis=None)[saved_PK.size - more]
     sizes_P += (saved_PK > least).sum(axis=1)
     equal = np.flatnonzero(least == saved_PK.T)[: total - int(sizes_P.sum())]
@@ -120,7 +120,7 @@ def allocation_savings(
         group_sizes: mean G, at least 3.
     """
     count, size = pool.rewards_PN.shape
-    if count < LEAST_PROMPTS or size < LEAST_COMPLETIONS:
+    if count < MIN_PROMPTS or size < MIN_COMPLETIONS:
         return []
     halves, whole = halves_of(pool)
     binary = is_binary(pool.rewards_PN)

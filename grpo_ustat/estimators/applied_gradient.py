@@ -267,14 +267,23 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
     return ""
 
 
-def advantages_by_rule(loss: Loss, rewards_PG: Array, context: BaselineContext) -> dict[str, Array]:
-    """Compute the advantages of a batch by the loss's rule and those it may be mistaken for.
+def advantages_by_baseline(
+    loss: Loss, rewards_PG: Array, context: BaselineContext
+) -> dict[str, Array]:
+    """Compute the advantages of a batch by the loss's baseline and those it may be mistaken for.
 
-    They are [P, G] each; the rule of the loss comes first.
+    They are [P, G] each; the baseline of the loss comes first.
     """
-    rules: dict[str, Mapping[str, float]] = {loss.rule: loss.options}
-    rules |= {rule: options for rule, options in OTHER_RULES.items() if rule != loss.rule}
-    return {rule: advantages(rule, rewards_PG, context, options) for rule, options in rules.items()}
+    baselines: dict[str, Mapping[str, float]] = {loss.baseline: loss.options}
+    baselines |= {
+        baseline: options
+        for baseline, options in OTHER_BASELINES.items()
+        if baseline != loss.baseline
+    }
+    return {
+        baseline: advantages(baseline, rewards_PG, context, options)
+        for baseline, options in baselines.items()
+    }
 
 
 def other_losses(
@@ -286,7 +295,7 @@ def other_losses(
 
     Args:
         loss: the declared loss.
-        advantage_N: advantages of the rows by rule, see `advantages_by_rule`.
+        advantage_N: advantages of the rows by baseline, see `advantages_by_baseline`.
         weight_N: the declared weights of their tokens.
         lengths_N: number of tokens that count, 0 for a row that is left out.
     """
@@ -296,10 +305,10 @@ def other_losses(
         if kind != same:
             kinds[kind] = token_weights(kind, lengths_N, loss.max_completion_length)
     found: list[tuple[list[str], Array]] = []
-    for rule, advantage in advantage_N.items():
+    for baseline, advantage in advantage_N.items():
         for kind, weight in kinds.items():
             changes = [f"loss_type={kind}"] if kind != loss.loss_type else []
-            changes += [f"advantages {rule}"] if rule != loss.rule else []
+            changes += [f"advantages {baseline}"] if baseline != loss.baseline else []
             found.append((changes, advantage * weight))
     found.sort(key=lambda one: len(one[0]))
     return {" with ".join(changes): weights for changes, weights in found if changes}
@@ -308,7 +317,7 @@ def other_losses(
 OTHER_KINDS = ("sum", "dr_grpo", "grpo", "dapo")
 # Loss types whose weights are those of another one.
 ALIASES = {"luspo": "sum", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}
-OTHER_RULES: dict[str, Mapping[str, float]] = {
+OTHER_BASELINES: dict[str, Mapping[str, float]] = {
     "group_mean": {},
     "group_std": {"epsilon": 1e-4},
     "batch_std": {"epsilon": 1e-4},

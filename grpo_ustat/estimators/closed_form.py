@@ -38,7 +38,7 @@ from grpo_ustat.estimators.moments import (
     pool_moments,
 )
 from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
-from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
+from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
 # Questions whose sketches are taken to float64 at once: 30 MB of the default budget.
@@ -129,9 +129,9 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     count = request.questions
     pairs = (count - 1) / (with_others_Kh.shape[1] - 1) if pool.metrics > 1 else 1
     estimates = _statistics(means, pairs * with_others_Kh.sum() / count**2, count, request)
-    if interval == "questions" and count < LEAST_QUESTIONS:
+    if interval == "questions" and count < MIN_QUESTIONS:
         estimates = dict.fromkeys(estimates, np.full((), np.nan))
-        delete_one = dict.fromkeys(estimates, np.full((1, LEAST_QUESTIONS), np.nan))
+        delete_one = dict.fromkeys(estimates, np.full((1, MIN_QUESTIONS), np.nan))
     elif interval == "questions":
         delete_one = _delete_one_question(per_question, with_others_Kh, request)
     else:

@@ -27,6 +27,7 @@ import numpy as np
 
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.efficiency import UpdateMoments
 from grpo_ustat.estimators.group_terms import context_of
 from grpo_ustat.estimators.row_weights import (
     COUPLED,
@@ -36,7 +37,6 @@ from grpo_ustat.estimators.row_weights import (
     row_weights,
     rows_that_count,
 )
-from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
 # Questions for each prompt of a batch: a draw has two batches, and leaves out as many questions.
@@ -58,15 +58,15 @@ class Batch:
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
     """Return the loss without the parts that couple its rows; replaced groups stay replaced."""
-    rule, options = loss.rule, loss.options
-    if rule == "gdpo":
+    baseline, options = loss.baseline, loss.options
+    if baseline == "gdpo":
         # It reads the weighted sum.
-        rule = "group_std"
-    elif BASELINES[rule].couples_prompts:
-        rule, options = "group_mean" if group_size > 1 else "none", {}
+        baseline = "group_std"
+    elif BASELINES[baseline].couples_prompts:
+        baseline, options = "group_mean" if group_size > 1 else "none", {}
     loss_type = "sum" if loss.loss_type in COUPLED else loss.loss_type
     return replace(
-        loss, rule=rule, options=options, loss_type=loss_type, micro_batch_size=None,
+        loss, baseline=baseline, options=options, loss_type=loss_type, micro_batch_size=None,
         rows=RowFilter(loss.rows.zero_variance_groups) if loss.rows.replaces else RowFilter(),
     )  # fmt: skip
 
@@ -138,13 +138,13 @@ def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batc
     """Return the share of an update's rows that count, over drawn batches, see `rows_that_count`.
 
     Args:
-        loss: a loss whose rule reads only rewards.
+        loss: a loss whose baseline reads only rewards.
         draws: pairs of batches, as of `drawn_batches`.
     """
     shares: list[float] = []
     for batch in (one for both in draws for one in both):
         rewards_BG = pool.rewards_PN[batch.prompt_B[:, None], batch.place_BG]
-        advantage_BG = advantages(loss.rule, rewards_BG, BaselineContext(), loss.options)
+        advantage_BG = advantages(loss.baseline, rewards_BG, BaselineContext(), loss.options)
         shares.append(float(rows_that_count(loss.rows, rewards_BG, advantage_BG).mean()))
     return float(np.mean(shares))
 

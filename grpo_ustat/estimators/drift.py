@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ustat.estimators.efficiency import without
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
-from grpo_ustat.estimators.worth import without
 from grpo_ustat.records import Array
 
 # Effective share up to which few weights decide it, which may not be drawn yet.
-LEAST_BOUNDED = 0.6
+MIN_BOUNDED = 0.6
 
 
 def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
@@ -75,4 +75,4 @@ def drift_of(sums_PS: Array, count: int) -> Drift:
 def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
     """Compute a share's interval, from 0 on where the largest weights may not be drawn yet."""
     interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
-    return interval if interval.estimate > LEAST_BOUNDED else interval._replace(low=0.0)
+    return interval if interval.estimate > MIN_BOUNDED else interval._replace(low=0.0)

@@ -1,8 +1,8 @@
 r"""Effect of dynamic sampling on the gradient, and cost of a kept group (DAPO, 2503.14476).
 
-Groups are drawn until B of them have rewards that differ; the rest, silent, are dropped. With q_x
-the chance that a group of prompt x is silent (`p^G + (1-p)^G` for 0/1 rewards), `K = E[1 - q_X]`
-the share that is kept, and ghat any estimate that is 0 on silent groups,
+Groups are drawn until B of them have rewards that differ; the rest, of zero variance, are dropped.
+With q_x the chance that a group of prompt x has zero variance (`p^G + (1-p)^G` for 0/1 rewards), `K
+= E[1 - q_X]` the share that is kept, and ghat any estimate that is 0 on zero-variance groups,
 
     a kept group's prompt has the law   rho(x) (1 - q_x) / K
     E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
@@ -16,8 +16,9 @@ generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbias
 
 Per generated group the first is `(M - ||grad J||^2 / K) / N`: better, because the number of kept
 groups is fixed, but only by the share `(1/K - 1) G / n_c(G)` (n_c is the noise scale). The same
-generated groups, silent ones left out of the update and not replaced, have the error of the second
-line at the price of the first. So dynamic sampling pays as long as it throws away less than a share
+generated groups, zero-variance ones left out of the update and not replaced, have the error of the
+second line at the price of the first. So dynamic sampling pays as long as it throws away less than
+a share
 
     s = (1/K - 1) G / n_c(G)
 
@@ -47,25 +48,29 @@ class KeptGroups(NamedTuple):
 
 
 def kept_groups(
-    silent_P: Array, group_size: int, scale: Interval, most: int = 1, level: float = CONFIDENCE
+    zero_variance_P: Array,
+    group_size: int,
+    scale: Interval,
+    most: int = 1,
+    level: float = CONFIDENCE,
 ) -> KeptGroups:
     """Estimate the cost and the break-even share of dynamic sampling.
 
     Args:
-        silent_P: unbiased estimates of q_x, see `ustatistic.silent_share`.
+        zero_variance_P: unbiased estimates of q_x, see `ustatistic.zero_variance_share`.
         group_size: G.
         scale: n_c(G), in rollouts; an unknown end is NaN, a missing upper end infinite.
         most: groups behind an estimate of q_x, at least 1.
         level: coverage of the interval of K, and of `scale`.
 
-    >>> silent = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
-    >>> groups = kept_groups(silent, 8, Interval(80.0, 40.0, math.inf))
+    >>> shares = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
+    >>> groups = kept_groups(shares, 8, Interval(80.0, 40.0, math.inf))
     >>> groups.kept.estimate, groups.generated.estimate, groups.break_even.estimate
     (0.5, 2.0, 0.1)
     >>> groups.break_even.low
     0.0
     """
-    kept = clustered_wilson(1 - np.asarray(silent_P), most, level)
+    kept = clustered_wilson(1 - np.asarray(zero_variance_P), most, level)
     generated = Interval(*(1 / x if x > 0 else math.inf for x in (kept[0], kept[2], kept[1])))
 
     def threshold(more: float, noise: float) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
-    LEAST_UNITS,
+    MIN_UNITS,
     Interval,
     jackknife_interval,
     ratio_interval,
@@ -66,8 +66,8 @@ def noise_scale_from_norms(
         raise ValueError(f"norms at groups {[*sq_norms]}: use those at two numbers of groups")
     steps = {b: len(norms) for b, norms in sq_norms.items()}
     count = min(steps.values())
-    if count < LEAST_UNITS or count != max(steps.values()):
-        raise ValueError(f"steps by groups {steps}: use as many at each, {LEAST_UNITS} or more")
+    if count < MIN_UNITS or count != max(steps.values()):
+        raise ValueError(f"steps by groups {steps}: use as many at each, {MIN_UNITS} or more")
     norms_BSK = [np.reshape(norms, (count, -1)).astype(float) for norms in sq_norms.values()]
     groups_B = np.array([*sq_norms], dtype=float)
     design_B2 = np.stack([np.ones_like(groups_B), 1 / groups_B], axis=1)

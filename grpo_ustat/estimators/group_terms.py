@@ -37,22 +37,22 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.moments import centred
-from grpo_ustat.estimators.row_weights import SILENT, Loss, mixed_groups
+from grpo_ustat.estimators.row_weights import ZERO_IF_EQUAL, Loss, mixed_groups
 from grpo_ustat.estimators.token_weights import ALL, by_kind
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-# Rules that give equal rewards of a group equal advantages, whatever their order.
+# Baselines that give equal rewards of a group equal advantages, whatever their order.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std", "quantile",
 )  # fmt: skip
-# Rules whose advantages are linear in the rewards of the group.
+# Baselines whose advantages are linear in the rewards of the group.
 LINEAR = ("none", "constant", "leave_one_out", "group_mean")
 # Prompts whose sketches are converted to float64 at once.
 BLOCK = 64
 # Most compositions of a group's levels that are listed; beyond them groups are drawn.
-MOST_COMPOSITIONS = 5000
+MAX_COMPOSITIONS = 5000
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,23 @@ class LevelSums:
 
     def terms(
         self,
-        rule: str,
+        baseline: str,
         options: Mapping[str, float],
         group_size: int,
         replaced: bool = False,
         beta: float = 0.0,
     ) -> GroupTerms:
-        """Compute the terms of a rule of `BY_LEVELS`, over all groups of G.
+        """Compute the terms of a baseline of `BY_LEVELS`, over all groups of G.
 
         Args:
-            rule, options: rule of advantages, and its options.
+            baseline, options: baseline of advantages, and its options.
             group_size: G.
             replaced: True if groups of equal rewards are drawn anew.
             beta: coefficient of the penalty, if a kind of vectors is one.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
-        advantage_CG = advantages(rule, reward_CG, BaselineContext(), options)
+        advantage_CG = advantages(baseline, reward_CG, BaselineContext(), options)
         # The first row of each level; any place serves for a level without rows, its count is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
@@ -173,7 +173,7 @@ def compositions(levels: int, group_size: int) -> Integers:
 
 
 def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
-    """Compute the terms of a rule of `LINEAR` over all groups of G, see `is_linear`.
+    """Compute the terms of a baseline of `LINEAR` over all groups of G, see `is_linear`.
 
     With `A_i = c (u_i - b S_i)`, S_i the sum of u over the other members of the group, and R the
     sum of u over k completions drawn from the n others of the pool,
@@ -193,7 +193,7 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
     means: list[Array] = []
     for first in range(0, prompts, BLOCK):
         part = slice(first, first + BLOCK)
-        u_PN, b, c = _linear_rule(loss, pool.rewards_PN[part], group_size)
+        u_PN, b, c = _linear_baseline(loss, pool.rewards_PN[part], group_size)
         sum_P1, square_P1 = u_PN.sum(axis=1, keepdims=True), np.square(u_PN).sum(1, keepdims=True)
         mean, square = _sum_of_drawn(
             sum_P1 - u_PN, square_P1 - u_PN**2, completions - 1, group_size - 1
@@ -214,17 +214,17 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
         energies.append((weight_PNN * pool.gram_PNN[part]).sum(axis=(1, 2)))
         weight_PN = one_in * first_PN * factors_PN[part]
         means.append(np.einsum("pn,pnr->pr", weight_PN, pool.features_PNR[part]))
-    kept_P = 1 - silent_share(pool.rewards_PN, group_size) if loss.rows.replaces else None
+    kept_P = 1 - zero_variance_share(pool.rewards_PN, group_size) if loss.rows.replaces else None
     return GroupTerms(np.concatenate(energies), np.concatenate(means), kept_P)
 
 
-def _linear_rule(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array, float, float]:
-    """Return u, b and c of a rule of `LINEAR`, see `linear_terms`."""
-    if loss.rule == "none":
+def _linear_baseline(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array, float, float]:
+    """Return u, b and c of a baseline of `LINEAR`, see `linear_terms`."""
+    if loss.baseline == "none":
         return rewards_PN, 0.0, 1.0
-    if loss.rule == "constant":
+    if loss.baseline == "constant":
         return rewards_PN - loss.options["value"], 0.0, 1.0
-    shrinks = loss.rule == "group_mean"
+    shrinks = loss.baseline == "group_mean"
     return centred(rewards_PN), 1 / (group_size - 1), 1 - 1 / group_size if shrinks else 1.0
 
 
@@ -242,7 +242,7 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> BaselineContext:
-    """Return what a rule may read besides the rewards of groups of a pool.
+    """Return what a baseline may read besides the rewards of groups of a pool.
 
     The history is that of a first step.
 
@@ -260,7 +260,7 @@ def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> Base
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
-    """Compute the terms of any rule that treats prompts separately, over groups that are drawn.
+    """Compute the terms of any baseline that treats prompts separately, over groups that are drawn.
 
     Args:
         order_PDG: places of the members of D groups in each prompt's pool.
@@ -279,7 +279,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
         of_group = places_PDG.reshape(-1, size)
         of_prompt = np.repeat(np.arange(first, first + count), draws)[:, None]
         advantage = advantages(
-            loss.rule, rewards.reshape(-1, size), context_of(pool, of_prompt, of_group),
+            loss.baseline, rewards.reshape(-1, size), context_of(pool, of_prompt, of_group),
             loss.options,
         )  # fmt: skip
         factors = factors / size
@@ -322,15 +322,15 @@ def is_linear(loss: Loss) -> bool:
 
     That needs one vector a row, and groups of equal rewards that count or have no advantage.
     """
-    counts = not loss.rows.replaces or loss.rule in SILENT
-    return loss.rule in LINEAR and loss.kinds == (ALL,) and counts
+    counts = not loss.rows.replaces or loss.baseline in ZERO_IF_EQUAL
+    return loss.baseline in LINEAR and loss.kinds == (ALL,) and counts
 
 
-def has_levels(pool: ScorePool, rule: str, group_size: int) -> bool:
+def has_levels(pool: ScorePool, baseline: str, group_size: int) -> bool:
     """Return True if all groups of G can be counted by the levels of their rewards."""
     levels = len(np.unique(pool.rewards_PN))
-    listed = comb(group_size + levels - 1, levels - 1) <= MOST_COMPOSITIONS
-    return rule in BY_LEVELS and listed and not BASELINES[rule].needs
+    listed = comb(group_size + levels - 1, levels - 1) <= MAX_COMPOSITIONS
+    return baseline in BY_LEVELS and listed and not BASELINES[baseline].needs
 
 
 def _over(above: Array, below: Array) -> Array:

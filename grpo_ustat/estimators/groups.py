@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_ustat.estimators.intervals import (
-    LEAST_UNITS,
+    MIN_UNITS,
     UNDETERMINED,
     Interval,
     Tails,
@@ -40,13 +40,13 @@ from grpo_ustat.estimators.intervals import (
     wilson,
 )
 from grpo_ustat.estimators.moments import norm_moments, shifted_moments
-from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, LEAST_GSTAR, ScalingLaw
+from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
 # Share of a group's E||ghat||^2 that is lost if the policies differ by 1 nat, see `withheld`.
 LOST = 0.0175
 # Bias as a share of the estimate, and drift in nats, beyond which a number is withheld.
-TOLERABLE_BIAS, MOST_DRIFT = 0.2, 1.0
+TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
 
 
 class GroupTerms(NamedTuple):
@@ -176,7 +176,7 @@ def law_of_prompts(
             f"shapes {rewards_PN.shape}, {sq_norm_PN.shape}, {gradient_gram_PP.shape}: use [P, N], "
             "[P, N], [P, P]"
         )
-    if count < LEAST_UNITS:
+    if count < MIN_UNITS:
         raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
     if completions < 3:
         raise ValueError(f"C2 and C3 need at least 3 completions a prompt, got {completions}")
@@ -228,11 +228,11 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     whole_4, delete_one_4Kn = _averages(steps)
     law = ScalingLaw.jackknifed(whole_4, delete_one_4Kn, len(norms_P))
     heavy, varied_P = True, norms_P[~np.isnan(norms_P)]
-    if law.has_errors and len(varied_P) >= LEAST_UNITS:
+    if law.has_errors and len(varied_P) >= MIN_UNITS:
         heavy = tails(varied_P[None], delete_one_4Kn[1:3]).heavy
-    silent = float(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
+    share = float(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
     intervals = law.intervals(group_size)
-    intervals["zero_variance"] = wilson(silent * len(norms_P), len(norms_P))
+    intervals["zero_variance"] = wilson(share * len(norms_P), len(norms_P))
     if group_size == 2:
         intervals |= _identified_by_pairs(law, intervals["gstar"])
     return NoiseEstimate(intervals, law, heavy, assumption2=group_size == 2)
@@ -247,11 +247,11 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
     values_4K = np.stack([step.constants_4 for step in steps], axis=1)
     whole_4 = values_4K.mean(axis=1)
     counts, number = {len(step.g_sq_P) for step in steps}, len(steps)
-    if len(counts) == 1 and min(counts) >= LEAST_UNITS:
+    if len(counts) == 1 and min(counts) >= MIN_UNITS:
         without_4KP = np.stack([step.without_each_4P for step in steps], axis=1)
         change_4KP = (without_4KP - values_4K[:, :, None]) / number
         return whole_4, whole_4[:, None, None] + change_4KP
-    if number >= LEAST_UNITS:
+    if number >= MIN_UNITS:
         return whole_4, ((number * whole_4[:, None] - values_4K) / (number - 1))[:, None]
     return whole_4, np.full((4, 1, 2), math.nan)
 
@@ -277,7 +277,7 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
         found[name] = UNDETERMINED._replace(estimate=bound.best_size())
         if not math.isnan(gstar.low):
             found[name] = bound.gstar()
-    low = max(found["gstar_least"].low, LEAST_GSTAR)
+    low = max(found["gstar_least"].low, MIN_GSTAR)
     found["gstar"] = Interval(math.nan, low, found["gstar_most"].high)
     return found | {"gstar_assumption2": gstar, "c2_plus_c3": law.linear(C2 + C3)}
 
@@ -323,7 +323,7 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
         ("c1", "large", ("prompt_share", *bound)),
     ):
         value, _, high = estimate.intervals[name]
-        if drift > MOST_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
+        if drift > MAX_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
             reason = (
                 f"the policy moved {drift:.2g} nats a completion within a window, so {name} may "
                 f"be too {word} by {lost:.2g}"

@@ -12,9 +12,9 @@ from grpo_ustat.records import Array, Integers, ScorePool
 
 HALVINGS = 16
 # Least number of prompts, of which a jackknife leaves one out.
-LEAST_PROMPTS = 10
+MIN_PROMPTS = 10
 # Least number of completions with which both halves have unbiased moments.
-LEAST_COMPLETIONS = 6
+MIN_COMPLETIONS = 6
 
 
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS, MEAN_REWARD, Array
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, MIN_QUESTIONS, Array
 
 CONFIDENCE = 0.95
 # A sample below either number has heavy tails, see `Tails.heavy`.
-LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3
+MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
 # Least number of units, of which a jackknife leaves one out.
-LEAST_UNITS = 4
+MIN_UNITS = 4
 # Smallest p-value that is told apart, and bisection steps to a larger one.
-LEAST_P_VALUE, P_VALUE_STEPS = 1e-9, 24
+MIN_P_VALUE, P_VALUE_STEPS = 1e-9, 24
 
 
 class Interval(NamedTuple):
@@ -223,7 +223,7 @@ class Tails(NamedTuple):
         questions. It misses score norms of infinite variance in up to two thirds of the pools: a
         sample that lacks the largest values does not show it.
         """
-        return bool(self.effective_size < LEAST_EFFECTIVE or self.carriers < LEAST_CARRIERS)
+        return bool(self.effective_size < MIN_EFFECTIVE or self.carriers < MIN_CARRIERS)
 
 
 def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
@@ -261,13 +261,13 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
     """
     size, carriers = sample_tails
     reasons: list[str] = []
-    if size < LEAST_EFFECTIVE:
-        known, needed = 1 / math.sqrt(size), 1 / math.sqrt(LEAST_EFFECTIVE)
+    if size < MIN_EFFECTIVE:
+        known, needed = 1 / math.sqrt(size), 1 / math.sqrt(MIN_EFFECTIVE)
         reasons.append(
             f"their mean squared score norm is known to +- {known:.0%} ({needed:.0%} is needed)"
         )
-    if carriers < LEAST_CARRIERS:
-        reasons.append(f"{carriers:.1f} of them decide a standard error ({LEAST_CARRIERS} needed)")
+    if carriers < MIN_CARRIERS:
+        reasons.append(f"{carriers:.1f} of them decide a standard error ({MIN_CARRIERS} needed)")
     reason = ", and ".join(reasons).replace("%", " %")
     return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
 
@@ -322,7 +322,7 @@ def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
     """
-    if len(rewards_PN) >= LEAST_QUESTIONS:
+    if len(rewards_PN) >= MIN_QUESTIONS:
         return mean_reward(rewards_PN, level)
     if is_binary(rewards_PN):
         return wilson(float(rewards_PN.sum()), rewards_PN.size, level)
@@ -443,9 +443,9 @@ def decide(
         below = high < most or most == math.inf
         return (above and below) if inside else high <= least or low >= most
 
-    low, high = math.log(LEAST_P_VALUE), 0.0
-    if decides(LEAST_P_VALUE):
-        return Decision(number, inside, LEAST_P_VALUE)
+    low, high = math.log(MIN_P_VALUE), 0.0
+    if decides(MIN_P_VALUE):
+        return Decision(number, inside, MIN_P_VALUE)
     for _ in range(P_VALUE_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if decides(math.exp(middle)) else (middle, high)

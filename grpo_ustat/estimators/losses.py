@@ -17,6 +17,16 @@ from grpo_ustat.estimators.coupled_losses import (
     drawn_mixed_batches,
     prompts_needed,
 )
+from grpo_ustat.estimators.efficiency import (
+    LossError,
+    RelativeEfficiency,
+    UpdateMoments,
+    best_sizes,
+    loss_error,
+    product_of_means,
+    relative_efficiency,
+    update_moments,
+)
 from grpo_ustat.estimators.group_terms import (
     GroupTerms,
     LevelSums,
@@ -30,33 +40,23 @@ from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.estimators.token_weights import TokenWeights
-from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.estimators.worth import (
-    LossError,
-    UpdateMoments,
-    Worth,
-    alike,
-    loss_error,
-    product_of_means,
-    update_moments,
-    worth,
-)
-from grpo_ustat.records import LEAST_QUESTIONS, Array, ScorePool
+from grpo_ustat.estimators.ustatistic import zero_variance_share
+from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
-# Fields that a rule may read besides rewards if the pool has several reward functions.
+# Fields that a baseline may read besides rewards if the pool has several reward functions.
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}
 # Fields that it may read of any pool.
 FROM_A_POOL = OF_THE_BATCH - OF_FUNCTIONS
-# Groups drawn of each question for a rule whose groups cannot all be counted.
+# Groups drawn of each question for a baseline whose groups cannot all be counted.
 DRAWN_GROUPS = 256
 
 
 class Refusal(NamedTuple):
     """Reason why a loss cannot be measured on a pool at a group size."""
 
-    # "questions", "rule reads more", "rule remembers", "rule's groups", "completions",
-    # "no multiple", "mixed questions", "metrics", "micro-batches", "rule's prompts" or
+    # "questions", "baseline reads more", "baseline remembers", "baseline's groups", "completions",
+    # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
     # "coupled questions".
     kind: str
     # In words, with the fields of a study that mend it.
@@ -76,17 +76,17 @@ class LossRow:
     # n of an update.
     rollouts: int
     # None if it is not measured, for the `reason`.
-    worth: Worth | None
+    efficiency: RelativeEfficiency | None
     # True if this G is the best of the measured ones for the loss at this n.
     best: bool = False
     # True if this G is not significantly worse than the best.
-    alike: bool = False
+    may_be_best: bool = False
     reason: Refusal | None = None
     # K, the share of groups that are not replaced; None if the loss replaces no groups.
     kept: Interval | None = None
 
 
-def loss_worths(
+def loss_efficiencies(
     pool: ScorePool,
     losses: Sequence[Loss],
     group_sizes: Sequence[int],
@@ -95,9 +95,9 @@ def loss_worths(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> list[LossRow]:
-    """Estimate the worth of a rollout of each loss at each G, for new questions.
+    """Estimate the relative efficiency of each loss at each G, for new questions.
 
-    See `estimators.worth`.
+    See `estimators.efficiency`.
 
     Args:
         pool: N scored completions of each of 4 questions or more, from which the unbiased estimate
@@ -129,15 +129,15 @@ def loss_worths(
     for loss, own_sizes in measured.items():
         if not own_sizes:
             continue
-        best, others = alike({x: errors[loss, x].error_D for x in own_sizes}, pool.metrics)
+        best, others = best_sizes({x: errors[loss, x].error_D for x in own_sizes}, pool.metrics)
         rows += [
             LossRow(
                 loss,
                 size,
                 rollouts,
-                worth(errors[loss, size], size, unbiased, pool.metrics),
+                relative_efficiency(errors[loss, size], size, unbiased, pool.metrics),
                 best=size == best,
-                alike=size in others,
+                may_be_best=size in others,
                 kept=kept_share(_pool_of(loss, pool, weighted), size)
                 if loss.rows.replaces
                 else None,
@@ -159,7 +159,7 @@ def loss_errors(
 
     Args:
         measured: the G at which each loss is measured, none of them refused.
-        rollouts, draws, seed, weighted: see `loss_worths`.
+        rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
     return {
@@ -213,22 +213,22 @@ def loss_moments(
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
     """Return the reason why a loss cannot be measured on a pool at G; None if it can."""
     questions, completions = pool.rewards_PN.shape
-    rule, prompts = BASELINES[loss.rule], rollouts // group_size
-    named = f"baseline {loss.rule}"
-    if questions < LEAST_QUESTIONS:
+    baseline, prompts = BASELINES[loss.baseline], rollouts // group_size
+    named = f"baseline {loss.baseline}"
+    if questions < MIN_QUESTIONS:
         few = "1 question gives" if questions == 1 else f"{questions} questions give"
-        line = f"{few} no interval: use study.questions={LEAST_QUESTIONS}"
-        return Refusal("questions", line, LEAST_QUESTIONS, questions)
-    missing = rule.needs - FROM_A_POOL
+        line = f"{few} no interval: use study.questions={MIN_QUESTIONS}"
+        return Refusal("questions", line, MIN_QUESTIONS, questions)
+    missing = baseline.needs - FROM_A_POOL
     if missing - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
         line = f"{named} reads {', '.join(sorted(missing))}, which no pool of one policy has"
-        return Refusal("rule reads more", line)
-    if rule.only_trains:
+        return Refusal("baseline reads more", line)
+    if baseline.only_trains:
         line = f"{named} remembers past batches, which a pool has none of"
-        return Refusal("rule remembers", line)
-    if group_size < rule.min_group_size:
-        line = f"{named} needs groups of {rule.min_group_size} or more"
-        return Refusal("rule's groups", line, rule.min_group_size, group_size)
+        return Refusal("baseline remembers", line)
+    if group_size < baseline.min_group_size:
+        line = f"{named} needs groups of {baseline.min_group_size} or more"
+        return Refusal("baseline's groups", line, baseline.min_group_size, group_size)
     if group_size > completions:
         line = (
             f"groups of {group_size} need as many completions of each question, the pool has "
@@ -240,14 +240,14 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
         return Refusal("no multiple", line)
     kept = 1.0
     if loss.rows.replaces:
-        kept_P = 1 - silent_share(pool.rewards_PN, group_size)
+        kept_P = 1 - zero_variance_share(pool.rewards_PN, group_size)
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
-        if mixed < LEAST_QUESTIONS:
+        if mixed < MIN_QUESTIONS:
             line = (
                 f"{mixed} questions have groups of {group_size} whose rewards differ: use "
-                f"{LEAST_QUESTIONS} or more of such"
+                f"{MIN_QUESTIONS} or more of such"
             )
-            return Refusal("mixed questions", line, LEAST_QUESTIONS, mixed)
+            return Refusal("mixed questions", line, MIN_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:
@@ -256,12 +256,12 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         line = f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
         return Refusal("micro-batches", line)
-    if prompts < rule.min_prompts:
+    if prompts < baseline.min_prompts:
         line = (
-            f"{named} needs {rule.min_prompts} prompts in an update, and study.rollouts={rollouts} "
-            f"in groups of {group_size} has {prompts}"
+            f"{named} needs {baseline.min_prompts} prompts in an update, and "
+            f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
         )
-        return Refusal("rule's prompts", line, rule.min_prompts, prompts)
+        return Refusal("baseline's prompts", line, baseline.min_prompts, prompts)
     needed = prompts_needed(prompts, kept)
     if needed > questions:
         line = (
@@ -275,7 +275,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
 def kept_share(pool: ScorePool, group_size: int) -> Interval:
     """Estimate K, the share of groups of G with unequal rewards; the interval is over questions."""
     most = pool.rewards_PN.shape[1] // group_size
-    return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
+    return clustered_wilson(1 - zero_variance_share(pool.rewards_PN, group_size), most)
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
@@ -289,7 +289,7 @@ def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> in
     """
     if loss.couples_prompts:
         return draws
-    return None if has_levels(pool, loss.rule, group_size) or is_linear(loss) else DRAWN_GROUPS
+    return None if has_levels(pool, loss.baseline, group_size) or is_linear(loss) else DRAWN_GROUPS
 
 
 def _pool_of(loss: Loss, pool: ScorePool, weighted: Mapping[TokenWeights, ScorePool]) -> ScorePool:
@@ -323,13 +323,15 @@ def _terms(
         seed: seed of groups that are drawn.
         unweighted: the pool of the unbiased estimate, whose terms take noise off drawn ones.
     """
-    if has_levels(pool, loss.rule, group_size):
+    if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)
         if key not in sums:
             # With many questions each entry takes gigabytes.
             sums.clear()
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
-        return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
+        return sums[key].terms(
+            loss.baseline, loss.options, group_size, loss.rows.replaces, loss.beta
+        )
     if is_linear(loss):
         return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
@@ -339,8 +341,8 @@ def _terms(
     place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)
     place_PDG = place_PDN[..., :group_size]
     drawn = drawn_terms(pool, loss, place_PDG)
-    if group_size < BASELINES[UNBIASED.rule].min_group_size:
+    if group_size < BASELINES[UNBIASED.baseline].min_group_size:
         return drawn
-    plain = replace(loss, rule=UNBIASED.rule, options={}, rows=RowFilter(), tokens=None)
+    plain = replace(loss, baseline=UNBIASED.baseline, options={}, rows=RowFilter(), tokens=None)
     control = drawn_terms(unweighted, plain, place_PDG)
     return with_control(drawn, control, linear_terms(unweighted, plain, group_size))

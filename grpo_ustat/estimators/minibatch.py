@@ -23,7 +23,7 @@ Number = TypeVar("Number", float, Array)
 
 @dataclass(frozen=True)
 class GradientError:
-    """The error of an estimate T of the gradient, by one rule at one group size."""
+    """The error of an estimate T of the gradient, by one baseline at one group size."""
 
     # E||T - tau||^2 with its interval; `bias2` and `variance` are its parts.
     mse: Interval

@@ -46,7 +46,7 @@ from grpo_ustat.records import Array
 # Prompts whose matrices of signs are in memory at once.
 BLOCK = 64
 # The largest correlation for Fisher's scale, which has no end at 1.
-LARGEST_CORRELATION = 0.99
+MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
@@ -130,7 +130,7 @@ def correlation(
         return UNDETERMINED
     ratio = xy.whole / math.sqrt(xx.whole * yy.whole)
     delete_one_n = xy.delete_one_n / np.sqrt(xx.delete_one_n * yy.delete_one_n)
-    if max(abs(ratio), np.abs(delete_one_n).max()) < LARGEST_CORRELATION:
+    if max(abs(ratio), np.abs(delete_one_n).max()) < MAX_CORRELATION:
         scaled = jackknife_interval(math.atanh(ratio), np.arctanh(delete_one_n)[None], level)
         return Interval(*map(math.tanh, scaled))
     plain = jackknife_interval(ratio, delete_one_n[None], level)

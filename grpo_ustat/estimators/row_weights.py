@@ -3,7 +3,7 @@ r"""The weights of the rows of a loss: an update's gradient is `sum_i W_i s_i`, 
 A row is a completion of L_i tokens, its score `s_i = sum_t grad log pi(token t | before)`. At the
 first update of a batch every importance ratio is 1, and a loss whose tokens all weigh the same has
 
-    W_i = A_i w_i        A_i  advantage, a rule of `estimators.baselines`
+    W_i = A_i w_i        A_i  advantage, a baseline of `estimators.baselines`
                          w_i  weight of every token of the row, `token_weights`
 
 n rows, the sums over those that count (a row that is left out has L_i = 0 and W_i = 0):
@@ -42,8 +42,8 @@ BY_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")
 # Loss types whose w_i depends on other rows.
 COUPLED = (*BY_TOKENS_OF_ALL, "bnpo")
 KEEP, DROP, REPLACE = ZERO_VARIANCE = ("keep", "drop", "replace")
-# Rules whose advantages are 0 if all rewards of a group are equal.
-SILENT = ("leave_one_out", "group_mean")
+# Baselines whose advantages are 0 if all rewards of a group are equal.
+ZERO_IF_EQUAL = ("leave_one_out", "group_mean")
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class Loss:
 
     # Name of the objective.
     name: str
-    # Rule of its advantages, a key of `BASELINES`, with the rule's options.
-    rule: str
+    # Baseline of its advantages, a key of `BASELINES`, with the baseline's options.
+    baseline: str
     options: Mapping[str, float] = field(hash=False)
     # One of `LOSS_TYPES`.
     loss_type: str
@@ -194,26 +194,26 @@ class Loss:
     @property
     def couples_prompts(self) -> bool:
         """True if a row's weight depends on other groups: the gradient is no mean over prompts."""
-        rule = BASELINES[self.rule]
-        return self.rows.couples or self.loss_type in COUPLED or rule.couples_prompts
+        baseline = BASELINES[self.baseline]
+        return self.rows.couples or self.loss_type in COUPLED or baseline.couples_prompts
 
     def scale(self, group_size: int) -> float | None:
         """Return c with E ghat = c grad J for any policy and rewards; None for other losses.
 
         If groups are replaced and a share K is kept, E ghat = c grad J / K. The mean of a group
-        that is kept is g_x / (1 - q_x) where a rule is 0 on the others, and the law of its prompt
-        rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
+        that is kept is g_x / (1 - q_x) where a baseline is 0 on the others, and the law of its
+        prompt rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
             return None
-        if self.rows.replaces and self.rule not in SILENT:
+        if self.rows.replaces and self.baseline not in ZERO_IF_EQUAL:
             return None
         if self.tokens is not None and not self.tokens.unbiased:
             return None
-        if self.rule == "group_mean":
+        if self.baseline == "group_mean":
             return (group_size - 1) / group_size / divisor
-        return 1 / divisor if BASELINES[self.rule].unbiased else None
+        return 1 / divisor if BASELINES[self.baseline].unbiased else None
 
     def counted_lengths(self, lengths: Integers, ended: Mask | None = None) -> Integers:
         """Return L of each row, 0 for those that are left out."""
@@ -242,7 +242,7 @@ def row_weights(
 
     Args:
         rewards_PG: rewards of all prompts of the update.
-        context: the fields that the rule of advantages reads, and the rows' lengths.
+        context: the fields that the baseline of advantages reads, and the rows' lengths.
         ended_PG: True for a completion that ended; None: all did.
         order_N: see `token_weights`.
 
@@ -252,7 +252,7 @@ def row_weights(
     [[-0.0625, 0.0625], [0.0, 0.0]]
     """
     assert context.lengths_PG is not None
-    advantage_PG = advantages(loss.rule, rewards_PG, context, loss.options)
+    advantage_PG = advantages(loss.baseline, rewards_PG, context, loss.options)
     counts_N = None
     if loss.rows.couples:
         counts_N = rows_that_count(loss.rows, rewards_PG, advantage_PG).ravel()

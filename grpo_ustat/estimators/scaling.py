@@ -66,11 +66,11 @@ CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
 # Weights of one of the four numbers.
 C1, C2, C3, GRAD_SQ = np.eye(4)
 # Least G* of any policy, since C3 >= 2 C1.
-LEAST_GSTAR = 1 + math.sqrt(2)
+MIN_GSTAR = 1 + math.sqrt(2)
 # Largest size of the search.
 MAX_GROUP_SIZE = 1e6
 # Bounds of log(G - 1) in a search.
-LEAST_LOG_GAP, MOST_LOG_GAP = math.log(1e-3), math.log(1e6)
+MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
 # The critical value of a lower end without an upper one is so many times Student's t: it is given
 # mostly where the denominator came out too small.
 ONE_SIDED_FACTOR = 2.0
@@ -541,7 +541,7 @@ class ScalingLaw:
             return side * float(weights_3 @ self.constants_4[:3]) - critical * error
 
         ends: list[float] = []
-        for side, far in ((-1, LEAST_LOG_GAP), (1, MOST_LOG_GAP)):
+        for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
             near = math.log(size - 1)
             # Without errors the set is this one size.
             if outside(near, side) >= 0:

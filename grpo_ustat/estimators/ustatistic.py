@@ -1,4 +1,4 @@
-"""Counts of a group's outcomes as U-statistics: silent groups, and pass@k."""
+"""Counts of a group's outcomes as U-statistics: zero-variance groups, and pass@k."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from grpo_ustat.records import Array, Integers
 
 
-def silent_share(rewards_PN: Array, group_size: int) -> Array:
+def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
     """Estimate the probability that all rewards of a group are equal, per prompt [P].
 
     Such a group adds nothing to the gradient. The estimate is unbiased: the share of all groups of
     G of the N completions, sum_c C(n_c, G) / C(N, G) over the counts n_c of equal rewards.
 
-    >>> silent_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
+    >>> zero_variance_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
     [0.5]
     """
     whole = math.comb(rewards_PN.shape[1], group_size)
@@ -23,22 +23,24 @@ def silent_share(rewards_PN: Array, group_size: int) -> Array:
     return np.array([sum(math.comb(c, group_size) for c in row.tolist()) / whole for row in counts])
 
 
-def silent_share_if_alike(successes_P: Integers, group_size: int) -> float:
-    """Estimate the share of silent groups, `p^G + (1-p)^G`, if all prompts have their average p.
+def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> float:
+    """Estimate the zero-variance share, `p^G + (1-p)^G`, if all prompts have their average p.
 
     By convexity it is at most the share from the prompts' own chances, mean_x p_x^G + (1-p_x)^G;
     the rest comes from prompts of unequal difficulty, which no larger group cures.
     Unbiased for the prompts at hand: with `p = sum_x p_x / P`, the power p^G is G! times the
     coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`; prompts are independent and p_x^m has
     the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of one prompt's own
-    `p_x^G + (1-p_x)^G` from G draws is 1 if they were silent, else 0.)
+    `p_x^G + (1-p_x)^G` from G draws is 1 if they were equal, else 0.)
 
     Args:
         successes_P: S, number of right completions among each prompt's G.
         group_size: G.
 
-    >>> silent_share_if_alike(np.array([2, 0]), 2), silent_share_if_alike(np.array([2, 2]), 2)
-    (0.5, 1.0)
+    >>> zero_variance_share_if_equal(np.array([2, 0]), 2)
+    0.5
+    >>> zero_variance_share_if_equal(np.array([2, 2]), 2)
+    1.0
     """
     wrong_P = group_size - successes_P
     return _power_of_mean(successes_P, group_size) + _power_of_mean(wrong_P, group_size)

@@ -12,14 +12,14 @@ from grpo_ustat.runs.result import Claim
 # Distances that shrink at least like T^-RATE_EXPONENT are on their way to 0.
 RATE_EXPONENT = 0.25
 # Of the distance before, if distances fall towards 0.
-LARGEST_REMAINING_SHARE = 0.9
+MAX_REMAINING_SHARE = 0.9
 
 
 # Whether something tends to its limit: of numbers without error, and of replicates
 
 
 def enumeration_converges(
-    last: float, before: float, tolerance: float, closer: float = LARGEST_REMAINING_SHARE
+    last: float, before: float, tolerance: float, closer: float = MAX_REMAINING_SHARE
 ) -> bool | None:
     """Return True if an enumerated quantity, which has no error, tends to its limit.
 

@@ -36,7 +36,7 @@ RANDOM_SHIFTS = 1000
 # Starts of an optimiser over shifts.
 OPTIMISER_STARTS = 8
 ROUNDING = 1e-9
-RULES = ("leave_one_out", "oracle")
+BASELINE_NAMES = ("leave_one_out", "oracle")
 # An optimiser stops at a shift below it, which counts as none.
 SHIFT_TOLERANCE = 1e-5
 # Other differences that the data are compared with, as shares of the predicted one.
@@ -49,7 +49,7 @@ def plan(design: CorollariesConfig) -> list[Simulation]:
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, record)
         for size in design.group_sizes
-        for name in RULES
+        for name in BASELINE_NAMES
     ]
 
 
@@ -95,7 +95,7 @@ def weight_sum(bed: Testbed, c: float, estimator: Estimator) -> float:
 
 def weight_excess(bed: Testbed, c: float, size: int) -> float:
     """Return the sum of GRPO's weights minus the oracle's at B = 1; more prompts only divide it."""
-    grpo, oracle = (weight_sum(bed, c, Estimator(name, 1, size)) for name in RULES)
+    grpo, oracle = (weight_sum(bed, c, Estimator(name, 1, size)) for name in BASELINE_NAMES)
     return grpo - oracle
 
 
@@ -165,9 +165,9 @@ def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
     return np.einsum("jp,jpkl->kl", weight_kP, moments) / len(baseline_P)
 
 
-def value_at(bed: Testbed, rule: str = "oracle") -> np.ndarray:
-    """Return b(x) at the maximiser of a rule that knows the policy, [P]: `oracle` is V."""
-    return baseline_values(*bed.law(bed.best_K[:, None]), bed.rewards_PY, rule)[:, 0]
+def value_at(bed: Testbed, baseline: str = "oracle") -> np.ndarray:
+    """Return b(x) at the maximiser of a baseline that knows the policy, [P]: `oracle` is V."""
+    return baseline_values(*bed.law(bed.best_K[:, None]), bed.rewards_PY, baseline)[:, 0]
 
 
 def shifted_sum(bed: Testbed, c: float, shift_P: np.ndarray | float) -> float:
@@ -227,10 +227,10 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
         ),
         *(
             below(
-                f"smallest eigenvalue of Sigma({rule}) - Sigma(V), B = G = 1",
-                least_excess(value_at(bed, rule)), how,
+                f"smallest eigenvalue of Sigma({baseline}) - Sigma(V), B = G = 1",
+                least_excess(value_at(bed, baseline)), how,
             )
-            for rule in ("none", "optimal")
+            for baseline in ("none", "optimal")
         ),
     ]  # fmt: skip
 

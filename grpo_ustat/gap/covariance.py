@@ -27,7 +27,7 @@ class CovarianceParts:
     prompts: Array
     # First order in 1/G, with trace C2.
     completions: Array
-    # Second order, with trace C3; zero for rules that know the value.
+    # Second order, with trace C3; zero for baselines that know the value.
     pairs: Array
 
     def covariance(self, num_prompts: int, group_size: int) -> Array:
@@ -72,7 +72,7 @@ def covariance_parts(
 def baseline_values(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> Array:
-    """Return b(x) of rules that know the policy, [P, R]; of leave_one_out its mean, V."""
+    """Return b(x) of baselines that know the policy, [P, R]; of leave_one_out its mean, V."""
     if baseline == "none":
         return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
     weight_PYR = probability_PYR

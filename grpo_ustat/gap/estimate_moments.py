@@ -187,7 +187,7 @@ class AdvantageMoments:
 
 
 def advantage_moments(
-    probability_Y: Array, reward_Y: Array, group_size: int, rule: Normalisation
+    probability_Y: Array, reward_Y: Array, group_size: int, normalisation: Normalisation
 ) -> AdvantageMoments:
     """Compute moments of one prompt's advantages in groups of G, by the law of the others' sums.
 
@@ -195,7 +195,7 @@ def advantage_moments(
         probability_Y: of the outcomes, under the policy that writes them.
         reward_Y: their rewards, on a grid.
         group_size: G >= 2.
-        rule: of a kind that divides by a group's own standard deviation.
+        normalisation: of a kind that divides by a group's own standard deviation.
 
     Raises:
         ValueError: rewards that are all equal or on no grid, or groups that are never accepted.
@@ -217,14 +217,21 @@ def advantage_moments(
         law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
         sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
         std = step * np.sqrt((group_size * sum_2 - sum_1**2) / (group_size * (group_size - 1)))
-        return rule.accepts(std), rule.factor(std) * step / (group_size - 1), sum_1, law
+        return (
+            normalisation.accepts(std),
+            normalisation.factor(std) * step / (group_size - 1),
+            sum_1,
+            law,
+        )
 
     accepted, scale, sum_1, law = group_law(grid_K, grid_K**2, group_size - 1)
     advantage = scale * (group_size * grid_K[:, None] - sum_1)
     zeroth_K, first_K, second_K = ((accepted * x) @ law for x in (1.0, advantage, advantage**2))
     acceptance = float(chance_K @ zeroth_K)
     if not acceptance > 0:
-        raise ValueError(f"no group of {group_size} has a std of {rule.floor}: lower the floor")
+        raise ValueError(
+            f"no group of {group_size} has a std of {normalisation.floor}: lower the floor"
+        )
     own, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
     accepted, scale, sum_1, law = group_law(own + other, own**2 + other**2, group_size - 2)
     first, second = (scale * (group_size * x[:, None] - sum_1) for x in (own, other))

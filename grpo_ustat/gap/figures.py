@@ -19,7 +19,7 @@ from grpo_ustat.pages.figures import (
     save,
 )
 
-RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
+BASELINE_NAMES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
 # Panels side by side.
 PANELS_ACROSS = 3
 # Inches of a panel.
@@ -52,7 +52,11 @@ def draw(axes: Axes, panel: Panel) -> None:
     the same in every figure.
     """
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
-    styles = {x: baseline_style(RULES[x], unbiased=True)[:2] for x in labels if x in RULES}
+    styles = {
+        x: baseline_style(BASELINE_NAMES[x], unbiased=True)[:2]
+        for x in labels
+        if x in BASELINE_NAMES
+    }
     others = (style for style in map(line_style, count()) if style not in styles.values())
     styles |= {label: next(others) for label in labels if label not in styles}
     legend: set[str] = set()

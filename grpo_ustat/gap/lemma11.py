@@ -30,7 +30,7 @@ SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 # Group sizes from which limits are extrapolated.
 LIMIT_SIZES = (2**14, 2**15, 2**16)
 # Largest number of prompts with a curve of their own.
-MOST_CURVES = 6
+MAX_CURVES = 6
 
 STATEMENT = (
     "Lemma 11: divided by the standard deviation of the group's own rewards, the estimate is, as "
@@ -210,7 +210,7 @@ def _panels(exact: ExactValues) -> list[Panel]:
     ]
     shares = []
     share_P = moments.shift / (moments.within + 4 * moments.shift)
-    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // MOST_CURVES)]:
+    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // MAX_CURVES)]:
         label = f"V = {moments.value[prompt]:.3g}"
         share = np.array([x.difference[prompt] / x.plain_variance[prompt] for x in exact.without])
         shares.append(PlotLine(label, exact.sizes, share))

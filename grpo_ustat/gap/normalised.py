@@ -39,7 +39,7 @@ from scipy import stats
 from grpo_ustat.records import Array
 
 # A chance this near to 0 or 1 is rounding.
-SILENT_CHANCE = 1e-12
+ZERO_VARIANCE_CHANCE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
         odd = reward_PY[~np.isin(reward_PY, (0, 1))][0]
         raise ValueError(f"exact normalised moments need 0/1 rewards, got {odd}: round the rewards")
     value_P = (probability_PY * reward_PY).sum(axis=1)
-    for prompt in np.flatnonzero((value_P < SILENT_CHANCE) | (value_P > 1 - SILENT_CHANCE)):
+    for prompt in np.flatnonzero(
+        (value_P < ZERO_VARIANCE_CHANCE) | (value_P > 1 - ZERO_VARIANCE_CHANCE)
+    ):
         raise ValueError(
             f"prompt {prompt} has V={value_P[prompt]}, where sigma is 0 and no group has any "
             "variance: leave it out"

@@ -65,7 +65,7 @@ LEVELS = ("token", "sequence")
 # A squared bias this far below the variance is rounding.
 ROUNDING = 1e-20
 # Change of a parameter beyond which squares of pi_ref/pi_theta may overflow.
-LARGEST_CHANGE = 100.0
+MAX_CHANGE = 100.0
 
 
 @dataclass(frozen=True)
@@ -251,14 +251,16 @@ def estimate(
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")
     rows = prompt_B[:, None], outcome_BG
-    reward_BG, rule = setting.reward_PY[rows], setting.normalisation
-    assert rule.kind != "group_std_redrawn"
+    reward_BG, normalisation = setting.reward_PY[rows], setting.normalisation
+    assert normalisation.kind != "group_std_redrawn"
     advantage_BG = leave_one_out(reward_BG, BaselineContext())
-    if rule.kind == "sigma":
+    if normalisation.kind == "sigma":
         advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
     elif setting.normalised:
         centred_BG = reward_BG - reward_BG[:, :1]  # 0 to the last digit where all are alike
-        advantage_BG = advantage_BG * rule.factor(centred_BG.std(axis=1, ddof=1, keepdims=True))
+        advantage_BG = advantage_BG * normalisation.factor(
+            centred_BG.std(axis=1, ddof=1, keepdims=True)
+        )
     return (advantage_BG[..., None] * weight_PYD[rows] + penalty_PYD[rows]).mean(axis=(0, 1))
 
 
@@ -299,7 +301,7 @@ class OnPolicy:
     # `variance`, B times the variance, without the KL term;
     # `oracle`, B times the oracle's, C1 + (its variance given the prompt) / G;
     # `exceeded`, the B from which ||bias||^2 is above the variance, infinite without bias;
-    # `silent`, chance of a group of equal rewards, mean over prompts.
+    # `zero_variance`, chance of a group of equal rewards, mean over prompts.
     values: dict[str, dict[str, np.ndarray]]
     # The same of `none`, `sigma` and `group_std` with epsilon = 0 at `limit_sizes`, and `bias`, the
     # vector whose squared norm is ||bias||^2.
@@ -332,19 +334,24 @@ def on_policy(
         epsilon: added to the group's standard deviation.
         floor: smallest standard deviation of `group_std_floor` and `group_std_redrawn`.
     """
-    rules = [Normalisation(kind, epsilon, floor) for kind in NORMALISATIONS]
+    normalisations = [Normalisation(kind, epsilon, floor) for kind in NORMALISATIONS]
     exact = [Normalisation(kind) for kind in ("none", "sigma", "group_std")]
 
-    def by_size(rule: Normalisation, sizes: Sequence[int]) -> dict[str, np.ndarray]:
+    def by_size(normalisation: Normalisation, sizes: Sequence[int]) -> dict[str, np.ndarray]:
         rows = [
-            on_policy_values(replace(setting, normalisation=rule, group_size=size))
+            on_policy_values(replace(setting, normalisation=normalisation, group_size=size))
             for size in sizes
         ]
         return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
     try:
-        values = {rule.kind: by_size(rule, group_sizes) for rule in rules}
-        limits = {rule.kind: by_size(rule, limit_sizes) for rule in exact}
+        values = {
+            normalisation.kind: by_size(normalisation, group_sizes)
+            for normalisation in normalisations
+        }
+        limits = {
+            normalisation.kind: by_size(normalisation, limit_sizes) for normalisation in exact
+        }
     except ValueError as error:
         raise ConfigError(f"study=theorem12: {error}") from error
     old = setting.old
@@ -373,7 +380,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
     variance = plain.variance(1)
     levels_K = np.unique(setting.reward_PY)
     chance_KP = [old.value_P((setting.reward_PY == level).astype(float)) for level in levels_K]
-    silent_P = (np.array(chance_KP) ** setting.group_size).sum(axis=0)
+    zero_variance_P = (np.array(chance_KP) ** setting.group_size).sum(axis=0)
     return {
         "bias2_share": float(bias2 / np.square(target_D).sum()),
         "bias2_share_kl": float(np.square(both_D).sum() / np.square(whole_target_D).sum()),
@@ -382,7 +389,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
         "between": float(between),
         "oracle": float(between + oracle.first_P.mean() / setting.group_size),
         "exceeded": float(variance / bias2) if bias2 > ROUNDING * variance else float("inf"),
-        "silent": float(silent_P.mean()),
+        "zero_variance": float(zero_variance_P.mean()),
     }
 
 
@@ -419,10 +426,10 @@ def update(
     """Return the policy after one update."""
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
-    if not farthest < LARGEST_CHANGE:
+    if not farthest < MAX_CHANGE:
         raise ConfigError(
             f"learning_rate={learning_rate} takes a parameter {farthest:.3g} away, more than "
-            f"{LARGEST_CHANGE:g}: use a smaller learning rate, fewer updates or a smaller beta"
+            f"{MAX_CHANGE:g}: use a smaller learning rate, fewer updates or a smaller beta"
         )
     return current.at(theta_D)
 

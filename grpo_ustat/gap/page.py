@@ -14,7 +14,7 @@ from grpo_ustat.pages.tables import Cell, Table, number_text, rows_table
 from grpo_ustat.runs.record import RunRecord
 
 # Rows of a table on a page.
-MOST_ROWS = 200
+MAX_ROWS = 200
 
 
 def title(run: RunRecord) -> str:
@@ -51,9 +51,9 @@ def tables(run: RunRecord) -> list[Table]:
     tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
     numbers = run.csv_rows("curves.csv")
     if numbers:
-        note = f"The first {MOST_ROWS} of {len(numbers)}, all in curves.csv."
-        note = note if len(numbers) > MOST_ROWS else ""
-        tables.append(rows_table("Numbers", numbers[:MOST_ROWS], note))
+        note = f"The first {MAX_ROWS} of {len(numbers)}, all in curves.csv."
+        note = note if len(numbers) > MAX_ROWS else ""
+        tables.append(rows_table("Numbers", numbers[:MAX_ROWS], note))
     return tables
 
 

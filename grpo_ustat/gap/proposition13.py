@@ -58,14 +58,14 @@ class EndPoint:
         return self.run.estimator
 
     @property
-    def rule(self) -> str:
-        """The name of the rule that makes advantages."""
+    def baseline(self) -> str:
+        """The name of the baseline that makes advantages."""
         return "GRPO" if self.estimator.baseline == "leave_one_out" else "normalised"
 
     @property
     def name(self) -> str:
         """The estimator's name in claims and rows."""
-        return f"{self.rule}, G = {self.estimator.group_size}{variant(self.estimator)}"
+        return f"{self.baseline}, G = {self.estimator.group_size}{variant(self.estimator)}"
 
     @property
     def measured(self) -> Interval:
@@ -105,7 +105,7 @@ def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories
     ]
     claims = []
     for end in ends:
-        objective = "E V" if end.rule == "GRPO" else "E[2 arcsin sqrt V]"
+        objective = "E V" if end.baseline == "GRPO" else "E[2 arcsin sqrt V]"
         objective += " - beta KL" if end.estimator.beta else ""
         what = f"{end.name}: mean end of u, beside the maximiser of {objective}"
         remark = f"; the enumerated root is {end.root:.4g}"
@@ -119,7 +119,7 @@ def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories
     claims = correct_family(claims)
     rows = [
         {
-            "estimator": end.rule, "group_size": end.estimator.group_size,
+            "estimator": end.baseline, "group_size": end.estimator.group_size,
             "num_prompts": end.estimator.num_prompts, "beta": end.estimator.beta,
             "minibatches": end.estimator.minibatches, "maximiser": end.maximiser,
             "root": end.root, "j_maximiser": float(bed.best_K[0]),

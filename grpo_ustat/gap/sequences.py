@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import logsumexp
 
-from grpo_ustat.config.beds import MOST_COMPLETIONS, SequencesConfig
+from grpo_ustat.config.beds import MAX_COMPLETIONS, SequencesConfig
 from grpo_ustat.draws import generator
 
 
@@ -44,10 +44,10 @@ class SequencePolicy:
         length, size, _ = self.theta_LVV.shape
         assert self.theta_LVV.shape == (length, size, size) and self.offset_PV.shape[1] == size
         assert self.theta_LVV.dtype == self.offset_PV.dtype == np.float64
-        if size**length > MOST_COMPLETIONS:
+        if size**length > MAX_COMPLETIONS:
             raise ValueError(
                 f"{size} tokens at {length} positions make {size**length} completions, at most "
-                f"{MOST_COMPLETIONS} are listed: use fewer"
+                f"{MAX_COMPLETIONS} are listed: use fewer"
             )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:

@@ -257,7 +257,7 @@ def advantage(
     rewards_YBR: np.ndarray,
     value_BR: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute the advantage of each outcome, [Y, B, R]; rules are those of `estimators.baselines`.
+    """Compute the advantage of each outcome, [Y, B, R], by `estimators.baselines`.
 
     Args:
         estimator: its baseline and epsilon count.
@@ -281,8 +281,10 @@ def advantage(
     if name == "leave_one_out_std":
         variance_BR = (counts_YBR * np.square(centred_YBR)).sum(axis=0) / (size - 1)
         divisor_BR = np.sqrt(variance_BR) + estimator.epsilon
-        silent_BR = variance_BR <= 1e-12  # all alike: no advantage
-        advantage_YBR = np.where(silent_BR, 0.0, centred_YBR / np.where(silent_BR, 1.0, divisor_BR))
+        zero_variance_BR = variance_BR <= 1e-12  # all alike: no advantage
+        advantage_YBR = np.where(
+            zero_variance_BR, 0.0, centred_YBR / np.where(zero_variance_BR, 1.0, divisor_BR)
+        )
         return of_the_others * advantage_YBR
     raise ValueError(f"baseline {name!r} cannot be simulated here")
 

@@ -20,7 +20,7 @@ from grpo_ustat.config.beds import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
 # Least probability of any outcome of a coin within the box.
-LEAST_PROBABILITY = 0.02
+MIN_PROBABILITY = 0.02
 # Along each coordinate.
 GRID_POINTS = 41
 
@@ -166,7 +166,7 @@ class CoinTestbed(Testbed):
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
         probability = self.law(corners_KR)[0]  # concave or linear in u, so smallest in a corner
-        if probability.min() < LEAST_PROBABILITY**2:
+        if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} lets a probability fall to {probability.min():.3g}: lower it"
             )
@@ -233,7 +233,7 @@ class RidgeCoinTestbed(Testbed):
             )
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
         probability = self.law(corners_KR)[0]  # concave or linear in v and in w
-        if probability.min() < LEAST_PROBABILITY**2:
+        if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} width={self.width} let a probability fall to "
                 f"{probability.min():.3g}: lower them"

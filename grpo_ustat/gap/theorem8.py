@@ -38,11 +38,11 @@ OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 def plan(design: Theorem8Config) -> list[Simulation]:
     """Plan vanilla, GRPO at every G, and the oracle: each has a limit of its own."""
     first, (rate,) = design.group_sizes[0], learning_rates(design)
-    rules = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
-    rules.append(("oracle", first))
+    baselines = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
+    baselines.append(("oracle", first))
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, tuple(design.steps))
-        for name, size in rules
+        for name, size in baselines
     ]
 
 

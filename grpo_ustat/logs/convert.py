@@ -22,8 +22,8 @@ from grpo_ustat.logs.formats import (
 )
 from grpo_ustat.logs.pairing import POLICY_STEP, Pairing, pairing_of
 from grpo_ustat.logs.rows import (
-    LEAST_COMPLETIONS,
-    LEAST_PROMPTS,
+    MIN_COMPLETIONS,
+    MIN_PROMPTS,
     STEP_ROLLOUTS,
     DamagedFile,
     Options,
@@ -34,7 +34,7 @@ from grpo_ustat.logs.rows import (
     prompt_fault,
 )
 from grpo_ustat.logs.turns import check_rollouts
-from grpo_ustat.records import LARGEST_REWARD, is_number
+from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
@@ -80,7 +80,7 @@ class Conversion:
     @property
     def is_for_mse(self) -> bool:
         """True if a prompt has as many completions as `mse` needs."""
-        return self.largest >= LEAST_COMPLETIONS
+        return self.largest >= MIN_COMPLETIONS
 
     def lines(self) -> list[str]:
         """Return the lines for a person: the rows taken, then each reason for leaving rows out."""
@@ -98,10 +98,10 @@ class Conversion:
             lines.append(f"  a training step of theirs has {self.step_rollouts} rollouts")
         if not self.is_for_mse:
             lines.append(
-                f"  no prompt has {LEAST_COMPLETIONS} completions, which mse needs: rewards alone "
+                f"  no prompt has {MIN_COMPLETIONS} completions, which mse needs: rewards alone "
                 "can be judged"
             )
-        elif self.groups < LEAST_PROMPTS:
+        elif self.groups < MIN_PROMPTS:
             lines.append("  one prompt, as TRL's default batch on one GPU has, tells no best G")
         return lines
 
@@ -240,8 +240,8 @@ def _fault(rollout: Rollout) -> str:
     """Return the reason why a row cannot be used by itself; empty if it can."""
     if not is_number(rollout.reward):
         return "its reward is not a finite number"
-    if not is_number(rollout.reward, LARGEST_REWARD):
-        return f"its reward is larger than {LARGEST_REWARD:g}, so that its square overflows"
+    if not is_number(rollout.reward, MAX_REWARD):
+        return f"its reward is larger than {MAX_REWARD:g}, so that its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
     if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character, which no file can hold"

@@ -11,10 +11,10 @@ import numpy as np
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
 from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
-from grpo_ustat.records import LARGEST_REWARD, Array, is_number
+from grpo_ustat.records import MAX_REWARD, Array, is_number
 
 GROUP_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
 LOG_SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -72,10 +72,10 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     ]
     check_turn_numbers(path, prompt, keys, columns)
     for row, (value, name, key) in enumerate(zip(rewards, prompts, keys, strict=True)):
-        if not is_number(value, LARGEST_REWARD):
+        if not is_number(value, MAX_REWARD):
             raise ConfigError(
                 f"{path} row {row} (from 0): {column} is {value!r:.40}, not a finite number "
-                f"of at most {LARGEST_REWARD:g}: mend or drop it"
+                f"of at most {MAX_REWARD:g}: mend or drop it"
             )
         if name is None:
             raise ConfigError(f"{path} row {row} (from 0): {prompt} is null: mend or drop it")
@@ -99,7 +99,7 @@ def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | Non
     Returns:
         None if fewer than two prompts have so many completions.
     """
-    values = [silent_share(group[None], size)[0] for group in groups if len(group) >= size]
+    values = [zero_variance_share(group[None], size)[0] for group in groups if len(group) >= size]
     if len(values) < 2:
         return None
     return clustered_wilson(np.array(values))

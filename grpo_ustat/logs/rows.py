@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
-from grpo_ustat.records import LARGEST_REWARD, is_number
+from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
@@ -32,8 +32,8 @@ KNOWN_COLUMNS = (  # columns that hold no rewards: TRL's, then ours
 )  # fmt: skip
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids")  # what makes rows token-exact
 STEP_ROLLOUTS = "grpo_ustat.step_rollouts"  # in the metadata that `convert` writes
-LEAST_PROMPTS = 2  # of one, nothing tells how far gradients of different prompts differ
-LEAST_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
+MIN_PROMPTS = 2  # of one, nothing tells how far gradients of different prompts differ
+MIN_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
 
 
 class DamagedFile(ConfigError):
@@ -409,8 +409,8 @@ def reward_fault(value: Any) -> str | None:
         return "is null: no reward"
     if not is_number(value):
         return f"is {value}: not a finite reward"
-    is_large = not is_number(value, LARGEST_REWARD)
-    return f"is {value}: larger than {LARGEST_REWARD:g}, its square overflows" if is_large else None
+    is_large = not is_number(value, MAX_REWARD)
+    return f"is {value}: larger than {MAX_REWARD:g}, its square overflows" if is_large else None
 
 
 def ids_fault(value: Any) -> str | None:

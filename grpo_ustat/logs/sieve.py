@@ -20,7 +20,7 @@ from statistics import median_high
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.pairing import updates_away
-from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout
+from grpo_ustat.logs.rows import MIN_COMPLETIONS, Rollout
 
 COPY = "a copy of a row that is counted"
 
@@ -192,7 +192,7 @@ def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
             for row in group:
                 row.left_out = "its group has several prompts (--group-size may be wrong)"
     largest = max(map(len, prompts.values()), default=0)
-    least = LEAST_COMPLETIONS if largest >= LEAST_COMPLETIONS else 2
+    least = MIN_COMPLETIONS if largest >= MIN_COMPLETIONS else 2
     for group in prompts.values():
         for row in group if len(group) < least else ():
             few = f"its prompt has fewer than {least} completions"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import is_correlated, refutes_assumption2
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study
 from grpo_ustat.pages.tables import three_digits
-from grpo_ustat.records import ACCURACY, LEAST_QUESTIONS
+from grpo_ustat.records import ACCURACY, MIN_QUESTIONS
 from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 from grpo_ustat.terminal.streams import percentage
 
@@ -41,7 +41,7 @@ class Assumption2:
     # G from which on GRPO is better than no baseline.
     crossover_group_size: Interval
     # Share of zero-variance groups there.
-    silent_share_at_crossover: float | None
+    zero_variance_share_at_crossover: float | None
     # At the questions at hand.
     refuted: bool
     # Why a number is missing.
@@ -57,13 +57,13 @@ def measure(study: PoolStudy) -> Assumption2:
     found = study.at_hand
     refuted = refutes_assumption2(found["share"], found["corr"])
     rewards_PN = study.pool.rewards_PN
-    if len(rewards_PN) >= LEAST_QUESTIONS:
+    if len(rewards_PN) >= MIN_QUESTIONS:
         found = study.population
     corr, crossover = found["corr"].within(-1, 1), found["crossover"]
-    size, silent_share_there, reason = rewards_PN.shape[1], None, None
+    size, share_at_crossover, reason = rewards_PN.shape[1], None, None
     if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
-        silent_P = silent_share(rewards_PN, math.ceil(crossover.estimate))
-        silent_share_there = float(silent_P.mean())
+        zero_variance_P = zero_variance_share(rewards_PN, math.ceil(crossover.estimate))
+        share_at_crossover = float(zero_variance_P.mean())
     if not math.isfinite(corr.estimate):
         reason = "all rewards of a question are equal: no covariance with the reward"
     elif found["av_minus_a0"].low > 0:
@@ -79,7 +79,7 @@ def measure(study: PoolStudy) -> Assumption2:
         av_minus_a0=found["av_minus_a0"],
         corr=corr,
         crossover_group_size=crossover,
-        silent_share_at_crossover=silent_share_there,
+        zero_variance_share_at_crossover=share_at_crossover,
         refuted=refuted,
         reason=reason,
     )
@@ -157,7 +157,7 @@ def _ordering_sentence(study: PoolStudy) -> str:
         size = math.ceil(cross.estimate) if math.isfinite(cross.estimate) else 0
         zero_variance = ""
         if 2 <= size <= rewards_PN.shape[1]:
-            share = silent_share(rewards_PN, size).mean()
+            share = zero_variance_share(rewards_PN, size).mean()
             zero_variance = (
                 f", where {percentage(share)} of the groups of {size} are zero-variance groups "
                 "(all rewards equal)"

@@ -20,7 +20,7 @@ from grpo_ustat.estimators.minibatch import GradientError
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.pages.tables import Table, interval_scope
-from grpo_ustat.records import LEAST_QUESTIONS, ScorePool, joint_quantity
+from grpo_ustat.records import MIN_QUESTIONS, ScorePool, joint_quantity
 from grpo_ustat.runs.contents import misfit, record_of
 from grpo_ustat.runs.record import RESULT, RunRecord, key_label, study_rollouts
 from grpo_ustat.runs.result import StudyResult
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 # Keys of a study that change no pool.
 LOSS_KEYS = ("objective", "objectives", "baseline")
-LAG_KEYS = ("study.policy", "study.reference", "study.corrections", "study.correction_cap")
+LAG_KEYS = ("study.scored_by", "study.reference", "study.corrections", "study.correction_cap")
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class PoolStudy:
     asked: frozenset[str] = frozenset()
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
-    # Rules whose errors are compared, in the order of the curves.
+    # Baselines whose errors are compared, in the order of the curves.
     baselines: Sequence[str] = ("leave_one_out",)
     # Options of those baselines that have no closed form, by name; empty if none is compared.
-    rules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    # The errors that Monte Carlo has drawn, by rule and G.
+    by_groups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # The errors that Monte Carlo has drawn, by baseline and G.
     monte_carlo: Mapping[tuple[str, int], GradientError] = field(default_factory=dict)
     # At a batch's first update, except the unbiased estimate itself.
     losses: Sequence[Loss] = ()
@@ -272,5 +272,5 @@ def policies_quantity(studies: Iterable[Study]) -> str:
 def scopes_text(studies: Iterable[Study]) -> str:
     """Describe intervals for new questions, where studies have enough of them and where not."""
     scopes = sorted({interval_scope(study.result.questions) for study in studies})
-    few = f" (fewer than {LEAST_QUESTIONS})" * (len(scopes) > 1)
+    few = f" (fewer than {MIN_QUESTIONS})" * (len(scopes) > 1)
     return f"{' or '.join(scopes)}{few}"

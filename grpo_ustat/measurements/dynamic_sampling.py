@@ -10,7 +10,7 @@ from grpo_ustat.estimators.closed_form import CURVE_SIZES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.runs.contents import Size
@@ -49,7 +49,9 @@ def measure(study: PoolStudy) -> list[DynamicSampling]:
         if size > completions:
             break
         noise_scale = study.population[f"noise/{size}"]
-        groups = kept_groups(silent_share(rewards_PN, size), size, noise_scale, completions // size)
+        groups = kept_groups(
+            zero_variance_share(rewards_PN, size), size, noise_scale, completions // size
+        )
         rows.append(DynamicSampling(group_size=size, **groups._asdict()))
     return rows
 

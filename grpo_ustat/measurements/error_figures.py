@@ -160,8 +160,8 @@ def batch_text(row: CurveRow) -> str:
 def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
     """Return errors over the oracle's in one setting, with their paired intervals.
 
-    Curves without any, such as those of rules without a closed form, have the plain ratio to the
-    oracle of the same method. There are no rows where every ratio is missing.
+    Curves without any, such as those of baselines without a closed form, have the plain ratio to
+    the oracle of the same method. There are no rows where every ratio is missing.
     """
     curves = [row for row in study.need(CURVES) if row.setting == setting]
     errors = {(row.method, row.baseline, row.group_size): row.error.estimate for row in curves}

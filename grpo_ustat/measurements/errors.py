@@ -1,7 +1,7 @@
-"""Errors of the gradient by every rule at every G, their ratios to the oracle's, what is missing.
+"""Errors of the gradient by every baseline at every G, and their ratios to the oracle's.
 
-A rule with a closed form is measured by it, another by all groups of the pool, at a fixed number of
-rollouts of new questions; Monte Carlo draws updates.
+A baseline with a closed form is measured by it, another by all groups of the pool, at a fixed
+number of rollouts of new questions; Monte Carlo draws updates.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from grpo_ustat.estimators.baseline_errors import baseline_errors, baseline_rows
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.closed_form import ClosedForm, CurvePoint
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.minibatch import GradientError, scale_free
-from grpo_ustat.estimators.rule_errors import rule_errors, rule_rows
 from grpo_ustat.measurements.base import (
     Measurement,
     PoolStudy,
@@ -45,8 +45,8 @@ INTERVAL_WORDS = {
     "questions": "generalising to new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-SMALLEST_NOTE = "Bold: the least error of a line among unbiased rules that know no values"
-ALIKE_NOTE = "underlined: its 95 % interval reaches that of the least"
+BOLD_NOTE = "Bold: the least error of a line among unbiased baselines that know no values"
+UNDERLINE_NOTE = "underlined: its 95 % interval reaches that of the least"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class CurveRow:
 
     # How it was measured.
     method: Annotated[str, (CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO)]
-    # The rule; see `estimators.rule_errors` of new_questions.
+    # The baseline; see `estimators.baseline_errors` of new_questions.
     baseline: str
     # The vector that the estimate is judged against.
     target: str
@@ -104,7 +104,7 @@ class OracleRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class NotMeasured:
-    """A rule whose error for new questions is not measured at one G, and the reason."""
+    """A baseline whose error for new questions is not measured at one G, and the reason."""
 
     baseline: str
     group_size: Size
@@ -121,11 +121,11 @@ class GradientNorm:
 
 
 def measure_curves(study: PoolStudy) -> list[CurveRow]:
-    """Measure the error of every rule at every G, by each method."""
+    """Measure the error of every baseline at every G, by each method."""
     rows = []
     if CLOSED_FORM in study.methods:
         rows += _formula_rows(study, study.at_hand, CLOSED_FORM, study.interval)
-    if study.rules:
+    if study.by_groups:
         rows += _new_questions_rows(study)
     for (name, size), error in study.monte_carlo.items():
         point = CurvePoint(name, size, ONCE, study.request.questions)
@@ -134,10 +134,10 @@ def measure_curves(study: PoolStudy) -> list[CurveRow]:
 
 
 def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
-    """Return a row per rule and G, of n rollouts of new questions, in the order of the rules."""
+    """Return a row per baseline and G, of n rollouts of new questions."""
     rows = _formula_rows(study, study.population, NEW_QUESTIONS, "questions")
-    errors = rule_errors(
-        study.pool, study.rules, study.group_sizes, study.rollouts, study.draws, study.seed
+    errors = baseline_errors(
+        study.pool, study.by_groups, study.group_sizes, study.rollouts, study.draws, study.seed
     )
     for (name, size), error in errors.items():
         point = CurvePoint(name, size, REPLACED, study.rollouts // size)
@@ -195,7 +195,7 @@ def measure_gradient(study: PoolStudy) -> GradientNorm:
     """Measure ||grad J||^2, with the methods whose columns free of scale are null for it."""
     made = {
         CLOSED_FORM: CLOSED_FORM in study.methods and bool(study.at_hand.parts),
-        NEW_QUESTIONS: bool(study.rules),
+        NEW_QUESTIONS: bool(study.by_groups),
         MONTE_CARLO: bool(study.monte_carlo),
     }
     unknown = [name for name, is_made in made.items() if is_made]
@@ -229,10 +229,10 @@ def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
 
 
 def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
-    """List rules without a closed form that the pool does not tell at some G, with the reason."""
-    rows = rule_rows(study.pool, study.rules, study.group_sizes, study.rollouts)
+    """List baselines without a closed form that are not measured at some G, and why."""
+    rows = baseline_rows(study.pool, study.by_groups, study.group_sizes, study.rollouts)
     return [
-        NotMeasured(baseline=row.loss.rule, group_size=row.group_size, reason=row.reason.line)
+        NotMeasured(baseline=row.loss.baseline, group_size=row.group_size, reason=row.reason.line)
         for row in rows
         if row.reason is not None
     ]
@@ -277,7 +277,7 @@ def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
 
 
 def not_measured_tables(found: Mapping[Study, list[NotMeasured]]) -> list[Table]:
-    """Return a table with a row for each rule and G."""
+    """Return a table with a row for each baseline and G."""
     (absent,) = found.values()
     return [rows_table("Not measured", list(map(content_of, absent)))] if absent else []
 
@@ -372,7 +372,7 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
                     marks[len(rows), 2 + names.index(name)] = best
                 rows.append([heading, str(size), *(cells.get((size, x), "-") for x in names)])
     notes = [_interval_note(studies, curves), *_missing_points(studies), *missing_in(studies)]
-    words = [SMALLEST_NOTE] * (True in marks.values()) + [ALIKE_NOTE] * (False in marks.values())
+    words = [BOLD_NOTE] * (True in marks.values()) + [UNDERLINE_NOTE] * (False in marks.values())
     legend = [f"{'; '.join(words)}."] if words else []
     return Table(
         name="mse",
@@ -424,7 +424,7 @@ def smallest(rows: Sequence[CurveRow]) -> dict[str, bool]:
     """Return the best unbiased baselines of one group size.
 
     They are the baseline of least error, True, and those whose interval reaches that of the least,
-    False. Biased rules, whose error is their length, and rules that need the values of the
+    False. Biased baselines, whose error is their length, and baselines that need the values of the
     questions do not take part.
 
     Errors whose intervals are apart are significantly different; those whose intervals meet may be

@@ -18,7 +18,7 @@ from grpo_ustat.estimators.closed_form import CURVE_SIZES
 from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZE, USUAL_SIZES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import (
-    LEAST_GSTAR,
+    MIN_GSTAR,
     GroupSizeCosts,
     ScalingLaw,
     divisible_rollouts,
@@ -53,7 +53,7 @@ from grpo_ustat.pages.tables import (
     percent,
     three_digits,
 )
-from grpo_ustat.records import LEAST_QUESTIONS
+from grpo_ustat.records import MIN_QUESTIONS
 from grpo_ustat.runs.contents import NumberOrNull, Size, Sometimes, content_of
 from grpo_ustat.terminal.streams import best_size
 
@@ -67,7 +67,7 @@ USEFUL_RATIO = 10
 # Neighbours of the best admissible G whose costs the sentence names.
 NEIGHBOUR_OFFSETS = (-1, 1)
 # Largest G of the table of extra errors, unless the best one is near it.
-LARGEST_SHOWN = 64
+MAX_SHOWN = 64
 EXTRA_ERROR_NOTE = (
     "Mean squared error of the leave-one-out gradient (no division by a std). Simultaneous 95 % "
     "intervals for new questions."
@@ -293,7 +293,7 @@ def best_size_sentence(study: Study) -> str:
     if scaling.is_decided:
         return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
     more = f"{_prompts_text(*prompts_to_decide(scaling))} (now {study.result.questions})"
-    if low > LEAST_GSTAR:
+    if low > MIN_GSTAR:
         return f"Best G is at least {low:.1f}; {more}."
     return f"Not enough data for a best G: {more}."
 
@@ -378,10 +378,10 @@ def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -
 def interval_note(study: Study) -> str:
     """Return a sentence on the scope of the decision's intervals."""
     questions = study.result.questions
-    if questions < LEAST_QUESTIONS:
+    if questions < MIN_QUESTIONS:
         return (
             "Intervals of 95 %, of these questions alone: those for new ones take at least "
-            f"{LEAST_QUESTIONS} questions."
+            f"{MIN_QUESTIONS} questions."
         )
     return (
         f"Intervals of 95 %, generalising from these {questions} to new questions of the kind; "
@@ -396,7 +396,7 @@ def extra_error_table(study: Study) -> Table | None:
     costs = study.need(SCALING).law.costs(divisible_rollouts(study.rollouts))
     if costs.tolerance is None:
         return None
-    sizes = [size for size in costs.extra if size <= max(LARGEST_SHOWN, 2 * costs.best)]
+    sizes = [size for size in costs.extra if size <= max(MAX_SHOWN, 2 * costs.best)]
     rows = []
     for size in sizes:
         extra, low, high = map(percent, costs.extra[size])

@@ -1,4 +1,4 @@
-"""Losses at a batch's first update: the worth of a rollout of each, its direction and its best G.
+"""Losses at a batch's first update: the efficiency of each, its direction and its best G.
 
 Studies that differ only in the loss, such as those of a sweep over `objective`, measure the same
 pool: in a report their losses are lines of one panel.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.losses import loss_efficiencies
 from grpo_ustat.measurements.base import (
     Figure,
     Joint,
@@ -23,26 +23,26 @@ from grpo_ustat.measurements.base import (
     by_pool,
     study_columns,
 )
-from grpo_ustat.measurements.loss_worths import (
-    AT_BEST,
+from grpo_ustat.measurements.loss_efficiencies import (
     BARS_NOTE,
+    EFFICIENCY_NOTE,
     NOISE_NOTE,
-    WORTH_NOTE,
-    LossWorth,
+    UNBIASED_SAME_G,
+    LossEfficiency,
     Panel,
     any_decided,
     by_loss,
     described,
+    draw_efficiencies,
     draw_panels,
-    draw_worths,
+    efficiency_sentences,
+    efficiency_tables,
+    efficiency_text,
     loss_records,
     measured_rows,
     nearest_usual,
     not_measured,
     number_cells,
-    worth_sentences,
-    worth_tables,
-    worth_text,
 )
 from grpo_ustat.measurements.panels import panel_grid, panel_title
 from grpo_ustat.pages.tables import Table, enumeration, shorten
@@ -52,32 +52,32 @@ from grpo_ustat.runs.record import distinguishing_keys, key_label
 MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
 
 
-def measure(study: PoolStudy) -> list[LossWorth] | None:
+def measure(study: PoolStudy) -> list[LossEfficiency] | None:
     """Measure every loss that is asked for at every G."""
-    rows = loss_worths(
+    rows = loss_efficiencies(
         study.pool, study.losses, study.group_sizes, study.rollouts, study.draws, study.seed
     )
     return loss_records(rows) or None
 
 
-def sentences(rows: list[LossWorth], study: Study) -> list[str]:
-    """Return sentences on the worth of a rollout of each loss at a batch's first update."""
-    return worth_sentences(rows)
+def sentences(rows: list[LossEfficiency], study: Study) -> list[str]:
+    """Return sentences on the relative efficiency of each loss at a batch's first update."""
+    return efficiency_sentences(rows)
 
 
-def tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
-    """Return tables of the worth of a rollout of each loss, in short and in full."""
-    return [table for rows in rows_by_study.values() for table in worth_tables(rows)]
+def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
+    """Return tables of the relative efficiency of each loss, in short and in full."""
+    return [table for rows in rows_by_study.values() for table in efficiency_tables(rows)]
 
 
 def draw(
-    folder: Path, rows_by_study: Mapping[Study, list[LossWorth]], lines: Sequence[str]
+    folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the worth of each loss of a study against G, `losses.{pdf,svg,png}`."""
+    """Draw the relative efficiency of each loss of a study against G, `losses.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
         policy = study.result.policy
         title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
-        draw_worths(folder, "losses", title, rows, lines)
+        draw_efficiencies(folder, "losses", title, rows, lines)
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,16 @@ class LossPanel:
     # The first study of the pool.
     study: Study
     # The study and the rows by G of each loss, by a unique name.
-    lines: dict[str, tuple[Study, list[LossWorth]]]
+    lines: dict[str, tuple[Study, list[LossEfficiency]]]
 
     @property
-    def measured(self) -> dict[str, list[LossWorth]]:
+    def measured(self) -> dict[str, list[LossEfficiency]]:
         """Rows with numbers, of each loss that has any."""
         rows = {name: measured_rows(own) for name, (_, own) in self.lines.items()}
         return {name: own for name, own in rows.items() if own}
 
 
-def loss_panels(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[LossPanel]:
+def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[LossPanel]:
     """Make a panel for each pool on which losses were measured.
 
     A loss that several studies of a pool measured with equal results occurs once. Losses of the
@@ -104,7 +104,7 @@ def loss_panels(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[LossPane
     """
     panels = []
     for members in by_pool(rows_by_study):
-        found: dict[str, list[tuple[Study, list[LossWorth]]]] = {}
+        found: dict[str, list[tuple[Study, list[LossEfficiency]]]] = {}
         for study in members:
             for rows in by_loss(rows_by_study[study]):
                 of_name = found.setdefault(rows[0].loss, [])
@@ -121,17 +121,17 @@ def loss_panels(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[LossPane
     return panels
 
 
-def _measured_alike(rows: Sequence[LossWorth], others: Sequence[LossWorth]) -> bool:
+def _measured_alike(rows: Sequence[LossEfficiency], others: Sequence[LossEfficiency]) -> bool:
     """Return True if two studies have equal results for a loss, up to rounding.
 
     The rounding comes from sums over more losses.
     """
 
-    def texts(row: LossWorth) -> list[Any]:
+    def texts(row: LossEfficiency) -> list[Any]:
         return [row.group_size, row.baseline, row.loss_type, row.reason]
 
-    def numbers(row: LossWorth) -> list[float]:
-        intervals = (row.worth, row.worth_best, row.direction, row.noise)
+    def numbers(row: LossEfficiency) -> list[float]:
+        intervals = (row.efficiency_same_g, row.efficiency_best_g, row.direction, row.noise)
         return [x.estimate if x is not None and x.is_known else 0.0 for x in intervals]
 
     return len(rows) == len(others) and all(
@@ -140,7 +140,7 @@ def _measured_alike(rows: Sequence[LossWorth], others: Sequence[LossWorth]) -> b
     )
 
 
-def joint_tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
+def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
     """Return a table with a row per policy, loss and group size; none where none is measured."""
     panels = loss_panels(rows_by_study)
     study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
@@ -153,7 +153,7 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
             measured = panel.measured.get(name, [])
             for row in measured:
                 mark = ""
-                if row.alike and len(measured) > 1 and row.is_decided:
+                if row.may_be_best and len(measured) > 1 and row.is_decided:
                     marks[len(rows), 2] = row.best
                     mark = "*" if row.best else "~"
                 policy = f"{run.policy}\n{run.dataset}\nn = {row.rollouts}"
@@ -164,11 +164,11 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
         for panel in panels
         for line in not_measured([row for _, own in panel.lines.values() for row in own])
     ]
-    notes = [WORTH_NOTE, NOISE_NOTE, described(every)]
+    notes = [EFFICIENCY_NOTE, NOISE_NOTE, described(every)]
     table = Table(
         name="losses",
-        title="Worth of a rollout of each loss",
-        columns=["policy", "loss", "G", "worth at the same G", f"in {AT_BEST}",
+        title="Relative efficiency of each loss",
+        columns=["policy", "loss", "G", f"efficiency against\n{UNBIASED_SAME_G}", "at its best G",
                  "cos with the gradient", "share of noise"],
         rows=rows,
         notes=[*notes, *[MARKS_NOTE.format("*:", "~:")] * bool(marks), *missing],
@@ -182,9 +182,9 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
 
 
 def draw_joint(
-    folder: Path, rows_by_study: Mapping[Study, list[LossWorth]], lines: Sequence[str]
+    folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the worth of a rollout of each loss, in a panel per pool, `losses.{pdf,svg,png}`.
+    """Draw the relative efficiency of each loss, in a panel per pool, `losses.{pdf,svg,png}`.
 
     Each data set has a line of panels or more.
     """
@@ -211,8 +211,8 @@ def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
     return shorten(lines, 3, "losses.csv")
 
 
-def answer(rows_by_study: Mapping[Study, list[LossWorth]]) -> str:
-    """State the worth of a rollout at G = 8 or the nearest, from the least to the most.
+def answer(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> str:
+    """State the efficiency at G = 8 or the nearest, from the least to the most.
 
     The sentence also gives the number of losses for which it is not decided.
     """
@@ -222,19 +222,19 @@ def answer(rows_by_study: Mapping[Study, list[LossWorth]]) -> str:
         for name, rows in panel.measured.items():
             row = nearest_usual(rows)
             sizes.add(row.group_size)
-            if row.worth is not None and row.worth.is_known:
+            if row.efficiency_same_g is not None and row.efficiency_same_g.is_known:
                 where = f"{name} on {panel.study.run.policy}" if len(panels) > 1 else name
-                decided.append((row.worth, where))
+                decided.append((row.efficiency_same_g, where))
             else:
                 undecided.append(name)
     at = f"At G = {' or '.join(map(str, sorted(sizes)))}"
     if not decided:
         names = enumeration([*dict.fromkeys(undecided)], "or")
-        return f"{at} it is not decided what a rollout of {names} is worth."
+        return f"{at} the relative efficiency of {names} is not decided."
     ends = sorted(decided, key=lambda found: found[0].estimate)
     ends = [ends[0], ends[-1]] if len(ends) > 1 else ends
-    values = " to ".join(f"{worth_text(value)} ({where})" for value, where in ends)
-    text = f"{at} a rollout of a loss is worth {values} of an unbiased one"
+    values = " to ".join(f"{efficiency_text(value)} ({where})" for value, where in ends)
+    text = f"{at} the relative efficiency is {values}, against {UNBIASED_SAME_G}"
     if undecided:
         text += f"; not decided: {len(undecided)} of {len(undecided) + len(decided)}"
     return f"{text}."
@@ -242,12 +242,12 @@ def answer(rows_by_study: Mapping[Study, list[LossWorth]]) -> str:
 
 LOSSES = Measurement(
     "losses",
-    list[LossWorth],
+    list[LossEfficiency],
     measure,
     sentences,
     tables,
     prints=True,
-    figure=Figure("losses", "What a rollout of each loss is worth", draw),
+    figure=Figure("losses", "Relative efficiency of each loss", draw),
     joint=Joint(joint_tables, answer, draw_joint),
     leads=True,
 )

@@ -25,7 +25,7 @@ from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.runs.study_parts import CompletionCounts
 
 # At most so many times as many questions are added where a range is wide.
-LARGEST_FOLLOW_UP = 3
+MAX_FOLLOW_UP = 3
 # Fields of a study that the next one does not take over.
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
@@ -132,7 +132,7 @@ def _place(config: Mapping[str, Any]) -> str:
 def _questions_for_best(study: Study) -> int:
     """Return the number of questions of a further study that can tell the best G."""
     half, most = prompts_to_decide(study.need(SCALING))
-    follow_up = (1 + LARGEST_FOLLOW_UP) * study.result.questions
+    follow_up = (1 + MAX_FOLLOW_UP) * study.result.questions
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
 
 
@@ -143,8 +143,10 @@ def _best_of_loss(study: Study, best: int) -> int:
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
-    known = [row for row in rows if row.worth is not None and row.worth.is_known]
-    if not known or best in [row.group_size for row in known if row.alike]:
+    known = [
+        row for row in rows if row.efficiency_same_g is not None and row.efficiency_same_g.is_known
+    ]
+    if not known or best in [row.group_size for row in known if row.may_be_best]:
         return best
     return next(row.group_size for row in known if row.best)
 
@@ -202,7 +204,7 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
 def study_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the measurements of a study, and its draws.
 
-    They are its rules, sizes, methods, seed, sampler and budget.
+    They are its baselines, sizes, methods, seed, sampler and budget.
     """
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
@@ -232,19 +234,19 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the objective and its baseline, of a study or a training run."""
-    objective, rule = config.get("objective") or {}, config.get("baseline") or {}
-    if objective.get("name") not in PRESETS or rule.get("name") not in BASELINES:
-        return []  # a folder of another version, or with a rule of its own
+    objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
+    if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
+        return []  # a folder of another version, or with a baseline of its own
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
     today = asdict(preset.objective)
     words += _changes({key: x for key, x in objective.items() if key in today}, today, "objective.")
     options = chosen.options if chosen else {}
-    if rule["name"] != (chosen.name if chosen else "leave_one_out"):
-        words.append(f"baseline={rule['name']}")
-        options = BASELINES[rule["name"]].options
-    return [*words, *_changes(rule.get("options") or {}, options, "baseline.options.")]
+    if baseline["name"] != (chosen.name if chosen else "leave_one_out"):
+        words.append(f"baseline={baseline['name']}")
+        options = BASELINES[baseline["name"]].options
+    return [*words, *_changes(baseline.get("options") or {}, options, "baseline.options.")]
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

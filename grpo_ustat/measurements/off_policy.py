@@ -1,4 +1,4 @@
-"""Rollouts that another policy or an inexact sampler wrote: its distance, and what they are worth.
+"""Rollouts that another policy or an inexact sampler wrote: its distance, and their efficiency.
 
 In a report studies are in the order of that distance.
 """
@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.losses import loss_efficiencies
 from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study, study_columns
-from grpo_ustat.measurements.loss_worths import (
+from grpo_ustat.measurements.loss_efficiencies import (
     NOISE_NOTE,
-    LossWorth,
+    LossEfficiency,
     by_loss,
     cosine_text,
     described,
-    draw_worths,
+    draw_efficiencies,
+    efficiency_sentences,
+    efficiency_tables,
+    efficiency_text,
     loss_records,
     measured_rows,
     nearest_usual,
-    worth_sentences,
-    worth_tables,
-    worth_text,
 )
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of
@@ -34,9 +34,10 @@ DRIFT_NOTE = (
     "Effective share: (sum of weights)^2 over the sum of their squares, as a share of their number."
 )
 LAG_NOTE = (
-    "Worth: rollouts of an unbiased leave-one-out gradient at the same G, written by the policy at "
-    "hand, that do as much as one of the loss that another policy wrote; 95 % intervals for new "
-    "questions. Nats a token: the divergence of the policy at hand from the other."
+    "Relative efficiency: rollouts of the unbiased leave-one-out gradient at the same G, written "
+    "by the policy at hand, that do as much as one of the loss that another policy wrote; 95 % "
+    "intervals for new questions. Nats a token: the divergence of the policy at hand from the "
+    "other."
 )
 
 
@@ -63,7 +64,7 @@ class OffPolicy:
     # Effective share of the products of these ratios over a completion.
     effective_completions: Interval
     # Efficiency of a rollout of each loss.
-    losses: list[LossWorth]
+    losses: list[LossEfficiency]
 
 
 def measure(study: PoolStudy) -> OffPolicy | None:
@@ -71,7 +72,7 @@ def measure(study: PoolStudy) -> OffPolicy | None:
     scored = study.rescored
     if scored is None:
         return None
-    rows = loss_worths(
+    rows = loss_efficiencies(
         scored.compared, scored.losses, study.group_sizes, study.rollouts, study.draws, study.seed,
         scored.weighted,
     )  # fmt: skip
@@ -89,40 +90,37 @@ def measure(study: PoolStudy) -> OffPolicy | None:
 
 
 def sentences(found: OffPolicy, study: Study) -> list[str]:
-    """Return sentences on the distance of the policy from the writer of the rollouts, and on worth.
-
-    Worth is that of a rollout of each loss.
-    """
-    worths = worth_sentences(found.losses, _wrote(found), _compared(found))
+    """Return sentences on the distance from the writer's policy, and on efficiency."""
+    efficiencies = efficiency_sentences(found.losses, _wrote(found), _compared(found))
     if found.question == "penalty":
-        return worths
+        return efficiencies
     kl = found.kl
     return [
         f"{found.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats a token from "
         f"{found.written_by}: weighted by their ratios tokens count as "
         f"{share_text(found.effective_tokens)} of as many, completions by the products of theirs "
         f"as {share_text(found.effective_completions)}.",
-        *worths,
+        *efficiencies,
     ]
 
 
 def tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
-    """Return tables of the worth of rollouts, of which a terminal shows that of the first losses.
+    """Return tables of relative efficiency; a terminal shows the table of the first losses.
 
     Further losses are those of published claims.
     """
     shown = []
     for found in found_by_study.values():
-        of_study = worth_tables(found.losses, _wrote(found), _notes(found))
+        of_study = efficiency_tables(found.losses, _wrote(found), _notes(found))
         shown += [replace(table, page_only=place > 0) for place, table in enumerate(of_study)]
     return shown
 
 
 def draw(folder: Path, found_by_study: Mapping[Study, OffPolicy], lines: Sequence[str]) -> None:
-    """Draw the worth of each loss's rollout against G, `off_policy.{pdf,svg,png}`."""
+    """Draw the relative efficiency of each loss's rollout against G, `off_policy.{pdf,svg,png}`."""
     for found in found_by_study.values():
         title = f"written by {found.written_by}, at {found.policy}"
-        draw_worths(folder, "off_policy", title, found.losses, lines)
+        draw_efficiencies(folder, "off_policy", title, found.losses, lines)
 
 
 def share_text(share: Interval) -> str:
@@ -143,16 +141,16 @@ def _wrote(found: OffPolicy) -> str:
 
 def _compared(found: OffPolicy) -> str:
     return {
-        "lag": f"an unbiased one that {found.policy} wrote",
-        "gap": "one that is weighted by its exact ratio",
-        "penalty": "an unbiased one without",
+        "lag": f"the unbiased gradient of rollouts that {found.policy} wrote",
+        "gap": "the same loss weighted by exact ratios",
+        "penalty": "the unbiased gradient without a penalty",
     }[found.question]
 
 
 def _notes(found: OffPolicy) -> list[str]:
     notes = [
-        f"Worth: rollouts of {_compared(found)} that do as much as one of the loss; 95 % intervals "
-        "for new questions, paired among losses and G."
+        f"Relative efficiency: rollouts of {_compared(found)} that do as much as one of the loss; "
+        "95 % intervals for new questions, paired among losses and G."
     ]
     if found.penalised:
         notes.append(
@@ -179,19 +177,19 @@ def joint_tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
             row = nearest_usual(measured)
             rows.append([
                 f"{found.written_by}\n{found.policy}",
-                worth_text(found.kl, "\n", 4),
+                efficiency_text(found.kl, "\n", 4),
                 "\n".join(map(share_text, shares)),
                 row.loss,
                 str(row.group_size),
-                worth_text(row.worth, "\n"),
+                efficiency_text(row.efficiency_same_g, "\n"),
                 cosine_text(row, "\n"),
-                worth_text(row.noise, "\n"),
+                efficiency_text(row.noise, "\n"),
             ])  # fmt: skip
     table = Table(
         name="lag",
-        title="Worth of a rollout that another policy wrote",
+        title="Relative efficiency of rollouts that another policy wrote",
         columns=["written by\nat", "nats a token", "effective share by\ntokens, completions",
-                 "loss", "G", "worth", "cos with the gradient", "share of noise"],
+                 "loss", "G", "efficiency", "cos with the gradient", "share of noise"],
         rows=rows,
         notes=[LAG_NOTE, DRIFT_NOTE, NOISE_NOTE, described(every)],
         data=data,
@@ -206,17 +204,17 @@ def by_distance(found_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPol
 
 
 def answer(found_by_study: Mapping[Study, OffPolicy]) -> str:
-    """State the worth of a rollout of each loss at the nearest and at the farthest policy."""
+    """State the relative efficiency of each loss at the nearest and at the farthest policy."""
     nearest, *further = by_distance(found_by_study).values()
     lines: dict[str, list[str]] = {}
     for found in [nearest, *further[-1:]]:
         for own in by_loss(found.losses):
             measured = measured_rows(own)
             if measured:
-                worth = worth_text(nearest_usual(measured).worth)
-                lines.setdefault(own[0].loss, []).append(f"{worth} at {found.policy}")
+                efficiency = efficiency_text(nearest_usual(measured).efficiency_same_g)
+                lines.setdefault(own[0].loss, []).append(f"{efficiency} at {found.policy}")
     told = "; ".join(f"{loss} {', '.join(texts)}" for loss, texts in lines.items())
-    return f"A rollout that {nearest.written_by} wrote is worth: {told}."
+    return f"Relative efficiency of rollouts that {nearest.written_by} wrote: {told}."
 
 
 OFF_POLICY = Measurement(
@@ -226,7 +224,7 @@ OFF_POLICY = Measurement(
     sentences,
     tables,
     prints=True,
-    figure=Figure("off_policy", "What a rollout is worth that another policy wrote", draw),
+    figure=Figure("off_policy", "Relative efficiency of rollouts that another policy wrote", draw),
     joint=Joint(joint_tables, answer),
     leads=True,
 )

@@ -1,4 +1,4 @@
-"""Published recipes judged on one policy: the worth of a rollout of a whole loss at its G."""
+"""Published recipes judged on one policy: the relative efficiency of a whole loss at its G."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_ustat.config.presets import CHANCE, RECIPES
+from grpo_ustat.estimators.efficiency import relative_efficiency
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.losses import UNBIASED, LossRow, kept_share, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.worth import worth
 from grpo_ustat.measurements.base import Figure, Joint, Measurement, PoolStudy, Study
 from grpo_ustat.measurements.group_size import SCALING, Scaling
-from grpo_ustat.measurements.loss_worths import (
-    AT_BEST,
-    LossWorth,
+from grpo_ustat.measurements.loss_efficiencies import (
+    UNBIASED_BEST_G,
+    LossEfficiency,
+    efficiency_text,
     loss_records,
     loss_words,
     not_measured,
-    worth_text,
 )
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
 from grpo_ustat.pages.tables import Table
@@ -32,7 +32,7 @@ from grpo_ustat.runs.study_parts import PolicyFacts
 from grpo_ustat.terminal.streams import percentage
 
 # Largest of the group sizes among which the best is looked for.
-LARGEST_SIZE = 1024
+MAX_SIZE = 1024
 TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10)
 # Ratio of rollouts from which on it is printed in times, not in percent.
 MANY_TIMES = 3
@@ -44,31 +44,31 @@ ALONE_NOTE = (
     "measured or its direction is not known from these questions."
 )
 TOGETHER_NOTE = (
-    "Intervals are for new questions, and all of them hold together in 95 % of studies (worths by "
-    "Bonferroni's correction, group sizes by Scheffe's)."
+    "Intervals are for new questions, and all of them hold together in 95 % of studies "
+    "(Bonferroni's correction; Scheffe's for group sizes)."
 )
 
 
 class Judged(NamedTuple):
-    """The worth of a rollout of a recipe."""
+    """The relative efficiency of a recipe."""
 
-    row: LossWorth
+    row: LossEfficiency
     # In rollouts of the unbiased gradient at its best G.
-    worth: Interval
-    # True if the worth is only that of its group size.
+    efficiency_best_g: Interval
+    # True if the efficiency is only that of its group size.
     alone: bool
 
 
-def measure(study: PoolStudy) -> list[LossWorth]:
+def measure(study: PoolStudy) -> list[LossEfficiency]:
     """Measure every recipe, for new questions, by its name."""
-    rows = recipe_worths(
+    rows = recipe_efficiencies(
         study.pool, study.max_completion_length, study.group_sizes, study.rollouts, study.draws,
         study.seed,
     )  # fmt: skip
     return loss_records(rows)
 
 
-def recipe_worths(
+def recipe_efficiencies(
     pool: ScorePool,
     max_completion_length: int,
     group_sizes: Sequence[int],
@@ -76,7 +76,7 @@ def recipe_worths(
     draws: int,
     seed: int,
 ) -> list[LossRow]:
-    """Measure the worth of a rollout of each recipe, for new questions, by the recipe's name.
+    """Measure the relative efficiency of each recipe, for new questions, by the recipe's name.
 
     An update holds whole groups: its n is the largest multiple of the recipe's G up to `rollouts`.
     The unbiased estimate that it is judged against has the same n; its error is n's alone, so that
@@ -86,7 +86,7 @@ def recipe_worths(
     Args:
         max_completion_length: tokens after which a completion is cut.
         rollouts: n of the study.
-        draws, seed: see `loss_worths`.
+        draws, seed: see `loss_efficiencies`.
     """
     rows: dict[str, LossRow] = {}
     # Recipes by n.
@@ -110,13 +110,17 @@ def recipe_worths(
         unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
         for name, loss in losses.items():
             size = RECIPES[name].group_size
-            found = worth(errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured)
+            found = relative_efficiency(
+                errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured
+            )
             kept = kept_share(pool, size) if loss.rows.replaces else None
-            rows[name] = replace(rows[name], worth=found, best=True, alike=True, kept=kept)
+            rows[name] = replace(
+                rows[name], efficiency=found, best=True, may_be_best=True, kept=kept
+            )
     return list(rows.values())
 
 
-def judged_recipes(rows: Sequence[LossWorth], study: Study) -> list[Judged]:
+def judged_recipes(rows: Sequence[LossEfficiency], study: Study) -> list[Judged]:
     """Return the recipes of a policy, by group size; none where nothing is known of any.
 
     One whose whole loss is not decided is judged by the scaling law.
@@ -125,15 +129,15 @@ def judged_recipes(rows: Sequence[LossWorth], study: Study) -> list[Judged]:
     level = 1 - CHANCE if measured else CONFIDENCE
     judged: list[Judged] = []
     for row in rows:
-        found, alone = row.worth_best, False
+        found, alone = row.efficiency_best_g, False
         if found is None or not found.is_known:
             alone = True
-            found = group_size_worth(study.need(SCALING), row.group_size, level)
+            found = group_size_efficiency(study.need(SCALING), row.group_size, level)
         judged.append(Judged(row, found, alone))
-    return judged if any(one.worth.is_known for one in judged) else []
+    return judged if any(one.efficiency_best_g.is_known for one in judged) else []
 
 
-def group_size_worth(scaling: Scaling, group_size: int, level: float) -> Interval:
+def group_size_efficiency(scaling: Scaling, group_size: int, level: float) -> Interval:
     """Compute the error of leave_one_out at its best G over that at this one.
 
     It is the same for any number of rollouts, and NaN where G* is not decided.
@@ -144,12 +148,12 @@ def group_size_worth(scaling: Scaling, group_size: int, level: float) -> Interva
     law = scaling.law
     if not scaling.is_decided or not law.has_errors:
         return NOTHING
-    best = law.best_of(range(2, LARGEST_SIZE))
+    best = law.best_of(range(2, MAX_SIZE))
     extra, low, high = law.extra_error(group_size, best, level)
     return Interval(1 / (1 + extra), 1 / (1 + high), 1 / (1 + low) if low > -1 else math.inf)
 
 
-def tables(rows_by_study: Mapping[Study, list[LossWorth]]) -> list[Table]:
+def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
     """Return a table of each study with a row per recipe; none where nothing is known of any."""
     judged = [judged_recipes(rows, study) for study, rows in rows_by_study.items()]
     return [_table(of_study) for of_study in judged if of_study]
@@ -161,7 +165,7 @@ def _table(judged: Sequence[Judged]) -> Table:
             one.row.loss,
             loss_words(one.row),
             str(one.row.group_size),
-            worth_text(one.worth),
+            efficiency_text(one.efficiency_best_g),
             judgement(one),
         ]
         for one in judged
@@ -171,19 +175,19 @@ def _table(judged: Sequence[Judged]) -> Table:
     names = [one.row.loss for one in judged if one.row.loss in RECIPES]
     typed = [f"{name.split(' (')[0]}: {' '.join(RECIPES[name].overrides)}" for name in names]
     notes = [
-        "Worth: rollouts of the unbiased leave-one-out gradient at its best G that do as much as "
-        f"one of the recipe, at a batch's first update{update}. {TOGETHER_NOTE}",
+        "Relative efficiency: rollouts of the unbiased leave-one-out gradient at its best G that "
+        f"do as much as one of the recipe, at a batch's first update{update}. {TOGETHER_NOTE}",
         *([ALONE_NOTE] if any(one.alone for one in judged) else []),
         *not_measured([one.row for one in judged]),
         f"What to type after grpo-ustat mse for a loss at every G: {'; '.join(typed)}.",
     ]
-    columns = ["recipe", "its loss", "G", "worth", "verdict"]
+    columns = ["recipe", "its loss", "G", "efficiency", "verdict"]
     return Table("Published recipes on this policy", columns, cells, notes)
 
 
 def judgement(one: Judged) -> str:
-    """Describe a recipe's worth, its scope, and the share of its groups that count."""
-    words = verdict(one.worth)
+    """Describe a recipe's efficiency, its scope, and the share of its groups that count."""
+    words = verdict(one.efficiency_best_g)
     if one.alone:
         undecided = "whole loss not decided; " if one.row.is_measured else ""
         words = f"{undecided}group size alone: {words}"
@@ -191,12 +195,13 @@ def judgement(one: Judged) -> str:
         kept = one.row.kept.estimate
         words += f"; {kept:.2f} of the groups drawn count"
         if not one.alone:
-            words += f", so a rollout drawn is worth {kept * one.worth.estimate:.2f}"
+            drawn = kept * one.efficiency_best_g.estimate
+            words += f", so the efficiency of a rollout drawn is {drawn:.2f}"
     return words
 
 
-def verdict(worth: Interval) -> str:
-    """Return the meaning of a worth against the best, in words.
+def verdict(efficiency: Interval) -> str:
+    """Return the meaning of a relative efficiency, in words.
 
     >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
     ('takes 25 % more rollouts for the same error', 'takes 20 % fewer rollouts for the same error')
@@ -207,26 +212,30 @@ def verdict(worth: Interval) -> str:
     >>> verdict(Interval(0.1, 0.05, 0.2))
     'takes 10 times the rollouts for the same error'
     """
-    if not math.isfinite(worth.estimate):
+    if not math.isfinite(efficiency.estimate):
         return "not decided"
-    if max(abs(x - 1) for x in worth) < ROUNDING:  # the best itself, up to rounding
+    if max(abs(x - 1) for x in efficiency) < ROUNDING:  # the best itself, up to rounding
         return "the best"
-    if worth.high < 1 and worth.estimate < 1 / MANY_TIMES:
-        return f"takes {1 / worth.estimate:.2g} times the rollouts for the same error"
-    if worth.high < 1:
-        return f"takes {percentage(1 / worth.estimate - 1)} more rollouts for the same error"
-    if worth.low > 1:
-        return f"takes {percentage(1 - 1 / worth.estimate)} fewer rollouts for the same error"
-    most = f", at most {percentage(1 / worth.low - 1)} more rollouts" if worth.low > 0 else ""
+    if efficiency.high < 1 and efficiency.estimate < 1 / MANY_TIMES:
+        return f"takes {1 / efficiency.estimate:.2g} times the rollouts for the same error"
+    if efficiency.high < 1:
+        return f"takes {percentage(1 / efficiency.estimate - 1)} more rollouts for the same error"
+    if efficiency.low > 1:
+        return f"takes {percentage(1 - 1 / efficiency.estimate)} fewer rollouts for the same error"
+    most = (
+        f", at most {percentage(1 / efficiency.low - 1)} more rollouts"
+        if efficiency.low > 0
+        else ""
+    )
     return f"not significantly different from the best{most}"
 
 
 def draw(
-    folder: Path, rows_by_study: Mapping[Study, list[LossWorth]], lines: Sequence[str]
+    folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the worth of a rollout of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
+    """Draw the relative efficiency of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
-        judged = [one for one in judged_recipes(rows, study) if one.worth.is_known]
+        judged = [one for one in judged_recipes(rows, study) if one.efficiency_best_g.is_known]
         _draw(folder, judged, study.result.policy, lines)
 
 
@@ -240,19 +249,23 @@ def _draw(
                       ha="center")  # fmt: skip
         colour = STYLE["leave_one_out"][0]
         places = np.arange(len(judged))[::-1]
-        least = 0.8 * min([0.8, *(one.worth.estimate for one in judged)])
-        most = 1.2 * max([1.0, *(one.worth.estimate for one in judged)])
-        for place, (_, (worth, low, high), alone) in zip(places, judged, strict=True):
+        least = 0.8 * min([0.8, *(one.efficiency_best_g.estimate for one in judged)])
+        most = 1.2 * max([1.0, *(one.efficiency_best_g.estimate for one in judged)])
+        for place, (_, (efficiency, low, high), alone) in zip(places, judged, strict=True):
             ends = [max(low, least / 2), min(high, 2 * most)]
             axes.plot(ends, [place, place], color=colour, linewidth=2, alpha=0.5 if alone else 1)
-            axes.plot(worth, place, "o", color=colour, markersize=6,
+            axes.plot(efficiency, place, "o", color=colour, markersize=6,
                       markerfacecolor="white" if alone else colour)  # fmt: skip
         axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
         labels = [f"{one.row.loss}: G = {one.row.group_size}" for one in judged]
         axes.set_yticks(places, labels)
         axes.set_xscale("log")
-        lows = [one.worth.low for one in judged if one.worth.low > 0]
-        highs = [one.worth.high for one in judged if math.isfinite(one.worth.high)]
+        lows = [one.efficiency_best_g.low for one in judged if one.efficiency_best_g.low > 0]
+        highs = [
+            one.efficiency_best_g.high
+            for one in judged
+            if math.isfinite(one.efficiency_best_g.high)
+        ]
         left = max(0.9 * min([0.85, *lows]), least / 2)
         right = min(1.1 * max([1.0, *highs]), 2 * most)
         axes.set_xlim(left, right)
@@ -263,7 +276,7 @@ def _draw(
                 ticks.append(x)
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel(f"worth of a rollout,\nin {AT_BEST}")
+        axes.set_xlabel(f"relative efficiency against\n{UNBIASED_BEST_G}")
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
         axes.set_title(
             f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}",
@@ -277,12 +290,12 @@ def _draw(
         save(figure, folder, "recipes")
 
 
-RECIPE_WORTHS = Measurement(
+RECIPE_EFFICIENCIES = Measurement(
     "recipes",
-    list[LossWorth],
+    list[LossEfficiency],
     measure,
     tables=tables,
-    figure=Figure("recipes", "What a rollout of each published recipe is worth", draw),
+    figure=Figure("recipes", "Relative efficiency of published recipes", draw),
     # Its table is of one policy.
     joint=Joint(),
 )

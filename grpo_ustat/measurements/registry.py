@@ -24,7 +24,7 @@ from grpo_ustat.measurements.errors import CURVES, GRADIENT, NOT_MEASURED, RATIO
 from grpo_ustat.measurements.group_size import NOISE, SCALING
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.off_policy import OFF_POLICY
-from grpo_ustat.measurements.recipes import RECIPE_WORTHS
+from grpo_ustat.measurements.recipes import RECIPE_EFFICIENCIES
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
 from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
 from grpo_ustat.measurements.verdicts import VERDICTS
@@ -42,7 +42,7 @@ OURS: tuple[Measurement[Any], ...] = (
     SCALING,
     ASSUMPTION2,
     GRADIENT,
-    RECIPE_WORTHS,
+    RECIPE_EFFICIENCIES,
     NOISE,
     REWARD_FUNCTIONS,
     REWARD_CORRELATIONS,

@@ -19,14 +19,14 @@ from grpo_ustat.estimators.advantage_bias import mixed_groups_after
 from grpo_ustat.estimators.closed_form import ClosedForm
 from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
+from grpo_ustat.estimators.efficiency import LossError, relative, relative_efficiency
 from grpo_ustat.estimators.group_size import USUAL_SIZE
-from grpo_ustat.estimators.halves import LEAST_COMPLETIONS, LEAST_PROMPTS, group_error, halves_of
+from grpo_ustat.estimators.halves import MIN_COMPLETIONS, MIN_PROMPTS, group_error, halves_of
 from grpo_ustat.estimators.intervals import UNDETERMINED, Interval, decide, is_binary
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, refusal
 from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
-from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.estimators.worth import LossError, relative, worth
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Rescored, Study
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.records import ScorePool
@@ -51,7 +51,7 @@ BY_MEAN = Loss("mean over each completion's tokens", "leave_one_out", {}, "grpo"
 # Size from which on a bound is a whole number.
 ROUND = 100
 # Least p-value that is written out.
-LEAST_P_VALUE = 1e-6
+MIN_P_VALUE = 1e-6
 NOTE = (
     "95 % intervals for new questions, each by itself. A verdict is given if the number lies "
     "entirely inside or outside the bounds; those of this study are corrected together (Holm, 5 % "
@@ -189,14 +189,14 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
         FILTERED: Judged(
             "a filter by reward variance raises signal over noise",
             "RAGEN-2, arXiv 2604.06268",
-            f"worth of a sampled rollout, groups of {VARIANCE_SHARE} of the reward variance, "
-            f"{where}",
+            "relative efficiency of a sampled rollout, "
+            f"groups of {VARIANCE_SHARE} of the reward variance, {where}",
             least=1.0,
         ),
         BY_MEAN: Judged(
             "the mean over a completion's tokens harms",
             "Dr. GRPO, arXiv 2503.20783",
-            f"worth of a rollout with the mean in place of the sum, {where}",
+            f"relative efficiency of a rollout with the mean in place of the sum, {where}",
             most=1 - TOLERANCE,
         ),
     }
@@ -209,11 +209,11 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
     for loss, claim in claims.items():
         reason = reasons[UNBIASED] or reasons[loss]
         error = errors.get((loss, size))
-        if reason or error is None or not error.known:
+        if reason or error is None or not error.kappa_known:
             rows.append(replace(claim, reason=reason.line if reason else NO_DIRECTION))
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
-        found = worth(error, size, unbiased, pool.metrics)
+        found = relative_efficiency(error, size, unbiased, pool.metrics)
         beside = f"cos^2 of its direction {_text(found.direction, 3)}"
         if loss is FILTERED:
             questions, completions = pool.rewards_PN.shape
@@ -222,8 +222,8 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
             )
             share = counted_share(pool, loss, list(batches))
             beside += (
-                f"; {share:.2f} of the rollouts count, so one of these is worth "
-                f"{found.worth.estimate / share:.2f}"
+                f"; {share:.2f} of the rollouts count, so the efficiency of one of these is "
+                f"{found.efficiency_same_g.estimate / share:.2f}"
             )
         at = partial(relative, unbiased[size], error, pool.metrics)
         rows.append(replace(claim, interval_at=at, beside=beside))
@@ -277,9 +277,9 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         )
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
-        """Return the worth, by level, of a rollout of the second loss in those of the first."""
+        """Return the efficiency, by level, of the second loss against the first."""
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
-        if not both or not all(error.known for error in both):
+        if not both or not all(error.kappa_known for error in both):
             return None
         return partial(relative, both[0].error_D, both[1], 1)
 
@@ -291,7 +291,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             rows.append(
                 Judged(
                     f"stale rollouts {word} are as good", "arXiv 2605.17570",
-                    f"worth of a stale rollout {word}, G = {size}",
+                    f"relative efficiency of a stale rollout {word}, G = {size}",
                     found, least=1 - TOLERANCE, beside=beside,
                     reason=None if found else absent,
                 )
@@ -304,10 +304,10 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             reason = "a few completions decide the effective share"
         rows.append(
             Judged(
-                "the effective sample size says what they are worth",
+                "the effective sample size is their efficiency",
                 "VCPO, arXiv 2602.17616",
-                "worth of a stale rollout weighted by tokens' ratios over the effective share of "
-                "completions",
+                "relative efficiency of a stale rollout weighted by tokens' ratios over the "
+                "effective share of completions",
                 joined, least=2 / 3, most=3 / 2, beside=shares, reason=reason,
             )
         )  # fmt: skip
@@ -322,7 +322,8 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             Judged(
                 "a sampler's gap has to be corrected",
                 "TRL's vllm_importance_sampling_correction",
-                f"worth of a rollout without ratios, in those weighted by tokens', G = {size}",
+                f"relative efficiency of a rollout without ratios, in those weighted by tokens', "
+                f"G = {size}",
                 found, most=1 - TOLERANCE, beside=beside, reason=None if found else absent,
             )
         )  # fmt: skip
@@ -332,7 +333,8 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             Judged(
                 f"ratios of the sequence ({word}) beat those of tokens",
                 "trl#4493, NeMo-RL#2269",
-                f"worth of a rollout weighted by {name}, in those weighted by tokens', G = {size}",
+                f"relative efficiency of a rollout weighted by {name}, in those weighted by "
+                f"tokens', G = {size}",
                 found, least=1.0, beside=beside, reason=None if found else absent,
             )
         )  # fmt: skip
@@ -340,10 +342,10 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
 
 
 def _over(
-    worth_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
+    efficiency_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
 ) -> Interval:
-    """Divide a worth by a share, the ends of their intervals joined."""
-    value, low, high = worth_at(_of_two(level))
+    """Divide an efficiency by a share, the ends of their intervals joined."""
+    value, low, high = efficiency_at(_of_two(level))
     share = share_at(_of_two(level))
     return Interval(value / share.estimate, low / share.high, high / share.low)
 
@@ -363,14 +365,14 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
     )
     if size > pool.rewards_PN.shape[1]:
         return replace(claim, reason=f"groups of {size} are too large")
-    silent_P = silent_share(pool.rewards_PN, size)
+    zero_variance_P = zero_variance_share(pool.rewards_PN, size)
     most = pool.rewards_PN.shape[1] // size
 
     def saved(level: float) -> Interval:
         scale = population.law.noise_scale(size, level=_of_two(level))
-        return kept_groups(silent_P, size, scale, most, _of_two(level)).break_even
+        return kept_groups(zero_variance_P, size, scale, most, _of_two(level)).break_even
 
-    kept = kept_groups(silent_P, size, UNDETERMINED, most).kept
+    kept = kept_groups(zero_variance_P, size, UNDETERMINED, most).kept
     beside = f"{_text(kept)} of the groups are kept"
     return replace(claim, interval_at=saved, beside=beside)
 
@@ -387,8 +389,8 @@ def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
         "the noise of a completion goes with its length", "VL-Norm, arXiv 2509.07558",
         "rank correlation of length and squared score norm within a prompt", least=0.5,
     )  # fmt: skip
-    if count < LEAST_PROMPTS or completions < LEAST_COMPLETIONS:
-        few = f"use {LEAST_PROMPTS} questions or more with {LEAST_COMPLETIONS} completions"
+    if count < MIN_PROMPTS or completions < MIN_COMPLETIONS:
+        few = f"use {MIN_PROMPTS} questions or more with {MIN_COMPLETIONS} completions"
         return [replace(claim, reason=few) for claim in (of_variance, of_length)]
     halves, _ = halves_of(pool)
     variance_2SP = halves["variance"]
@@ -468,7 +470,7 @@ def p_text(p_value: float | None) -> str:
     """
     if p_value is None:
         return "-"
-    return "below 1e-6" if p_value < LEAST_P_VALUE else f"{p_value:.2g}"
+    return "below 1e-6" if p_value < MIN_P_VALUE else f"{p_value:.2g}"
 
 
 def bounds_text(least: float | None, most: float | None) -> str:

@@ -20,10 +20,10 @@ from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
-from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout, read_rollouts
+from grpo_ustat.logs.rows import MIN_COMPLETIONS, Rollout, read_rollouts
 from grpo_ustat.mse.pool import EqualRewards, read_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_gap
+from grpo_ustat.mse.sampler import MAX_LOGPROB_GAP, sampler_gap
 from grpo_ustat.mse.scoring import (
     check_batch,
     completions_of,
@@ -41,10 +41,10 @@ from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.streams import single_line, tell
 
 # Nats a token; below this gap no other temperature is nearer by more than rounding.
-LEAST_LOGPROB_GAP = 0.002
+MIN_LOGPROB_GAP = 0.002
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 # Completions whose log-probabilities are compared with the model's.
-MOST_CHECKED_COMPLETIONS = 64
+MAX_CHECKED_COMPLETIONS = 64
 
 
 def import_pool(
@@ -208,13 +208,13 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
     completions, so that a few small groups are dropped, and do not trim all others. It prints how
     many were left out.
     """
-    questions, needed = config.study.questions, LEAST_COMPLETIONS
+    questions, needed = config.study.questions, MIN_COMPLETIONS
     if config.compares_by_groups:
         needed = max(needed, min(config.dividing_sizes))
     enough = [group for group in groups.values() if len(group) >= needed]
     if not enough:
         shortest = min(groups.values(), key=len)
-        smaller = ", or use smaller group_sizes" if needed > LEAST_COMPLETIONS else ""
+        smaller = ", or use smaller group_sizes" if needed > MIN_COMPLETIONS else ""
         raise ConfigError(
             f"{config.pool}: the prompt of {shortest[0].place} has {len(shortest)} "
             f"completions, {needed} are needed of each, and none of {len(groups)} prompts has as "
@@ -369,16 +369,16 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     """Refuse rollouts that the model did not write, or that it wrote at another temperature.
 
     Its log-probabilities of their tokens are then far from the sampler's, which were logged, or
-    less than half as far at another temperature. At most MOST_CHECKED_COMPLETIONS completions are
+    less than half as far at another temperature. At most MAX_CHECKED_COMPLETIONS completions are
     read.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
-    index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED_COMPLETIONS, count)).astype(int))
+    index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
     gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
     nearest = min(gaps, key=lambda one: gaps[one])
-    other = gap > LEAST_LOGPROB_GAP and gaps[nearest] < gap / 2
-    if (gap <= MOST_LOGPROB_GAP or corrected) and not other:
+    other = gap > MIN_LOGPROB_GAP and gaps[nearest] < gap / 2
+    if (gap <= MAX_LOGPROB_GAP or corrected) and not other:
         _print_on_main(
             f"{config.pool}: log-probabilities are within {gap:.4f} nats a token of the sampler's, "
             f"in {len(index)} completions"
@@ -392,7 +392,7 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     raise ConfigError(
         f"{config.pool}: {config.model.name} at temperature={config.temperature} gives the logged "
         f"tokens log-probabilities that are off by {gap:.3f} nats a token in {len(index)} "
-        f"completions, where at most {MOST_LOGPROB_GAP} is rounding; most likely {cause}"
+        f"completions, where at most {MAX_LOGPROB_GAP} is rounding; most likely {cause}"
     )
 
 

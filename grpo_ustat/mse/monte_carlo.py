@@ -47,7 +47,7 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.terminal.progress import Progress
 
 # Completions that are scored side by side.
-MOST_ROWS = 512
+MAX_ROWS = 512
 # Numbers kept of a gradient, a prime; gradients of smaller models are kept in full.
 SKETCH_SIZE = 262139
 
@@ -200,7 +200,7 @@ def _gradients(
     sketch = Sketch(parameter_sizes(policy.model), SKETCH_SIZE)
     total_CD, squared = np.zeros((len(weights_CPG), sketch.dimension)), []
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
-    per_call = max(1, min(MOST_ROWS, rows_that_fit(policy, tokens) // 4) // size)
+    per_call = max(1, min(MAX_ROWS, rows_that_fit(policy, tokens) // 4) // size)
     progress = Progress("scoring", count * size)
     for start in range(0, count, per_call):
         prompts = np.arange(start, min(start + per_call, count))

@@ -1,7 +1,7 @@
 """Rollouts that another policy sampled, an earlier checkpoint or an inexact sampler, scored again.
 
 Those of losses that penalise leaving a reference model are scored here, too;
-`measurements.off_policy` measures what they are worth.
+`measurements.off_policy` measures their efficiency.
 
 The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
 each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
@@ -52,16 +52,16 @@ from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
 # Share of the completions that must count where their ratios are exact.
-LEAST_EFFECTIVE = 0.2
+MIN_EFFECTIVE = 0.2
 
 
 def check_tokenizers(config: MseConfig) -> None:
     """Refuse policies that read other tokens than `model`, before anything is sampled."""
-    for key in ("policy", "reference"):
+    for key in ("scored_by", "reference"):
         place = getattr(config.study, key)
         if place is None:
             continue
-        other = {"policy": config.later_model, "reference": config.reference_model}[key]
+        other = {"scored_by": config.later_model, "reference": config.reference_model}[key]
         own = configured_tokenizer(config.model).get_vocab()
         theirs = configured_tokenizer(other, f"study.{key}").get_vocab()
         if own != theirs:
@@ -79,7 +79,7 @@ def rescored_pool(
     rollouts: Sequence[Rollouts],
     folder: Path,
 ) -> tuple[Rescored, WorkCost]:
-    """Score the study's completions at `study.policy`, or with `study.corrections`.
+    """Score the study's completions at `study.scored_by`, or with `study.corrections`.
 
     Args:
         pool: the study's pool, drawn by `model` or read from a file.
@@ -90,7 +90,7 @@ def rescored_pool(
     """
     study = config.study
     is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
-    question = "lag" if study.policy is not None else "gap" if is_logged else "penalty"
+    question = "lag" if study.scored_by is not None else "gap" if is_logged else "penalty"
     at_hand, losses = replace(config, model=config.later_model), config.measured.off_policy
     judged = config.measured.judged
     scored = [*losses, *judged.values()]
@@ -103,22 +103,22 @@ def rescored_pool(
     drift = drift_of(np.array([part.drift for part in parts[wanted[0]]]), size)
     compared = pool
     if question == "lag":
-        fresh = folder / "pool_policy"
+        fresh = folder / "pool_scored_by"
         root, known = Path(config.output_root), draws_of(at_hand)
         main_only(reuse_pool, root, known, fresh, list(prompts), size)
         try:
             compared, further = build_pool(at_hand, list(prompts), fresh, size)
         except EqualRewards:
             raise ConfigError(
-                f"study.policy={study.policy}: all of its completions got the same reward, so it "
-                "has no gradient to estimate; use an earlier checkpoint, or other questions"
+                f"study.scored_by={study.scored_by}: all of its completions got the same reward, "
+                "so it has no gradient to estimate; use an earlier checkpoint, or other questions"
             ) from None
         cost += further
     elif question == "gap":
-        if drift.completions.estimate < LEAST_EFFECTIVE:
+        if drift.completions.estimate < MIN_EFFECTIVE:
             raise ConfigError(
                 f"{config.pool}: under exact ratios its completions count as "
-                f"{drift.completions.estimate:.0%} of as many, and {LEAST_EFFECTIVE:.0%} are "
+                f"{drift.completions.estimate:.0%} of as many, and {MIN_EFFECTIVE:.0%} are "
                 "needed for an unbiased gradient to compare with; use study.corrections=[]"
             )
         compared = weighted[EXACT]
@@ -178,12 +178,12 @@ def _scored(
     reference = written
     if config.imports_pool:
         written = [None if one.logprobs_PGT is None else one.logprobs_PGT[0] for one in rollouts]
-    elif study.policy is not None:
+    elif study.scored_by is not None:
         written = logprobs_of(config.model)
     if any(weights.beta for weights in wanted):
         if study.reference is not None:
             reference = logprobs_of(config.reference_model)
-        elif study.policy is not None:
+        elif study.scored_by is not None:
             reference = written
     every = [
         (*item, old_NT, reference_NT)
@@ -230,7 +230,7 @@ def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -
     if prompt.kind != "imported" and read != rollouts.prompt_tokens:
         raise ConfigError(
             f"{prompt.id} is {len(rollouts.prompt_tokens[0])} tokens to the policy that wrote the "
-            f"completions and {len(read[0])} to another of study.policy and study.reference, or "
+            f"completions and {len(read[0])} to another of study.scored_by and study.reference, or "
             "they are others: use models of one tokenizer"
         )
     width = rollouts.mask_PGT.shape[-1]
@@ -310,7 +310,7 @@ def weighted_part(
         raise ConfigError(
             f"the importance ratios of completions of {rollouts.prompts[0].id} are beyond what "
             f"numbers can hold (log ratio up to {total_N.max():.0f}): the policy that wrote them "
-            "is too far from the one that scores them, use an earlier study.policy"
+            "is too far from the one that scores them, use an earlier study.scored_by"
         )
     ratio_NT = np.exp(change_NT) * counts_NT
     # A product may be beyond what numbers hold.

@@ -72,7 +72,7 @@ def study_cost(config: MseConfig) -> Cost:
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
     # Policies that write completions.
-    policies = 1 if config.study.policy is None else 2
+    policies = 1 if config.study.scored_by is None else 2
     pools = policies
     if config.measured.is_off_policy:  # with inner products of all kinds of vectors
         kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}

@@ -49,7 +49,7 @@ from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.terminal.progress import Notice
 
 # See `_chunks_to_sample`.
-MOST_BATCHES_A_CHUNK, LEAST_CHUNKS = 4, 16
+MAX_BATCHES_A_CHUNK, MIN_CHUNKS = 4, 16
 
 
 class EqualRewards(Exception):
@@ -230,19 +230,19 @@ def _chunks_to_sample(
 
     Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
-    side; on an accelerator up to MOST_BATCHES_A_CHUNK times as much, where waiting completions take
-    the places of finished ones, as long as each part has LEAST_CHUNKS of them for its devices to
+    side; on an accelerator up to MAX_BATCHES_A_CHUNK times as much, where waiting completions take
+    the places of finished ones, as long as each part has MIN_CHUNKS of them for its devices to
     share. `own` is (k, n) of this job's part.
     """
     part, parts = own
-    most = math.ceil(len(prompts) / (LEAST_CHUNKS * parts))
+    most = math.ceil(len(prompts) / (MIN_CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []
     firsts = store.stored_completions(prompts, size, kind)
     for first in sorted(set(firsts) - {size}):
         per_chunk = max(1, sampling.sampler.rows // (size - first))
         if sampling.policy.device != "cpu":
-            per_chunk = max(per_chunk, min(MOST_BATCHES_A_CHUNK * per_chunk, most))
+            per_chunk = max(per_chunk, min(MAX_BATCHES_A_CHUNK * per_chunk, most))
         chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
         own_chunks = chunks[part - 1 :: parts]
         missing += [(first, c) for c in own_chunks if any(firsts[p] == first for p in c)]

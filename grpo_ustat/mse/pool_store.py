@@ -55,7 +55,7 @@ from grpo_ustat.runs.log import attempt, write_rows
 from grpo_ustat.tasks.base import extracted
 
 # Completions of a study's completions.parquet.
-MOST_SAMPLED_COMPLETIONS = 2000
+MAX_SAMPLED_COMPLETIONS = 2000
 # Kinds of parts, by the ends of their names.
 SCORED, UNSCORED = ".safetensors", ".unscored"
 # Question, first and number of its completions.
@@ -430,8 +430,8 @@ def leave_sample(
     The study goes on without it where the disk refuses. Answers of imported completions are not
     read.
     """
-    prompts = prompts[:: -(-len(prompts) // MOST_SAMPLED_COMPLETIONS)]
-    count, store = MOST_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})
+    prompts = prompts[:: -(-len(prompts) // MAX_SAMPLED_COMPLETIONS)]
+    count, store = MAX_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})
     model = sampling.policy.model
     tokenizer, task = configured_tokenizer(model), None
     if not is_imported:

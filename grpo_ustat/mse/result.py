@@ -54,7 +54,7 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
     ]
     return Request(
         points=points,
-        options={name: config.rules[name].options for name in config.baselines},
+        options=config.compared_options,
         questions=questions,
         sample=config.study.interval == "questions",
         costs={"tokens": (facts.prompt_tokens, float(pool.lengths_PN.mean()))},
@@ -64,7 +64,7 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
 def of_population(config: MseConfig, request: Request) -> Request:
     """Return the request for new questions, the population of a training step.
 
-    It has curves at `study.rollouts` rollouts to compare rules without a closed form with.
+    It has curves at `study.rollouts` rollouts to compare baselines without a closed form with.
     """
     rollouts = config.study.rollouts
     points = [

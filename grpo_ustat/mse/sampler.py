@@ -18,7 +18,7 @@ from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
 from grpo_ustat.tasks.base import Task
 
 # Nats a token, between a sampler and the same model.
-MOST_LOGPROB_GAP = 0.05
+MAX_LOGPROB_GAP = 0.05
 # vLLM, at most one.
 _STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}
 
@@ -79,14 +79,14 @@ def sampler_text(name: str, gap: float) -> str:
     >>> sampler_text("vllm", 0.0004)
     " Completions are vllm's: its log-probabilities are 0.0004 nats a token from the model's own."
     """
-    if gap <= MOST_LOGPROB_GAP:
+    if gap <= MAX_LOGPROB_GAP:
         return (
             f" Completions are {name}'s: its log-probabilities are {gap:.2g} nats a token from the "
             "model's own."
         )
     return (
         f" WARNING: completions are {name}'s, whose log-probabilities are {gap:.2g} nats a token "
-        f"from the model's own, where at most {MOST_LOGPROB_GAP} is rounding: they are draws of "
+        f"from the model's own, where at most {MAX_LOGPROB_GAP} is rounding: they are draws of "
         "another distribution than the one that is scored, so this result is biased; use "
         "rollout=local, or model.dtype=float32."
     )

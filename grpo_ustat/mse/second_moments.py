@@ -26,7 +26,7 @@ PRIOR_QUESTIONS = 1.0
 # See `shift`.
 OTHER_PRIOR_QUESTIONS = 1 / 3
 # See `is_uncertain`.
-LARGEST_SHIFT, LARGEST_INTERVAL_SHARE = 0.2, 0.3
+MAX_SHIFT, MAX_INTERVAL_SHARE = 0.2, 0.3
 
 
 @dataclass
@@ -132,8 +132,8 @@ def is_uncertain(moved: float, best: Interval) -> bool:
     """
     if not best.low > 1:
         return False
-    share = LARGEST_INTERVAL_SHARE * math.log((best.estimate - 1) / (best.low - 1))
-    return not abs(moved) <= (min(LARGEST_SHIFT, share) if math.isfinite(share) else LARGEST_SHIFT)
+    share = MAX_INTERVAL_SHARE * math.log((best.estimate - 1) / (best.low - 1))
+    return not abs(moved) <= (min(MAX_SHIFT, share) if math.isfinite(share) else MAX_SHIFT)
 
 
 def uncertain_text(moved: float, best: Interval) -> str:

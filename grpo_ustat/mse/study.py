@@ -71,7 +71,7 @@ from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
 # On a terminal; tables and page have all losses.
-MOST_LOSS_SENTENCES = 3
+MAX_LOSS_SENTENCES = 3
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -101,7 +101,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     leading = [one for one in measurements_of([view]) if one.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
-    for sentence in sentences(view, leading)[:MOST_LOSS_SENTENCES]:
+    for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     rest = [one for one in measurements_of([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
@@ -203,10 +203,10 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
     statistics = closed_form(pool, request, config.study.interval)
     request = of_population(config, request)
     population = closed_form(pool, request, "questions")
-    curves_by_rule, replicate_cost, rescored = {}, WorkCost(), None
+    curves_by_baseline, replicate_cost, rescored = {}, WorkCost(), None
     if "monte_carlo" in config.study.methods:
-        curves_by_rule, replicate_cost = monte_carlo(
-            config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
+        curves_by_baseline, replicate_cost = monte_carlo(
+            config.sampling, config.budget, config.compared_options, config.group_sizes, prompts
         )
     if config.measured.is_off_policy:
         size = pool.rewards_PN.shape[1]
@@ -225,8 +225,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         asked=frozenset(["verdicts"] * config.study.verdicts),
         methods=config.study.methods,
         baselines=config.baselines,
-        rules=config.rules_by_groups if config.compares_by_groups else {},
-        monte_carlo=curves_by_rule,
+        by_groups=config.baselines_by_groups if config.compares_by_groups else {},
+        monte_carlo=curves_by_baseline,
         at_hand=statistics,
         interval=config.study.interval,
         population=population,

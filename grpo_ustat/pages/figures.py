@@ -43,14 +43,14 @@ FONTS: dict[Any, Any] = {
 }  # fmt: skip
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 # Characters of a line, and lines of a text.
-MOST_CHARACTERS, MOST_LINES = 200, 40
+MAX_CHARACTERS, MAX_LINES = 200, 40
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
-    """Return colour, marker and label of a rule, the same in every figure.
+    """Return colour, marker and label of a baseline, the same in every figure.
 
-    Our rules have a pair of colour and marker each. A user's rule, which need not be installed
-    where it is drawn, has a pair that its name selects and that none of ours has.
+    Our baselines have a pair of colour and marker each. A user's baseline, which need not be
+    installed where it is drawn, has a pair that its name selects and that none of ours has.
     """
     if name in STYLE:
         return STYLE[name]
@@ -76,9 +76,9 @@ def legend_label(name: str) -> str:
 
 def series_style(name: str, place: int) -> tuple[str, str]:
     """Return colour and marker of a series: a baseline has its own, others those of their place."""
-    rule = name.split("baseline=")[-1]
-    if name.startswith("baseline=") and rule in BASELINES:
-        return baseline_style(rule, unbiased=True)[:2]
+    baseline = name.split("baseline=")[-1]
+    if name.startswith("baseline=") and baseline in BASELINES:
+        return baseline_style(baseline, unbiased=True)[:2]
     return line_style(place)
 
 
@@ -107,7 +107,7 @@ def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
 
 def note(figure: Figure, lines: Sequence[str], width: float) -> None:
     """Add small lines below a figure of so many inches."""
-    most = min(int(17 * width), MOST_CHARACTERS)
+    most = min(int(17 * width), MAX_CHARACTERS)
     words = "\n".join(textwrap.fill(visible(line), most) for line in lines)
     figure.supxlabel(words, fontsize=6.5, x=0.02, ha="left")
 
@@ -132,7 +132,7 @@ def show_names_as_texts(figure: Figure) -> None:
         if text not in numbers:
             text.set_parse_math(False)
             lines = visible(text.get_text()).split("\n")
-            text.set_text("\n".join(excerpt(line, MOST_CHARACTERS) for line in lines[:MOST_LINES]))
+            text.set_text("\n".join(excerpt(line, MAX_CHARACTERS) for line in lines[:MAX_LINES]))
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:

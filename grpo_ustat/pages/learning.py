@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ustat.estimators.intervals import LEAST_UNITS, clustered_mean
+from grpo_ustat.estimators.intervals import MIN_UNITS, clustered_mean
 from grpo_ustat.estimators.scaling import CONSTANTS, CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.pages.advice import noise_text
 from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
@@ -37,7 +37,7 @@ MONITORED = {
 LABELS = CURVES | MONITORED
 EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
 # Points of a line, except of evaluations.
-MOST_POINTS = 40
+MAX_POINTS = 40
 # Quantities in [0, 1].
 SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")
 UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
@@ -48,7 +48,7 @@ GSTAR_NOTE = (
 # The end to which an interval without an upper end is drawn.
 NO_UPPER_END = 1e9
 # The seeds of more lines would hide the lines.
-MOST_LINES_WITH_SEEDS = 6
+MAX_LINES_WITH_SEEDS = 6
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
         size = (0.2 + 3.6 * wide, 6.6)
         figure, panels = plt.subplots(2, wide, figsize=size, squeeze=False, layout="constrained")
         names = list(dict.fromkeys(run.series for run in runs))
-        seeds = seed_rows(runs) if len(names) <= MOST_LINES_WITH_SEEDS else []
+        seeds = seed_rows(runs) if len(names) <= MAX_LINES_WITH_SEEDS else []
         for axes, quantity in zip(panels.flat, quantities, strict=False):
             _panel(
                 axes,
@@ -129,7 +129,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
     if any(row["seeds"] > 1 for row in rows):
         thin = ", thin lines single seeds"
-        if len({row["series"] for row in rows}) > MOST_LINES_WITH_SEEDS:
+        if len({row["series"] for row in rows}) > MAX_LINES_WITH_SEEDS:
             thin = ", bands 95 % intervals over seeds, conditional on these questions (t)"
         return [
             f"Bold lines: means over seeds, at the steps that all runs of a series have{thin}."
@@ -203,7 +203,7 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 def _block(runs: Sequence[Learning]) -> int:
     """Return the number of steps that one point averages over."""
     longest = max((row["step"] for run in runs for row in run.metrics), default=0)
-    return max(1, -(-longest // MOST_POINTS))
+    return max(1, -(-longest // MAX_POINTS))
 
 
 # Value and its interval, None where unknown.
@@ -354,7 +354,7 @@ def training_noise_sentence(
     keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
     rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]
     recent = [row for row in rows if 2 * row["step"] >= rows[-1]["step"]]
-    if len(recent) < LEAST_UNITS:
+    if len(recent) < MIN_UNITS:
         return ""
     law = ScalingLaw.of_steps(monitored_constants(recent))
     text = noise_text(law.noise_scale(group_size), rollouts)

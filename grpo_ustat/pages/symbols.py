@@ -43,7 +43,7 @@ PATTERN = re.compile(
     )
 )
 # Words for an alarm, by its key in result.json.
-ALARM_WORDS = {"silent": "zero-variance groups"}
+ALARM_WORDS = {"zero_variance": "zero-variance groups"}
 # Words shown to a reader in place of the value that is typed.
 BASELINE_WORDS = {"none": "vanilla (no baseline)"}
 

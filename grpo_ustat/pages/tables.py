@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.records import LEAST_QUESTIONS
+from grpo_ustat.records import MIN_QUESTIONS
 from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
@@ -26,10 +26,10 @@ from grpo_ustat.terminal.streams import visible
 Cell = str | int | float | bool | None
 MISSING = "–"
 # Characters of a cell on a terminal; longer ones are cut.
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
 # Baselines side by side on a terminal of 80 characters.
-MOST_BASELINES = 4
+MAX_BASELINES = 4
 # The kind of a column of sentences.
 LATEX_SENTENCES = r"p{0.3\linewidth}"
 LATEX_SPECIAL = {
@@ -101,9 +101,9 @@ class Table:
         places = [i for i, column in enumerate(self.columns) if column not in self.sentences]
         for i in places:
             justify = "left" if self.headings and i == 0 else "right"
-            table.add_column(excerpt(self.columns[i], MOST_CHARACTERS), justify=justify)
+            table.add_column(excerpt(self.columns[i], MAX_CHARACTERS), justify=justify)
         for row in self._text_rows():
-            table.add_row(*(excerpt(row[i], MOST_CHARACTERS) for i in places))
+            table.add_row(*(excerpt(row[i], MAX_CHARACTERS) for i in places))
         return table
 
     def csv(self) -> str:
@@ -453,6 +453,6 @@ def interval_scope(questions: int) -> str:
 
     A few questions tell nothing of others, see `intervals.pool_mean_reward`.
     """
-    if questions < LEAST_QUESTIONS:
+    if questions < MIN_QUESTIONS:
         return "of these questions"
     return "generalising to new questions"

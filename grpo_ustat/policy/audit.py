@@ -17,7 +17,7 @@ from grpo_ustat.estimators.applied_gradient import (
     NO_CAUSE,
     REDUCED,
     GradientAudit,
-    advantages_by_rule,
+    advantages_by_baseline,
     agreement,
     cause_of,
     divided,
@@ -80,8 +80,8 @@ class UpdateRows:
         )
         context = BaselineContext(lengths_PG=lengths_PG)
         advantage_N = {
-            rule: advantage_PG.ravel()
-            for rule, advantage_PG in advantages_by_rule(loss, rewards_PG, context).items()
+            baseline: advantage_PG.ravel()
+            for baseline, advantage_PG in advantages_by_baseline(loss, rewards_PG, context).items()
         }
         return cls(
             input_ids_BT, attention_mask_BT, completion_mask_BT,

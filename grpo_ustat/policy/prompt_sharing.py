@@ -146,7 +146,7 @@ class FullReader:
 Reader = SharedPromptReader | ContiguousReader | FullReader
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 # nats on average that narrow types may make of a drawn token; SmolLM2-135M in bfloat16: 0.07
-MOST_NARROW_GAP = 0.3
+MAX_NARROW_GAP = 0.3
 # what a model raises that is not read as usual
 OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 TRIAL_TOKENS = 20  # of a prompt and its completion
@@ -255,7 +255,7 @@ def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tenso
     """
     gaps = (first.double().cpu() - second.double().cpu()).abs()
     if computes_narrowly(policy):
-        differ = float(gaps.mean()) > MOST_NARROW_GAP
+        differ = float(gaps.mean()) > MAX_NARROW_GAP
     else:
         # in float64, too: some layers compute in float32 whatever the type of their weights
         largest = max(1.0, float(second.abs().max()))

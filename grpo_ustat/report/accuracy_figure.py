@@ -25,7 +25,7 @@ from grpo_ustat.report.settings import Axis, value_text
 from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
-MOST_CHARACTERS = 60  # of a value along an axis
+MAX_CHARACTERS = 60  # of a value along an axis
 
 
 def accuracy_figure(
@@ -139,7 +139,7 @@ def _accuracy_panel(
                 axes.plot(
                     x, y, marker, color=colour, markerfacecolor="white", markersize=5, zorder=4
                 )
-    names = [excerpt(visible(value_text(value)), MOST_CHARACTERS) for value in axis.values]
+    names = [excerpt(visible(value_text(value)), MAX_CHARACTERS) for value in axis.values]
     if axis.is_logarithmic:
         axes.set_xscale("log", base=2)
     axes.set_xticks(positions, [textwrap.fill(x, 14) for x in names])

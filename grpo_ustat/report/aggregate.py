@@ -70,10 +70,10 @@ TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
-MOST_STEPS = 8  # with a panel each, where no steps are asked for
-MOST_LINES = 12  # on the terminal, of what is missing
+MAX_STEPS = 8  # with a panel each, where no steps are asked for
+MAX_LINES = 12  # on the terminal, of what is missing
 LONGEST_SLUG = 80  # bytes; file systems end names at 255
-MOST_CURVES = 4  # of several G and settings, in one figure of learning
+MAX_CURVES = 4  # of several G and settings, in one figure of learning
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
@@ -142,7 +142,7 @@ def write_report(report: Report) -> None:
     for table in report.tables:
         if table.name in main_tables:
             console.print(table.terminal())
-    for line in shorten(report.notes, MOST_LINES, "runs.tex"):
+    for line in shorten(report.notes, MAX_LINES, "runs.tex"):
         console.print(line, soft_wrap=True)
     if report.next_step:
         console.print(f"next: {report.next_step}", soft_wrap=True)
@@ -251,10 +251,10 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     absent = [step for step in steps if step not in evaluated]
     if absent:
         report.notes.append(f"no run was evaluated at step {', '.join(map(str, absent))}")
-    if report.steps is None and len(evaluated) > MOST_STEPS:
-        steps = [evaluated[place] for place in spaced(len(evaluated), MOST_STEPS)]
+    if report.steps is None and len(evaluated) > MAX_STEPS:
+        steps = [evaluated[place] for place in spaced(len(evaluated), MAX_STEPS)]
         report.notes.append(
-            f"{MOST_STEPS} of {len(evaluated)} evaluated steps shown, all in {name}.csv"
+            f"{MAX_STEPS} of {len(evaluated)} evaluated steps shown, all in {name}.csv"
         )
 
     def compared(of: Sequence[dict[str, Any]], family: tuple) -> list[AccuracyCell]:
@@ -338,7 +338,7 @@ def _add_learning(
             setting = setting_labels(run, keys, axis)["setting"]
             labels.append((f"G={run.config['group_size']}", setting))
         several_settings = len({setting for _, setting in labels}) > 1
-        few = len(set(labels)) <= MOST_CURVES
+        few = len(set(labels)) <= MAX_CURVES
         for run, (size, setting) in zip(members, labels, strict=True):
             if few or not (several_sizes and several_settings):
                 parts = [size if several_sizes or not several_settings else "",

@@ -38,7 +38,7 @@ from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord, distinguishing_keys
 
 MEAN, LAST = "mean of the evaluations", "last evaluation"  # the first counts
-LEAST_SEEDS = 3  # with every G, or differences are not compared
+MIN_SEEDS = 3  # with every G, or differences are not compared
 POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
 CELL_KEYS = (
     "group_size", "seeds", "quantity", "mean_reward", "low", "high", "best", "difference",
@@ -156,9 +156,9 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
     sizes = sorted({size for _, size, _ in grid})
     seeds = sorted({seed for n, _, seed in grid if n == rollouts})
     seeds = [seed for seed in seeds if all((rollouts, size, seed) in grid for size in sizes)]
-    if len(seeds) < LEAST_SEEDS:
+    if len(seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, {LEAST_SEEDS} are needed"
+            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, {MIN_SEEDS} are needed"
         )
     rows = []
     for seed, size in product(seeds, sizes):
@@ -285,9 +285,9 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
         )
     if not any(steps[0]):
         raise ConfigError("the training runs were not evaluated after step 0")
-    rule = runs[0].config["baseline"]["name"]
-    if rule != "leave_one_out":
-        raise ConfigError(f"baseline={rule}: G* is that of leave_one_out")
+    baseline = runs[0].config["baseline"]["name"]
+    if baseline != "leave_one_out":
+        raise ConfigError(f"baseline={baseline}: G* is that of leave_one_out")
 
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:

@@ -31,7 +31,7 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs import log
 from grpo_ustat.runs.record import RunRecord
 
-MOST_COMPLETIONS = 2000  # of all runs together
+MAX_COMPLETIONS = 2000  # of all runs together
 
 
 @dataclass
@@ -167,7 +167,7 @@ def page(report: Report) -> Page:
     tables = {table.name: table for table in report.tables}
     overview = tables.pop("theorems", None)
     rows = _last_completions(report.training)
-    sentence = f"Those kept of the last logged step of each run, at most {MOST_COMPLETIONS} in all."
+    sentence = f"Those kept of the last logged step of each run, at most {MAX_COMPLETIONS} in all."
     return Page(
         title=f"Report {report.folder.name}: {len(runs)} runs",
         answer="\n".join(report.answers),
@@ -240,5 +240,5 @@ def _last_completions(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         steps = [step for step in table["step"].to_pylist() if step is not None]
         if steps:
             last = table.filter(compute.field("step") == max(steps)).to_pylist()
-            rows += [{"run": run.label} | row for row in last[: MOST_COMPLETIONS - len(rows)]]
+            rows += [{"run": run.label} | row for row in last[: MAX_COMPLETIONS - len(rows)]]
     return rows

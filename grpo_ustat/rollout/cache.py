@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 SPARE_TOKENS = 64  # of a new buffer: copying them is little beside what attention reads
-LEAST_IN_PLACE_BYTES = 12 * 1024  # of a row's head: a copy costs more than reading with gaps
+MIN_IN_PLACE_BYTES = 12 * 1024  # of a row's head: a copy costs more than reading with gaps
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
@@ -172,7 +172,7 @@ class GrowingTensor:
     def append(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Return `old` followed by `new` along T, as a view of the buffer if it has room."""
         count, on_cpu = new.shape[-2], new.device.type == "cpu"
-        if not old.numel() or (on_cpu and old[0, 0].nbytes < LEAST_IN_PLACE_BYTES):
+        if not old.numel() or (on_cpu and old[0, 0].nbytes < MIN_IN_PLACE_BYTES):
             self.buffer, self.view = None, torch.cat([old, new], dim=-2) if old.numel() else new
             return self.view
         buffer = self.buffer

@@ -51,7 +51,7 @@ PLAIN_SAMPLING = {  # of every request: nothing reshapes its distribution
     "detokenize": False,
 }
 DTYPES = ("float32", "bfloat16", "float16")
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
+MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 
 
 class VllmEngine:
@@ -145,10 +145,10 @@ def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int) -> 
             f"{sampling.max_completion_length} do not fit into vLLM's {limit} tokens: "
             f"use rollout.max_model_len={needed} or more"
         )
-    if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
+    if not sampling.greedy and sampling.temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            f"temperature={sampling.temperature}: vLLM would sample at {LEAST_TEMPERATURE}; "
-            f"use temperature={LEAST_TEMPERATURE} or more, or rollout=local"
+            f"temperature={sampling.temperature}: vLLM would sample at {MIN_TEMPERATURE}; "
+            f"use temperature={MIN_TEMPERATURE} or more, or rollout=local"
         )
 
 

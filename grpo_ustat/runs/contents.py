@@ -18,20 +18,20 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import yaml
 
-from grpo_ustat.config.run import LARGEST_COUNT
+from grpo_ustat.config.run import MAX_COUNT
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.terminal.streams import single_line
 
-MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
+MAX_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
 # Largest size of any other file.
-MOST_OTHER_BYTES = 256_000_000
-MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
+MAX_OTHER_BYTES = 256_000_000
+MAX_DEPTH, MAX_VALUES, MAX_LETTERS = 40, 2_000_000, 1_000_000
 # Values of a configuration; an alias counts as often as it occurs.
-MOST_SETTINGS = 50_000
+MAX_SETTINGS = 50_000
 # Of a table within a result.
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 # Squares of a number, or draws from it, stay finite.
-LARGEST_NUMBER = 1e100
+MAX_NUMBER = 1e100
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def text_of(folder: Path, name: str) -> str:
         OSError: it cannot be read.
         ValueError: it is larger than any that a run writes.
     """
-    size, most = (folder / name).stat().st_size, MOST_BYTES.get(name, MOST_OTHER_BYTES)
+    size, most = (folder / name).stat().st_size, MAX_BYTES.get(name, MAX_OTHER_BYTES)
     if size > most:
         raise ValueError(f"it has {size:,} bytes, at most {most:,} are read")
     return (folder / name).read_text(errors="replace")
@@ -104,7 +104,7 @@ def parsed_json(text: str) -> Any:
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError(f"it is nested more than {MOST_DEPTH} deep") from None
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
     check_limits(content)
     return content
 
@@ -140,26 +140,26 @@ def parsed_yaml(text: str) -> Any:
     try:
         content = yaml.safe_load(text)
     except RecursionError:
-        raise ValueError(f"it is nested more than {MOST_DEPTH} deep") from None
-    check_limits(content, MOST_SETTINGS)
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    check_limits(content, MAX_SETTINGS)
     return content
 
 
-def check_limits(content: Any, most: int = MOST_VALUES) -> None:
+def check_limits(content: Any, most: int = MAX_VALUES) -> None:
     """Refuse what is nested too deep, has too many values, or numbers that no run writes.
 
     Raises:
         ValueError: naming the limit.
     """
     count, level = 0, [content]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for value in level:
             if isinstance(value, Mapping):
                 below += [*value, *value.values()]
             elif isinstance(value, list):
                 below += value
-            elif isinstance(value, str) and len(value) > MOST_LETTERS:
+            elif isinstance(value, str) and len(value) > MAX_LETTERS:
                 raise ValueError(f"it holds a text of {len(value):,} letters")
             elif isinstance(value, int | float) and not is_number(value) and value not in (0, 1):
                 raise ValueError(f"it holds the number {str(value)[:20]}, which no run writes")
@@ -169,7 +169,7 @@ def check_limits(content: Any, most: int = MOST_VALUES) -> None:
         level = below
         if not level:
             return
-    raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
 def _refuse_constant(name: str) -> float:
@@ -180,7 +180,7 @@ def is_number(value: Any) -> bool:
     """Return True for a finite number of a usual size that is no boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= LARGEST_NUMBER and math.isfinite(value)
+    return abs(value) <= MAX_NUMBER and math.isfinite(value)
 
 
 def count(value: Any) -> bool:
@@ -361,7 +361,7 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
         mark = arguments[1]
         if isinstance(mark, int):
             whole_number = isinstance(content, int) and is_number(content)
-            fits = whole_number and mark <= content <= LARGEST_COUNT
+            fits = whole_number and mark <= content <= MAX_COUNT
             return None if fits else _misfit(name, content, f"a whole number from {mark} on")
         if isinstance(mark, tuple):
             return None if content in mark else _misfit(name, content, f"one of {', '.join(mark)}")
@@ -386,8 +386,8 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
         if not isinstance(content, list) or (origin is tuple and len(content) != len(arguments)):
             entries = f" of {len(arguments)}" if origin is tuple else ""
             return _misfit(name, content, f"a list{entries}")
-        if len(content) > MOST_ROWS:
-            return f"{name} has {len(content):,} entries, at most {MOST_ROWS:,} are read"
+        if len(content) > MAX_ROWS:
+            return f"{name} has {len(content):,} entries, at most {MAX_ROWS:,} are read"
         inner = ((f"{key}[{i}]", entry, arguments[0]) for i, entry in enumerate(content))
     else:
         if not isinstance(content, dict):

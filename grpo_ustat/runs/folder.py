@@ -19,7 +19,7 @@ import yaml
 
 from grpo_ustat.config.identity import (
     drop_neutral_keys,
-    drop_unused_rules,
+    drop_unused_baselines,
     file_digest,
     fingerprint,
     identity,
@@ -55,7 +55,7 @@ ARTEFACTS = (
     "report.html",
     "pool",
     "pool_adam",
-    "pool_policy",
+    "pool_scored_by",
     "pool_weighted",
     TRACKER_FOLDER,
     "checkpoint-*",
@@ -127,7 +127,8 @@ class RunFolder:
             )
         own = asdict(self.config)
         difference = _first_difference(
-            drop_unused_rules(drop_neutral_keys(stored)), drop_unused_rules(drop_neutral_keys(own))
+            drop_unused_baselines(drop_neutral_keys(stored)),
+            drop_unused_baselines(drop_neutral_keys(own)),
         )
         if difference is None:
             weights = self._read_code().get("weights")

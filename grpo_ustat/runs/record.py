@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
+from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_baselines, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
@@ -33,11 +33,11 @@ METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 # Notes on other files come after these.
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)
 # Largest log of completions that a page holds, in completions and bytes.
-MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000
+MAX_COMPLETIONS, MAX_BYTES = 3000, 8_000_000
 # Largest log of completions that is read, unpacked.
-MOST_PARQUET_BYTES = 4_000_000_000
+MAX_PARQUET_BYTES = 4_000_000_000
 # Largest number of evaluations shown of a run.
-MOST_EVALS = 1000
+MAX_EVALS = 1000
 
 # A series of runs holds several values of these.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
@@ -195,10 +195,10 @@ class RunRecord:
         if len(whole) < len(rows) or bool(every) > bool(rows):
             self.add_note(f"{EVALS} is damaged in part")
         steps = sorted(whole)
-        if len(steps) > MOST_EVALS:
-            self.add_note(f"{EVALS} has {len(steps):,} evaluations, {MOST_EVALS} of them shown")
+        if len(steps) > MAX_EVALS:
+            self.add_note(f"{EVALS} has {len(steps):,} evaluations, {MAX_EVALS} of them shown")
             last = len(steps) - 1
-            steps = [steps[round(i * last / (MOST_EVALS - 1))] for i in range(MOST_EVALS)]
+            steps = [steps[round(i * last / (MAX_EVALS - 1))] for i in range(MAX_EVALS)]
         return [whole[step] for step in steps]
 
     @property
@@ -396,9 +396,9 @@ class RunRecord:
             with parquet.ParquetFile(file) as stored:  # `read_table` imports pandas
                 groups = range(stored.metadata.num_row_groups)
                 size = sum(stored.metadata.row_group(i).total_byte_size for i in groups)
-                if size > MOST_PARQUET_BYTES:
+                if size > MAX_PARQUET_BYTES:
                     raise ValueError(
-                        f"it has {size:,} bytes, at most {MOST_PARQUET_BYTES:,} are read"
+                        f"it has {size:,} bytes, at most {MAX_PARQUET_BYTES:,} are read"
                     )
                 steps = stored.read(columns=["step"])["step"].to_pylist()
                 table = _thin(stored.read(), steps)
@@ -434,7 +434,7 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
     """Return whole steps, evenly spaced, as many as a page can hold."""
     import pyarrow
 
-    share = max(len(table) / MOST_COMPLETIONS, table.nbytes / MOST_BYTES, 1)
+    share = max(len(table) / MAX_COMPLETIONS, table.nbytes / MAX_BYTES, 1)
     every = sorted({step for step in steps if step is not None})
     if share == 1 or len(every) < 2:
         return table.slice(0, int(len(table) / share))
@@ -446,7 +446,7 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a nested configuration that identify the run, by dotted key."""
     excluded = operational_keys(config)
-    whole = drop_neutral_keys(drop_unused_rules(config))
+    whole = drop_neutral_keys(drop_unused_baselines(config))
     return flatten({key: value for key, value in whole.items() if key not in excluded})
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import LEAST_QUESTIONS, joint_quantity
+from grpo_ustat.records import MIN_QUESTIONS, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole
@@ -166,8 +166,8 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
     counted = [state.questions for state in states if state.questions is not None]
     scope = ""
-    if min(counted, default=LEAST_QUESTIONS) < LEAST_QUESTIONS:
-        scope = f", of fewer than {LEAST_QUESTIONS} conditional on them"
+    if min(counted, default=MIN_QUESTIONS) < MIN_QUESTIONS:
+        scope = f", of fewer than {MIN_QUESTIONS} conditional on them"
     table = Table(
         title=str(sweep.file),
         caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command].format(name, scope)}",

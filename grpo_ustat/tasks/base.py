@@ -16,7 +16,7 @@ from grpo_ustat.config.reward_funcs import TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.estimators.baselines import weighted_sum
-from grpo_ustat.records import LARGEST_REWARD, Array, Prompt, Question, Rollouts
+from grpo_ustat.records import MAX_REWARD, Array, Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import after_thoughts, final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal.console import warn
@@ -175,7 +175,7 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
     The task's own function comes first.
 
     Raises:
-        FloatingPointError: a reward is not finite or above `LARGEST_REWARD`; names its prompt and
+        FloatingPointError: a reward is not finite or above `MAX_REWARD`; names its prompt and
             its function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
@@ -183,12 +183,12 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
     own_PG = np.array(task.rewards(prompts, texts)).reshape(len(rollouts.prompts), -1)
     further = [function(rollouts) for function in task.reward_funcs.values()]
     rewards_PGF = np.stack([own_PG, *further], axis=-1).astype(np.float64)
-    for p, i, f in np.argwhere(~(np.abs(rewards_PGF) <= LARGEST_REWARD)):
+    for p, i, f in np.argwhere(~(np.abs(rewards_PGF) <= MAX_REWARD)):
         by = f" by {[TASK, *task.reward_funcs][f]}" if further else ""
         raise FloatingPointError(
             f"the reward of completion {i} of prompt {rollouts.prompts[p].id}{by} is "
             f"{rewards_PGF[p, i, f]}: a reward must be a finite number of at most "
-            f"{LARGEST_REWARD:g}"
+            f"{MAX_REWARD:g}"
         )
     return rewards_PGF
 
@@ -211,8 +211,8 @@ def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | No
 
     None if it states none, or does not end the thoughts that the prompt began.
     """
-    silent = completion and not after_thoughts(completion, prompt.text)
-    return None if silent else reader.extract(completion)
+    unanswered = completion and not after_thoughts(completion, prompt.text)
+    return None if unanswered else reader.extract(completion)
 
 
 class Fitting:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from itertools import product
 
-MOST_SIGNS = 3  # signs of two values in one part of an answer
+MAX_SIGNS = 3  # signs of two values in one part of an answer
 _SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"  # possessive: no way back
 _COMMANDS = r"\\(?:text|textnormal|textit|textrm|textbf|mbox|mathrm|operatorname)"
 _LINK = r"(and|or|union)"
@@ -125,9 +125,9 @@ def _turned(part: str) -> str:
 
 
 def _signed(part: str) -> list[str]:
-    """Return the values of a part, see `both_signs`; itself with more than `MOST_SIGNS` signs."""
+    """Return the values of a part, see `both_signs`; itself with more than `MAX_SIGNS` signs."""
     signs = _TWO_SIGNS.findall(part)
-    if not signs or len(signs) > MOST_SIGNS:
+    if not signs or len(signs) > MAX_SIGNS:
         return [part]
     upper = ["+" if sign == "\\pm" else "-" for sign in signs]
     lower = ["-" if sign == "+" else "+" for sign in upper]

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from grpo_ustat.config.own_functions import TASKS, check_reward_call, reward_file
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
+from grpo_ustat.records import MAX_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
 
 DISJOINT_FROM = {  # splits that a split must share no question with
@@ -160,12 +160,12 @@ def _finite(reward: Any, name: str) -> float:
     if callable(getattr(reward, "item", None)):
         with suppress(Exception):  # of several values
             number = reward.item()
-    if not is_number(number, LARGEST_REWARD):
+    if not is_number(number, MAX_REWARD):
         with user_errors(name):
             shown = "a number of many digits" if isinstance(number, int) else repr(reward)
         raise ConfigError(
             f"{name}: the reward is {shown:.60}, it must be a finite number, of at most "
-            f"{LARGEST_REWARD:g}, of the one completion that it is called for"
+            f"{MAX_REWARD:g}, of the one completion that it is called for"
         )
     return float(number)
 

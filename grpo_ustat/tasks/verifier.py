@@ -35,11 +35,11 @@ SCRIPT = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0  # for a worker's imports on a busy machine
 LOOK_SECONDS = 0.02  # between two looks whether a starting worker is still needed
 GRACE_SECONDS = 1.0  # seconds past the deadline that a worker has to end by itself
-MOST_PAIRS_OF_A_WORKER = 1000  # then it begins afresh, for the libraries keep what they read
+MAX_PAIRS_OF_A_WORKER = 1000  # then it begins afresh, for the libraries keep what they read
 JUDGE_VARIABLES = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON[A-Z]+"
 )  # that a worker sees of the environment
-MOST_REMEMBERED_PAIRS = 20_000  # pairs whose verdict is remembered
+MAX_REMEMBERED_PAIRS = 20_000  # pairs whose verdict is remembered
 
 Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \boxed{...}
 
@@ -90,7 +90,7 @@ class Verifier:
         deadline: float,
         memory_gb: float,
         canaries: Mapping[Pair, Verdict] = CANARIES,
-        max_tasks: int = MOST_PAIRS_OF_A_WORKER,
+        max_tasks: int = MAX_PAIRS_OF_A_WORKER,
     ) -> None:
         self._limits = (deadline, int(memory_gb * 2**30), max_tasks)
         self._places, self._canaries = workers, canaries
@@ -119,7 +119,7 @@ class Verifier:
                 if verdict in JUDGED_VERDICTS:  # the others may fare better another time
                     self._cache[pair] = verdict
                     self._cache.move_to_end(pair)
-            while len(self._cache) > MOST_REMEMBERED_PAIRS:
+            while len(self._cache) > MAX_REMEMBERED_PAIRS:
                 self._cache.popitem(last=False)
         return [verdicts[pair] for pair in pairs]
 

@@ -98,7 +98,7 @@ ALARMS = {
             "launch.judge_workers or raise dataset.judge_seconds"
         ),
     ),
-    "silent": Alarm(
+    "zero_variance": Alarm(
         3,
         lambda config, row: row["frac_reward_zero_std"] == 1,
         lambda config, row: (

@@ -208,9 +208,9 @@ class Critic(BaselineState):
         self.gram, self.moment = state["gram"], state["moment"]
 
 
-def make_baseline_state(rule: BaselineConfig) -> BaselineState:
-    """Make the state that a rule carries; most carry none."""
-    options = dict(rule.options)
+def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
+    """Make the state that a baseline carries; most carry none."""
+    options = dict(baseline.options)
     options.pop("epsilon", None)
     kinds = {
         "running_mean": RunningMean,
@@ -218,7 +218,7 @@ def make_baseline_state(rule: BaselineConfig) -> BaselineState:
         "critic": Critic,
         "ebpo": RewardHistory,
     }
-    return kinds[rule.name](**options) if rule.name in kinds else BaselineState()
+    return kinds[baseline.name](**options) if baseline.name in kinds else BaselineState()
 
 
 def merge_ranks(own_entries: dict[str, Any]) -> dict[str, Any]:

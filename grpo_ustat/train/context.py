@@ -59,12 +59,12 @@ class SamplingCost:
 
 
 class BaselineState:
-    """State that a baseline carries from batch to batch; this class, for most rules, has none."""
+    """State that a baseline carries from batch to batch; for most baselines this class: none."""
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return fields of the rule's `BaselineContext`, for all P prompts, and their cost."""
+        """Return fields of the baseline's `BaselineContext`, for all P prompts, and their cost."""
         return {}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:

@@ -59,9 +59,9 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     start, error, heavy = time.perf_counter(), math.nan, None
     size = batch.rewards_PG.shape[1]
     intervals: dict[str, Interval] = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
-    silent = bool((batch.rewards_PG == batch.rewards_PG[:, :1]).all())
+    zero_variance = bool((batch.rewards_PG == batch.rewards_PG[:, :1]).all())
     groups_P = []
-    if not silent:
+    if not zero_variance:
         with exact_full_copy(run):
             own_gradients_P = own_gradients(run, batch)
         groups_P = gather_by_prompt(own_gradients_P)

@@ -10,7 +10,7 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from grpo_ustat.estimators.intervals import is_binary
-from grpo_ustat.estimators.ustatistic import silent_share_if_alike
+from grpo_ustat.estimators.ustatistic import zero_variance_share_if_equal
 from grpo_ustat.records import Rollouts
 from grpo_ustat.tasks.base import extracted
 from grpo_ustat.train.context import Batch, TrainContext
@@ -24,7 +24,7 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
     each function has `rewards/NAME/mean` and `.../std`. As in TRL, standard deviations are over the
     whole batch with divisor n - 1, and lengths of terminated completions are 0 if all were cut.
     `frac_reward_zero_std` counts groups of exactly equal rewards; `..._expected`, only for 0/1
-    rewards, is `silent_share_if_alike`.
+    rewards, is `zero_variance_share_if_equal`.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
     row = {
@@ -33,7 +33,7 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
         "frac_reward_zero_std": float((rewards_PG == rewards_PG[:, :1]).all(axis=1).mean()),
     }
     if is_binary(rewards_PG):
-        expected = silent_share_if_alike(rewards_PG.sum(axis=1), size)
+        expected = zero_variance_share_if_equal(rewards_PG.sum(axis=1), size)
         row["frac_reward_zero_std_expected"] = expected
     for f, name in enumerate(reward_names if len(reward_names) > 1 else ()):
         function_PG = batch.rewards_PGF[..., f]

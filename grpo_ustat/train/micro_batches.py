@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 
 # Share of the tokens allowed that a part needs for large enough products. A GPU waits for
 # thousands of launches in each pass, so there a part ends early only where padding costs as much.
-LEAST_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-LEAST_LENGTH_RATIO = 0.9  # to a part's longest completion; shorter ones begin a new part
+MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
+MIN_LENGTH_RATIO = 0.9  # to a part's longest completion; shorter ones begin a new part
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def plan(
         order = inside[np.lexsort((index[inside], -lengths_N[inside]))]
         rows = [(int(index[k]), head, int(lengths_N[k])) for k in order]
         rest = max(1, tokens - head * len(prompts))
-        parts = list(_parts(rows, rest, int(tokens * LEAST_FILL.get(device, 1 / 2))))
+        parts = list(_parts(rows, rest, int(tokens * MIN_FILL.get(device, 1 / 2))))
         micro_batches.append(MicroBatch(np.sort(prompts), parts))
     return micro_batches
 
@@ -85,7 +85,7 @@ def _parts(
     longest_head = longest_tail = 0
     for number, head, tail in rows:
         padded = len(numbers) * (longest_head + longest_tail)
-        ragged = padded >= enough and tail < LEAST_LENGTH_RATIO * longest_tail
+        ragged = padded >= enough and tail < MIN_LENGTH_RATIO * longest_tail
         longest_head, longest_tail = max(longest_head, head), max(longest_tail, tail)
         full = (len(numbers) + 1) * (longest_head + longest_tail) > tokens
         if numbers and (ragged or full):

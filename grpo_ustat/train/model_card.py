@@ -30,7 +30,7 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-MOST_ROWS = 10  # of a table of steps, and of launches at its end
+MAX_ROWS = 10  # of a table of steps, and of launches at its end
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
 defaults:
@@ -151,10 +151,10 @@ def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -
 
 
 def thinned(rows: list[Any]) -> list[Any]:
-    """Select about `MOST_ROWS` of the rows, with the first and the last."""
-    if len(rows) <= MOST_ROWS:
+    """Select about `MAX_ROWS` of the rows, with the first and the last."""
+    if len(rows) <= MAX_ROWS:
         return rows
-    places = np.unique(np.linspace(0, len(rows) - 1, MOST_ROWS).round().astype(int))
+    places = np.unique(np.linspace(0, len(rows) - 1, MAX_ROWS).round().astype(int))
     return [rows[place] for place in places]
 
 
@@ -214,10 +214,10 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
             reason = row.get("reason") or row.get("error")
             text = f"{row.get('outcome')}" + (f": {reason}" if reason else "")
         cells.append((row.get("time"), event, text))
-    more = f" The last {MOST_ROWS} of {len(cells)} events:" if len(cells) > MOST_ROWS else ""
+    more = f" The last {MAX_ROWS} of {len(cells)} events:" if len(cells) > MAX_ROWS else ""
     return (
         f"{starts} launch{'es' * (starts != 1)}; the last one was under way when this was written."
-        f"{more}\n\n" + Table("", ("time (UTC)", "event", ""), cells[-MOST_ROWS:]).markdown()
+        f"{more}\n\n" + Table("", ("time (UTC)", "event", ""), cells[-MAX_ROWS:]).markdown()
     )
 
 

@@ -184,7 +184,7 @@ def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
     return penalised_loss(objective) or has_ratio(objective, part)
 
 
-def skips_silent(objective: ObjectiveConfig) -> bool:
+def skips_zero_variance(objective: ObjectiveConfig) -> bool:
     """Return True if a completion with advantage exactly 0 adds exactly nothing."""
     return not penalised_loss(objective) and not objective.entropy_coef
 

@@ -38,15 +38,15 @@ NOISE_COLUMNS = {
     "prompt_share": "of it from prompts",
 }  # fmt: skip
 # Rows of the table of steps.
-MOST_STEPS = 200
+MAX_STEPS = 200
 
 
 def title(run: RunRecord) -> str:
     """Return model, data set, baseline and sizes."""
     names = [run.value(key) for key in ("model.name", "dataset.name", "baseline.name")]
-    model, dataset, rule = names
+    model, dataset, baseline = names
     size, rollouts, seed = (run.value(key) for key in ("group_size", "budget.rollouts", "seed"))
-    return f"Training of {model} on {dataset}: {rule}, G = {size}, n = {rollouts}, seed {seed}"
+    return f"Training of {model} on {dataset}: {baseline}, G = {size}, n = {rollouts}, seed {seed}"
 
 
 def answer(run: RunRecord) -> str:
@@ -122,7 +122,7 @@ def tables(run: RunRecord) -> list[Table]:
         tables.append(evaluation_table(run.eval_rows))
     monitored = [row for row in run.metrics if "monitor/gstar" in row]
     if monitored:
-        places = spaced(len(monitored), MOST_STEPS)
+        places = spaced(len(monitored), MAX_STEPS)
         rows = [
             {
                 "step": row["step"],
@@ -143,7 +143,7 @@ def tables(run: RunRecord) -> list[Table]:
         note = "Of the step's own groups, before its update; 95 % intervals over prompts."
         tables.append(rows_table("Best group size and error of the gradient", rows, note))
     if run.metrics:
-        places = spaced(len(run.metrics), MOST_STEPS)
+        places = spaced(len(run.metrics), MAX_STEPS)
         steps = [run.metrics[place] for place in places]
         rows = [{METRICS[k]: row.get(k) for k in METRICS if k in row} for row in steps]
         note = f"{len(steps)} of {len(run.metrics)} steps; metrics.jsonl holds all of them."

@@ -236,8 +236,8 @@ def train_step(
         seconds_generate = time.perf_counter() - start
 
         fixed = fixed_logprobs(run, batch.own_rollouts)
-        rewards_PG, rule = penalised_rewards(run, batch, fixed), config.baseline
-        advantage_PG = advantages(rule.name, rewards_PG, context, rule.options)
+        rewards_PG, baseline = penalised_rewards(run, batch, fixed), config.baseline
+        advantage_PG = advantages(baseline.name, rewards_PG, context, baseline.options)
         run.baseline_state.update(run, batch)
         every = config.monitor.gradient_mse_every
         monitor = gradient_mse(run, batch) if every and step % every == 0 else {}

@@ -239,7 +239,7 @@ def accumulate_gradient(
     """
     index = minibatch.index[minibatch.weight_N[minibatch.index] > 0]
     chosen_NT = highest_entropies(run, rollouts, index)
-    if objectives.skips_silent(run.config.objective):
+    if objectives.skips_zero_variance(run.config.objective):
         index = index[advantage_PG.ravel()[index] != 0]
     stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
 

@@ -31,7 +31,7 @@ from grpo_ustat.policy.scores.sketch import Sketch
 
 ASSETS = Path(grpo_ustat.__file__).parent / "assets"
 PRECISIONS = ("float32", "autocast", "bfloat16", "bfloat16 autocast")
-RULES = {"group_std": {"epsilon": 1e-4}, "batch_std": {"epsilon": 1e-4}, "group_mean": {}}
+BASELINE_NAMES = {"group_std": {"epsilon": 1e-4}, "batch_std": {"epsilon": 1e-4}, "group_mean": {}}
 KINDS = ("dapo", "grpo", "dr_grpo", "luspo")
 LONGEST, GROUP, PROMPTS = 40, 8, 24
 FACTORS = {FULL: (1.001, 1.002, 1.005), REDUCED: (0.5, 0.75, 1.2, 1.5, 2)}
@@ -117,8 +117,8 @@ def measured(policy, precision, batches, seed):
         if not (rewards != rewards[:, :1]).any():
             continue
         index = (prompts[:, None] * GROUP + np.arange(GROUP)).ravel()
-        rule = str(rng.choice(list(RULES)))
-        loss = Loss("drawn", rule, RULES[rule], str(rng.choice(KINDS)), LONGEST)
+        baseline = str(rng.choice(list(BASELINE_NAMES)))
+        loss = Loss("drawn", baseline, BASELINE_NAMES[baseline], str(rng.choice(KINDS)), LONGEST)
         rows = UpdateRows.of_loss(
             loss, rewards.astype(float), drawn.ids[index], drawn.attention[index],
             drawn.completion[index],

@@ -279,8 +279,8 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
     )  # fmt: skip
     with InDouble() if dtype == "float64" else nullcontext():
         constants = fixed_logprobs(run, rollouts)
-        judged_PG, rule = penalised_rewards(run, batch, constants), config.baseline
-        advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
+        judged_PG, baseline = penalised_rewards(run, batch, constants), config.baseline
+        advantage_PG = advantages(baseline.name, judged_PG, BaselineContext(), baseline.options)
         if setting.off_policy:
             put(found.current, run.policy.model)
         minibatch = next(minibatches(run, counted_lengths(run, batch), step=0))

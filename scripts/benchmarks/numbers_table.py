@@ -42,13 +42,13 @@ BEGIN, END = "<!-- rows: numbers_table.py --table -->", "<!-- end of rows -->"
 FULL, ADAPTER, BASE = "full", "adapter", "base"
 TRL, GROUP_SIZE, ROLLOUTS = "trl_dapo", 8, 256  # TRL's default loss, and where it is judged
 NEEDED_VERSIONS = ("grpo-ustat", "torch", "transformers")
-ESTIMATES = ("accuracy", "gstar", "n_c", "prompt_share", "worth_trl_default")
+ESTIMATES = ("accuracy", "gstar", "n_c", "prompt_share", "efficiency_trl_default")
 SHARES = ("accuracy", "prompt_share")
 PATH = re.compile(r"(?:^|[\s='\"\[(,:])(?:~|\.{0,2}/|[A-Za-z]:[\\/])")  # of somebody's machine
 OF_THE_MACHINE = ("output_root", "hydra.run.dir", "pool", "on_existing")
 COLUMNS = (
     "model", "data, prompt", "stage", "space", "accuracy", "G*", "n_c", "prompt share",
-    "worth of TRL's default", "questions x completions", "device",
+    "relative efficiency of TRL's default", "questions x completions", "device",
 )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ class Row:
         stage: `base`, or `20 steps` of training.
         space: whether the gradient is of all weights or of LoRA adapters.
         n_c, prompt_share: noise scale in rollouts and share of the noise from prompts, at G = 8.
-        worth_trl_default: rollouts of the unbiased estimate at its best G that do as much as one of
+        efficiency_trl_default: rollouts of the unbiased estimate at its best G that do as much as
+        one of
             TRL's default loss, at G = 8 and 256 rollouts an update.
         questions, completions: of the pool, the second of each question.
         heavy_tails: whether its intervals are likely to cover less than 90 %.
@@ -77,7 +78,7 @@ class Row:
     gstar: Interval
     n_c: Interval
     prompt_share: Interval
-    worth_trl_default: Interval
+    efficiency_trl_default: Interval
     questions: Size
     completions: Size
     tokens: Size
@@ -117,11 +118,11 @@ def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
     trained, steps = trained_by(study)
     adapted = "adapters" in result["metric"]["norm"]
     at_size = [x for x in result["noise"]["curve"] if x["group_size"] == GROUP_SIZE]
-    worths = [
+    efficiencies = [
         x for x in result.get("losses", ())
         if (x["loss"], x["group_size"], x["rollouts"]) == (TRL, GROUP_SIZE, ROLLOUTS)
     ]  # fmt: skip
-    if not at_size or not worths:
+    if not at_size or not efficiencies:
         raise ValueError(
             f"{folder}: no {TRL} at G = {GROUP_SIZE} and {ROLLOUTS} rollouts: type its command "
             f"again with objectives=[{TRL}] study.rollouts={ROLLOUTS} pool={folder / 'pool'}"
@@ -147,7 +148,7 @@ def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
             gstar=three(result["scaling"], "gstar"),
             n_c=three(at_size[0], "rollouts"),
             prompt_share=three(at_size[0], "prompt_share"),
-            worth_trl_default=three(worths[0], "worth_best"),
+            efficiency_trl_default=three(efficiencies[0], "efficiency_best_g"),
             questions=result["questions"],
             completions=result["pool_completions"],
             tokens=result["cost"]["tokens"],

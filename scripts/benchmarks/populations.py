@@ -287,7 +287,8 @@ def two_prompts() -> Population:
     return Population(np.full((2, 2), 0.5), rewards, scores, lengths)
 
 
-# The first four and "right" were looked at when `worth.UNDRAWN_VARIANCE` was chosen, others not.
+# The first four and "right" were looked at when `efficiency.UNDRAWN_VARIANCE` was chosen, others
+# not.
 TURNED: Mapping[str, Callable[[], Population]] = {
     "two prompts": two_prompts,
     "camps": partial(camps, 100.0),

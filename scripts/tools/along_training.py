@@ -1,14 +1,14 @@
-"""G*, n_c, the prompts' share and a loss's worth along training runs: a study of every checkpoint.
+"""G*, n_c, the prompts' share and a loss's efficiency in a study of every checkpoint.
 
     python scripts/tools/along_training.py outputs/train/NAME/seed-0 [more runs] [mse overrides]
     python scripts/tools/along_training.py docs/examples/smollm2/full docs/examples/smollm2/lora
 
 Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated: of a run whose
 checkpoints are gone the finished ones are read. The questions, the prompt and the temperature are
-the run's, and so is the G of n_c, share and worth; `objective=trl_dapo study.rollouts=64` asks for
-the worth of a rollout of TRL's default loss in updates of 64, in unbiased ones at the same G.
-Prints the table, and writes it to `along_training.csv` and `.png` in the run, of several in the
-folder that holds them.
+the run's, and so is the G of n_c, share and efficiency; `objective=trl_dapo study.rollouts=64` asks
+for the relative efficiency of a rollout of TRL's default loss in updates of 64, in unbiased ones at
+the same G. Prints the table, and writes it to `along_training.csv` and `.png` in the run, of
+several in the folder that holds them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PANELS = {
     "gstar": "G*",
     "noise_scale": "n_c, rollouts",
     "prompt_share": "prompts' share of the noise",
-    "worth": "worth at this G",
+    "efficiency_same_g": "efficiency at this G",
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
@@ -64,7 +64,7 @@ def study(run: Path, step: int, trained: dict, overrides: list[str]) -> dict:
 
 
 def row(name: str, step: int, group_size: int, result: dict) -> dict:
-    """One line of the table; n_c, share and worth at the run's G, null where it is not measured."""
+    """One line of the table; n_c, share and efficiency at the run's G, null if not measured."""
     scaling, noises = result["scaling"], result["noise"]["curve"]
     noise = next((x for x in noises if x["group_size"] == group_size), {})
     losses = (x for x in result.get("losses", ()) if x["group_size"] == group_size)
@@ -77,7 +77,7 @@ def row(name: str, step: int, group_size: int, result: dict) -> dict:
         values |= {f"{key}{end}": scaling[f"{key}{end}"] for key in ("gstar", "c1", "c2", "c3")}
         values[f"noise_scale{end}"] = noise.get(f"rollouts{end}")
         values[f"prompt_share{end}"] = noise.get(f"prompt_share{end}")
-        values[f"worth{end}"] = loss.get(f"worth{end}")
+        values[f"efficiency_same_g{end}"] = loss.get(f"efficiency_same_g{end}")
     if not values["noise_scale_low"] and values["noise_scale_high"] is None:
         values |= {f"noise_scale{end}": None for end in ENDS}
     if best_size(*(values[f"gstar{end}"] for end in ENDS)) is None:

@@ -26,27 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 ENDS = {"number": "", "low": "_low", "high": "_high"}
 COLUMNS = ["policy", "claim", "measured", *ENDS, "least", "most", "holm_p", "verdict"]
 SHARE = "prompts' share of the noise"
-FIGURES = {  # panels: how a claim begins, the axis, and whether it may be in logs
-    "hard_prompts": [
-        ("in mixed groups hard", "mean of a mixed group of 8\nless the prompt's own chance", False)
-    ],
-    "variance_filter": [("a filter by reward", "worth of a sampled rollout", True)],
-    "length": [("the mean over", "worth of a rollout with the mean\nin place of the sum", True)],
-    "rollouts_8192": [
-        ("a step of 8192", "rollouts at which half of a step\nis noise, n_c(16)", True),
-        ("512 x 16", "extra error of 128 x 64\nover 512 x 16", False),
-    ],
-    "stale_rollouts": [
-        ("stale rollouts without", "worth without ratios", True),
-        ("stale rollouts weighted", "worth weighted by\ntokens' ratios", True),
-        ("the effective sample", "that, over the effective\nshare of completions", True),
-    ],
-    "tokens_or_sequences": [
-        ("ratios of the sequence (geo", "worth with the geometric mean,\nin tokens' ones", True),
-        ("ratios of the sequence (pro", "worth with the product,\nin tokens' ones", True),
-    ],
-}
-OF_AGE = ("stale_rollouts", "tokens_or_sequences")
+# The figure with a panel for each claim: how the claim begins, the axis, whether it may be in logs.
+STEP_SIZE = [
+    ("a step of 8192", "rollouts at which half of a step\nis noise, n_c(16)", True),
+    ("512 x 16", "extra error of 128 x 64\nover 512 x 16", False),
+]
+# How claims on stale rollouts begin: their records are of the policy that they train.
+OF_AGE = ("stale rollouts", "the effective sample", "ratios of the sequence")
 WIDE = 4  # ends this many times apart: an axis in logs
 SHADE = "#56B4E9"
 COLOURS = {"holds": "#0072B2", "does not hold": "#D55E00", "not decided": "#666666"}
@@ -82,8 +68,7 @@ def taken(policy: str, folder: Path) -> list[Record]:
         record(row, "prompt_share", claim=SHARE, measured=f"{row['group_size']:g}")
         for row in result["noise"]["curve"]
     ]
-    of_age = tuple(start for name in OF_AGE for start, _, _ in FIGURES[name])
-    aged = [one for one in judged if one["claim"].startswith(of_age)]
+    aged = [one for one in judged if one["claim"].startswith(OF_AGE)]
     return aged or judged + shares
 
 
@@ -186,10 +171,9 @@ def main() -> None:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(records)
-    for name, panels in FIGURES.items():
-        judged = [one for one in panels if any(r["claim"].startswith(one[0]) for r in records)]
-        if judged:
-            forest(judged, records, asked.images / f"{name}.png")
+    judged = [panel for panel in STEP_SIZE if any(r["claim"].startswith(panel[0]) for r in records)]
+    if judged:
+        forest(judged, records, asked.images / "rollouts_8192.png")
     prompt_shares(records, asked.images / "prompt_share.png")
     print(f"Drew the figures of {asked.records} into {asked.images}")
 

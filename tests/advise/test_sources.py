@@ -107,10 +107,11 @@ def test_the_loss_of_a_training_run_is_named_with_what_says_its_worth(tmp_path):
 
 LOSS = {
     "loss": "trl_dapo", "baseline": "group_std", "loss_type": "dapo", "rollouts": 256,
-    "group_size": 8, "unbiased_direction": False, "worth": 0.9, "worth_low": 0.8,
-    "worth_high": 1.0, "worth_best": 0.9, "worth_best_low": 0.8, "worth_best_high": 1.0,
+    "group_size": 8, "unbiased_direction": False,
+    "efficiency_same_g": 0.9, "efficiency_same_g_low": 0.8, "efficiency_same_g_high": 1.0,
+    "efficiency_best_g": 0.9, "efficiency_best_g_low": 0.8, "efficiency_best_g_high": 1.0,
     "direction": 0.98, "direction_low": 0.95, "direction_high": 1.0, "noise": 0.9,
-    "noise_low": 0.8, "noise_high": 0.95, "best": True, "alike": True,
+    "noise_low": 0.8, "noise_high": 0.95, "best": True, "may_be_best": True,
 }  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def test_a_study_says_what_a_rollout_of_its_loss_is_worth(tmp_path):
     result = RESULT | {"losses": [LOSS]}
     run_folder = folder(tmp_path / "run", "mse", result, (), "objective=trl_dapo")
     advice = advice_of(Request(run_folder, num_generations=16))
-    assert any("is worth 0.90 [0.80, 1.00] of an unbiased one" in x for x in advice.details)
+    assert any("is 0.90 [0.80, 1.00] against the unbiased gradient" in x for x in advice.details)
     assert advice.next.endswith("objective=trl_dapo budget.rollouts=256 group_size=8")
     other = folder(tmp_path / "other", "mse", RESULT)
     asked = advice_of(Request(other, objective=("objective=trl_dapo",))).details[-2]

@@ -207,7 +207,7 @@ def test_of_many_bad_points_five_are_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [
     ["seed=1", "group_sizes=[2,4]"], ["group_sizes=[2, 4]"], ["pool='a [b'"], ["pool=a=1"],
-    ["-m", "seed=0,1"], ["+rules.median={name:median,options:{}}"], ["hydra.run.dir=a/${seed}"],
+    ["-m", "seed=0,1"], ["+baseline_options.median={}"], ["hydra.run.dir=a/${seed}"],
 ])  # fmt: skip
 def test_right_words_are_left_alone(words):
     """`median` is no rule here, but the words are well formed."""

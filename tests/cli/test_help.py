@@ -56,10 +56,10 @@ def test_every_field_of_every_schema_says_what_it_means():
 
 
 def test_options_of_baselines_are_those_that_rules_take():
-    assert set(OPTIONS) == {name for rule in BASELINES.values() for name in rule.options}
+    assert set(OPTIONS) == {name for baseline in BASELINES.values() for name in baseline.options}
 
 
-ONLY_TRAINS = {name for name, rule in BASELINES.items() if rule.only_trains}
+ONLY_TRAINS = {name for name, baseline in BASELINES.items() if baseline.only_trains}
 # Another class each, which `build_config` chooses before any check.
 CHOSEN_AS_A_WHOLE = {"dataset.kind", "bed.kind", "study.kind"}
 GIVEN = {
@@ -131,7 +131,7 @@ def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkey
     config = compose(entry, given)
     said = dict(re.findall(r"^  ([\w.]+)=(.*)  [a-z ]+$", text, re.MULTILINE))
     for key in fields_of(SCHEMAS[entry], schemas=typed_nodes(entry, config)):
-        if key.schema is None and key.path != "rules":
+        if key.schema is None and key.path != "baseline_options":
             value = config
             for name in key.path.split("."):
                 value = getattr(value, name)
@@ -204,8 +204,8 @@ def test_a_rule_is_told_by_its_own_words_a_long_one_by_their_first_sentence():
     told = {choice.name: choice.words for choice in group.choices}
     assert told["none"] == BASELINES["none"].words == "REINFORCE: no baseline. Unbiased."
     assert BASELINES["gdpo"].words.startswith(f"{told['gdpo']} Needs at least two")
-    for name, rule in BASELINES.items():
-        assert ("Unbiased" in rule.words) == rule.unbiased, name
+    for name, baseline in BASELINES.items():
+        assert ("Unbiased" in baseline.words) == baseline.unbiased, name
 
 
 def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):
@@ -243,13 +243,13 @@ def test_the_page_of_60_lines_has_the_usual_fields_with_their_values(entry, caps
 @pytest.mark.parametrize("entry", SCHEMAS)
 def test_values_that_are_read_without_hydra_are_those_that_it_composes(entry):
     composed, read = page(entry), default_options(entry)
-    nodes = (*kinds_of(SCHEMAS[entry]), "rules", "baseline.options")
+    nodes = (*kinds_of(SCHEMAS[entry]), "baseline_options", "baseline.options")
     of_read, of_composed = (
         {
             field.key.path: field.value
             for field in options.fields
             if field.key.path not in nodes
-            and not field.key.path.startswith(("rules.", "baseline.options."))
+            and not field.key.path.startswith(("baseline_options.", "baseline.options."))
         }
         for options in (read, composed)
     )

@@ -24,7 +24,7 @@ SAME = [
     "pool='a=1'", 'pool="a=1"', "pool='a=1','b=2'", "pool='it\\'s=1'", "runs=['a=1',\"b=2\"]",
     "temperature=range(start=1,stop=3)", "temperature=choice(1,2)", "seed=sort(3,2,reverse=true)",
     "hydra.run.dir=${oc.env:HOME,x=1}", "hydra.run.dir=outputs/${folder_name:}/x",
-    "+rules.median={name:median,options:{epsilon:1e-6}}", "+x={a:'b=1'}", "~x", "x=", "-m",
+    "+baseline_options.median={epsilon:1e-6}", "+x={a:'b=1'}", "~x", "x=", "-m",
     "pool=[a,b]", "+x=[[1,2],[3]]", "pool=a'b=1",
 ]  # fmt: skip
 QUOTED = {
@@ -151,7 +151,7 @@ def test_a_place_without_a_model_is_refused(folder, message, model_folder):
         parse("train", [f"model={folder}"])
 
 
-@pytest.mark.parametrize("key", ["model", "study.policy"])
+@pytest.mark.parametrize("key", ["model", "study.scored_by"])
 def test_of_a_run_in_place_of_a_model_the_newest_checkpoint_is_named(tmp_path, monkeypatch, key):
     monkeypatch.chdir(tmp_path)
     for step, file in ((8, "config.json"), (20, "adapter_config.json"), (30, "optimizer.pt")):

@@ -98,7 +98,7 @@ def test_a_line_without_a_name_of_its_own_says_where_to_look(line, parts):
 
 @pytest.mark.parametrize("words", [
     ["model=tiny", "seed=1", "dataset.levels=[3]", "hydra.verbose=true", "hydra/launcher=basic"],
-    ["+dataset.options.size=3", "rules.group_std.options.epsilon=0.1", "baselines=[none]"],
+    ["+dataset.options.size=3", "baseline_options.group_std.epsilon=0.1", "baselines=[none]"],
     ["experiment=null", "budget=glob(study*)", "seed=${study.questions}"],
     ["prompt.template_options.x=1", "model=tiny,hub", "study.questions=null"],
 ])  # fmt: skip

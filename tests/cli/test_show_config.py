@@ -18,9 +18,9 @@ def shown(capsys, line, entry="mse"):
 
 @pytest.mark.slow(minutes=0.02)
 def test_the_configuration_of_the_job_or_of_hydra_or_both(capsys):
-    job = yaml.safe_load(shown(capsys, "--cfg job seed=3 rules.group_std.options.epsilon=0.5"))
+    job = yaml.safe_load(shown(capsys, "--cfg job seed=3 baseline_options.group_std.epsilon=0.5"))
     assert job["seed"] == 3 and "hydra" not in job
-    assert job["rules"]["group_std"] == {"name": "group_std", "options": {"epsilon": 0.5}}
+    assert job["baseline_options"]["group_std"] == {"epsilon": 0.5}
     assert list(yaml.safe_load(shown(capsys, "--cfg hydra"))) == ["hydra"]
     assert {"hydra", "seed"} < set(yaml.safe_load(shown(capsys, "--cfg all", "train")))
 

@@ -54,5 +54,5 @@ def test_every_extra_that_a_line_names_is_one():
 
 def test_the_command_that_was_typed_is_kept_without_secrets():
     """The fixture of tests/conftest.py puts the environment back."""
-    note_typed("train", ["group_size=8", "rules.mine.options.api_key=abc"])
-    assert typed_command().endswith("train group_size=8 rules.mine.options.api_key=***")
+    note_typed("train", ["group_size=8", "baseline_options.mine.api_key=abc"])
+    assert typed_command().endswith("train group_size=8 baseline_options.mine.api_key=***")

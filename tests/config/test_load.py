@@ -105,9 +105,9 @@ WRONG = {
         "train", ["baseline=group_std", "~baseline.options.epsilon"],
         "options of baseline group_std: missing epsilon; it takes epsilon",
     ),
-    "option of a rule": (
-        "mse", [CARLO, "baselines=[maxrl]", "+rules.maxrl.options.eps=1"],
-        "rules.maxrl.options: options of baseline maxrl: unknown eps",
+    "option of a baseline": (
+        "mse", [CARLO, "baselines=[maxrl]", "+baseline_options.maxrl.eps=1"],
+        "baseline_options.maxrl: options of baseline maxrl: unknown eps",
     ),
     "option range": ("train", ["baseline=group_std", "baseline.options.epsilon=-1"], "=-1.0 must"),
     "option pair": ("train", ["baseline=beta", "baseline.options.minimum=2"], "minimum < maximum"),
@@ -132,7 +132,6 @@ WRONG = {
     "coupled questions of adam": (
         "mse", ["baselines=[batch_std]", "study.metric=adam"], "leave one of them out"
     ),
-    "another rule": ("mse", ["rules.none.name=opo"], "rules.none.name=opo is another rule"),
     "two prompts": (
         "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"
     ),
@@ -294,30 +293,35 @@ def test_a_folder_is_a_function_of_the_identity_keys():
 
 @pytest.mark.slow(minutes=0.02)
 def test_a_rule_is_part_of_a_study_only_where_it_is_named(tmp_path):
-    """Options of other rules, and rules added later, change neither hash nor folder."""
+    """Options of other baselines, and baselines added later, change neither hash nor folder."""
     from grpo_ustat.runs.folder import RunFolder
 
     base = compose("mse")
-    elsewhere = compose("mse", "rules.group_std.options.epsilon=1e-6")
+    elsewhere = compose("mse", "baseline_options.group_std.epsilon=1e-6")
     assert identity(base) == identity(elsewhere)
-    assert set(identity(base)["rules"]) == {"none", "leave_one_out", "group_mean", "oracle"}
+    assert set(identity(base)["baseline_options"]) == {
+        "none",
+        "leave_one_out",
+        "group_mean",
+        "oracle",
+    }
     RunFolder(tmp_path, base).open()
     RunFolder(tmp_path, elsewhere).check()
     named = [CARLO, "baselines=[group_std]"]
-    changed = compose("mse", *named, "rules.group_std.options.epsilon=1e-6")
-    assert changed.rules["group_std"].options == {"epsilon": 1e-6}
+    changed = compose("mse", *named, "baseline_options.group_std.epsilon=1e-6")
+    assert changed.baseline_options["group_std"] == {"epsilon": 1e-6}
     assert folder_name(changed) != folder_name(compose("mse", *named))
 
 
 def test_every_rule_has_its_place_in_a_study_with_its_defaults_and_no_file():
     assert {p.stem for p in CONF.glob("baseline/*.yaml")} == {"own"}
-    rules = {name: rule.options for name, rule in compose("mse").rules.items()}
-    assert rules == {name: rule.options for name, rule in BASELINES.items()}
+    options = compose("mse").baseline_options
+    assert options == {name: baseline.options for name, baseline in BASELINES.items()}
 
 
 @pytest.mark.slow
 def test_a_file_of_ones_own_replaces_a_rules_defaults_and_adds_choices(tmp_path):
-    """Of rules of ours under any names; an option that it leaves out is missing."""
+    """Of baselines of ours under any names; an option that it leaves out is missing."""
     (tmp_path / "baseline").mkdir()
     for name, options in (("group_std", "epsilon: 0.5"), ("wide", "epsilon: 2.0"), ("bare", "")):
         text = f"# Mine.\nname: group_std\noptions: {{{options}}}\n"
@@ -342,10 +346,10 @@ def test_a_file_of_ones_own_replaces_a_rules_defaults_and_adds_choices(tmp_path)
 DECLARED = """
 import contextlib, io, json, sys
 
-from grpo_ustat.estimators.baselines import rule
+from grpo_ustat.estimators.baselines import baseline
 
 
-@rule("r less a part of the group's mean. Biased.", unbiased=False, min_group_size=2)
+@baseline("r less a part of the group's mean. Biased.", unbiased=False, min_group_size=2)
 def part_of_mean(rewards_PG, context, *, share=0.5, epsilon=0.0):
     return rewards_PG - share * rewards_PG.mean(axis=1, keepdims=True) - epsilon
 
@@ -382,7 +386,7 @@ def test_a_declared_rule_needs_no_other_place(tmp_path):
     codes, texts = (dict(zip(lines, x, strict=True)) for x in zip(*told, strict=True))
     assert codes == dict.fromkeys(lines, 0) | dict.fromkeys(("misspelt", "no key", "range"), 2)
     assert "part_of_mean" in texts["help"] and "r less a part of the group's mean." in texts["help"]
-    assert "rules.part_of_mean.options.share=0.5" in texts["options"]
+    assert "baseline_options.part_of_mean.share=0.5" in texts["options"]
     assert "did you mean part_of_mean? choose from batch_std" in texts["misspelt"]
     assert texts["no key"].strip() == (
         "error: part_of_mean sets nothing: write baseline=part_of_mean"

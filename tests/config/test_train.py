@@ -228,11 +228,11 @@ def test_a_framework_s_preset_sets_the_advantage_and_a_typed_one_counts():
             wanted = ("group_mean", {})
         if name in papers:
             wanted = ("leave_one_out", {})  # the default of train
-        rule = compose("train", f"objective={name}").baseline
-        assert (rule.name, rule.options) == wanted
+        baseline = compose("train", f"objective={name}").baseline
+        assert (baseline.name, baseline.options) == wanted
         for words in ([f"objective={name}", "baseline=opo"], ["baseline=opo", f"objective={name}"]):
-            rule = compose("train", *words).baseline
-            assert (rule.name, rule.options) == ("opo", {})
+            baseline = compose("train", *words).baseline
+            assert (baseline.name, baseline.options) == ("opo", {})
     assert len(papers) == 7
 
 
@@ -240,11 +240,11 @@ def test_a_framework_s_preset_sets_the_advantage_and_a_typed_one_counts():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_preset_is_read_as_hydra_composes_it(name):
     """The same fields and the same rule; where it sets none, that of the command."""
-    objective, rule = SHIPPED[name].objective, SHIPPED[name].baseline
+    objective, baseline = SHIPPED[name].objective, SHIPPED[name].baseline
     for command in ("train", "mse"):
         config = compose(command, f"objective={name}")
         assert objective == config.objective
-        assert (rule or compose(command).baseline) == config.baseline
+        assert (baseline or compose(command).baseline) == config.baseline
 
 
 def test_algorithm_2_in_full():

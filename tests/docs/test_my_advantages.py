@@ -27,8 +27,8 @@ FILE = ROOT / "tests/data/verl_gradients.json"
 RECORD = json.loads(FILE.read_text())
 
 
-def expected(rule, options):
-    rows = advantages(rule, REWARDS_PG, BaselineContext(), options).ravel()[ORDER]
+def expected(baseline, options):
+    rows = advantages(baseline, REWARDS_PG, BaselineContext(), options).ravel()[ORDER]
     return torch.tensor(rows[:, None], dtype=torch.float32)
 
 
@@ -97,13 +97,13 @@ def test_the_function_of_the_page_is_an_advantage_function_of_slime(tmp_path, mo
 
 def test_recorded_gradients_of_verl_are_our_advantages():
     """By verl 0.9.1's `compute_advantage` and `agg_loss`, with the settings of docs/verl.md: of
-    verl's own estimators that are rules of ours.
+    verl's own estimators that are baselines of ours.
     """
     _, mask = batch()
     assert RECORD["gradients"].keys() == THEIRS.keys()
-    for name, rule in THEIRS.items():
+    for name, baseline in THEIRS.items():
         recorded = torch.tensor(RECORD["gradients"][name])
-        torch.testing.assert_close(recorded, expected(*rule) * mask / 9, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(recorded, expected(*baseline) * mask / 9, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.nightly(minutes=0.3)

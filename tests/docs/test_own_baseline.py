@@ -52,7 +52,8 @@ def test_a_study_by_the_page_measures_the_rule(site, tmp_path):
     mine = {row["group_size"]: row for row in rows if row["baseline"] == "median"}
     loo = {row["group_size"]: row for row in rows if row["baseline"] == "leave_one_out"}
     assert mine and set(mine) == set(loo)
-    # The median of one other is its mean; the rule's groups are drawn, the other has a closed form.
+    # The median of one other is its mean; the baseline's groups are drawn, the other has a closed
+    # form.
     assert float(mine["2"]["mse"]) == pytest.approx(float(loo["2"]["mse"]), rel=0.05)
     assert all(abs(float(row["bias2"])) < 1e-12 for row in mine.values())
     assert json.loads(readme.only(tmp_path, "result.json").read_text())["curves"]
@@ -84,8 +85,8 @@ def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
         told = readme.run([*commands()[1], "+baseline.options.size=1"], tmp_path, site)[1]
         assert "options of baseline median: unknown size; it takes shift" in told
         given = (
-            "+rules.median.options.shift=2",
-            "+rules.median={name:median,options:{shift:2.0}}",
+            "+baseline_options.median.shift=2",
+            "+baseline_options.median={shift:2.0}",
         )
         for number, words in enumerate(([], given[:1], given[1:])):
             folder = tmp_path / f"study-{number}"
@@ -93,7 +94,7 @@ def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
             assert readme.run([*commands()[0], *words], folder, site)[0] == 0
             config = yaml.safe_load(readme.only(folder, ".hydra/config.yaml").read_text())
             shift = 2.0 if words else 0.25
-            assert config["rules"]["median"] == {"name": "median", "options": {"shift": shift}}
+            assert config["baseline_options"]["median"] == {"shift": shift}
     finally:
         source.write_text(plain)
 

@@ -41,11 +41,11 @@ def test_its_five_commands_answer(tmp_path):
             assert done.returncode == 0, (words, done.stderr)
             ran.append((verb, " ".join(done.stdout.split())))
     assert [verb for verb, _ in ran] == ["advise", "convert", "mse", "mse", "train"]
-    advice, converted, answer, worth, _ = [said for _, said in ran]
+    advice, converted, answer, efficiency, _ = [said for _, said in ran]
     assert "cannot say which num_generations" in advice and "Zero-variance groups" in advice
     assert "1600 of 1600 rows" in converted
     assert re.search(r"Best G is about \d+\.\d \[\d+\.\d, \d+\.\d\]: .* use G = 8, within", answer)
     assert re.search(r"is \d+ % noise .*\(half at n = \d+\)", answer)
-    assert "it is not decided what a rollout of trl_dapo" in worth  # 100 prompts are too few
+    assert "it is not decided what a rollout of trl_dapo" in efficiency  # 100 prompts are too few
     assert all("next: " in said for _, said in ran[:4])
     assert len([*tmp_path.glob("outputs/train/*/seed-0/result.json")]) == 3

@@ -140,7 +140,7 @@ def test_a_place_that_is_no_folder(tmp_path):
 
 
 def test_a_sound_disk_and_its_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "LEAST_DISK_BYTES", 0)
+    monkeypatch.setattr(checks, "MIN_DISK_BYTES", 0)
     assert checks.check_disk(tmp_path).status == "ok"
     assert checks.check_locks(tmp_path / "not/yet").status == "ok"
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +148,7 @@ def test_a_sound_disk_and_its_locks(tmp_path, monkeypatch):
 
 def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "TRIAL_BYTES", 2**20)
-    monkeypatch.setattr(checks, "LEAST_DISK_BYTES", 0)
+    monkeypatch.setattr(checks, "MIN_DISK_BYTES", 0)
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.1) or fsync(file))
     found = checks.check_disk(tmp_path)

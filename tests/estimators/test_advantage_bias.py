@@ -35,8 +35,8 @@ def test_the_mean_of_mixed_groups_is_shifted_towards_one_half(chance, size):
     assert binom.pmf(every, 8, chance) @ mean_shift(pools, size) == pytest.approx(shift, abs=1e-12)
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("leave_one_out", 1.0), ("group_mean", 2 / 3)])
-def test_the_gradient_of_mixed_groups_is_longer_exactly_as_they_are_rarer(rule, factor):
+@pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("group_mean", 2 / 3)])
+def test_the_gradient_of_mixed_groups_is_longer_exactly_as_they_are_rarer(baseline, factor):
     rng = np.random.default_rng(3)
     rewards = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     bed = TabularPolicy(rng.normal(size=(3, 3, 4)), 1.5 * rng.normal(size=4), rewards)
@@ -46,7 +46,7 @@ def test_the_gradient_of_mixed_groups_is_longer_exactly_as_they_are_rarer(rule, 
             index = list(group)
             z = bed.rewards_PY[p, index]
             law = np.prod(bed.probabilities_PY[p, index])
-            weights = advantages(rule, z[None], BaselineContext())[0]
+            weights = advantages(baseline, z[None], BaselineContext())[0]
             estimate = weights @ bed.scores_PYD[p, index] / 3
             mean += law * estimate
             if 0 < z.mean() < 1:

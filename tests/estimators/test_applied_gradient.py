@@ -13,7 +13,7 @@ from grpo_ustat.estimators.applied_gradient import (
     NOT_OF_ROWS,
     REDUCED,
     Fault,
-    advantages_by_rule,
+    advantages_by_baseline,
     divided,
     judged,
     other_losses,
@@ -114,7 +114,8 @@ def test_other_losses_have_the_weights_of_those_losses():
     context = BaselineContext(lengths_PG=lengths)
     loss = Loss("own", "group_std", {"epsilon": 1e-4}, "dapo", 9)
     advantage_N = {
-        rule: values.ravel() for rule, values in advantages_by_rule(loss, rewards, context).items()
+        baseline: values.ravel()
+        for baseline, values in advantages_by_baseline(loss, rewards, context).items()
     }
     weight_N = token_weights("dapo", lengths.ravel(), 9)
     others = other_losses(loss, advantage_N, weight_N, lengths.ravel())

@@ -1,4 +1,4 @@
-"""Every rule of the zoo: against a slow version, against enumeration, and its invariants."""
+"""Every baseline of the zoo: against a slow version, against enumeration, and its invariants."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ CENTRED = [
     "reinforce_pp", "reinforce_pp_baseline", "james_stein", "jspo", "beta",
     "group_std_jackknife", "leave_one_out_std", "quantile", "pods", "length_weighted", "ebpo",
 ]  # fmt: skip
-EPSILON = [name for name, rule in BASELINES.items() if "epsilon" in rule.options]
+EPSILON = [name for name, baseline in BASELINES.items() if "epsilon" in baseline.options]
 
 
 def side(rng, count):
-    """What rules read besides the batch: any numbers that do not come from it."""
+    """What baselines read besides the batch: any numbers that do not come from it."""
     fields = ("value_P", "optimal_P", "greedy_P", "tracker_P", "critic_P")
     past = ([0.2, 1.0, 0.3, 0.1], [0.6, 0.2])  # rewards, and means of groups
     return {name: rng.random(count).tolist() for name in fields} | {"running": 0.4, "past": past}
@@ -75,10 +75,10 @@ def apply(name, rewards, lengths, known, **changes):
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_rule_is_the_one_written_out(name, rng):
     """Random groups with lengths, binary and real rewards."""
-    rule = BASELINES[name]
+    baseline = BASELINES[name]
     for trial in range(40):
-        prompts = rng.integers(max(2, rule.min_prompts), 6)
-        size = rng.integers(max(2, rule.min_group_size), 6)
+        prompts = rng.integers(max(2, baseline.min_prompts), 6)
+        size = rng.integers(max(2, baseline.min_group_size), 6)
         rewards = rng.random((prompts, size))
         rewards = (np.round(rewards) if trial % 2 else rewards).tolist()
         lengths = rng.integers(1, 9, size=(prompts, size)).tolist()
@@ -179,13 +179,13 @@ LENGTHS = np.array([[2, 6], [1, 3]])  # of wrong and right ones
 
 def mean_over_g(name, options, size):
     """Exact mean of each prompt's estimate over its g, a sum over the prompts' success counts."""
-    counts, rule = np.arange(size + 1), BASELINES[name]
+    counts, baseline = np.arange(size + 1), BASELINES[name]
     law_2K = [stats.binom.pmf(counts, size, value) for value in VALUES]
     z_KG = (np.arange(size) < counts[:, None]).astype(float)
     right_KG = z_KG.astype(int)
     scores_2KG = z_KG - VALUES[:, None, None]
     mean = np.zeros(2)
-    if rule.couples_prompts:
+    if baseline.couples_prompts:
         for pair in itertools.product(counts, repeat=2):
             z, lengths = z_KG[list(pair)], [LENGTHS[x][right_KG[k]] for x, k in enumerate(pair)]
             context = BaselineContext(
@@ -274,7 +274,7 @@ def test_a_quantile_that_stays_random_slows_the_rule_down():
 @pytest.mark.parametrize("probability", [0.3, 0.5, 0.6])
 def test_the_jackknife_takes_off_the_bias_of_order_one_over_g(probability):
     """By enumeration: G times group_std's bias tends to -(1 + 4v) / (8 v^(3/2)) g, v = p (1-p);
-    that of the jackknifed rule falls by 4 where G doubles."""
+    that of the jackknifed baseline falls by 4 where G doubles."""
     v = probability * (1 - probability)
     target = math.sqrt(v)
     sizes = (64, 128, 256)
@@ -423,7 +423,9 @@ def test_equal_groups_among_others_stay_finite(name, rng):
         np.testing.assert_allclose(found[[0, 2, 3]], 0, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", [n for n, rule in BASELINES.items() if rule.min_group_size == 1])
+@pytest.mark.parametrize(
+    "name", [n for n, baseline in BASELINES.items() if baseline.min_group_size == 1]
+)
 def test_groups_of_one(name, rng):
     z, known = np.array([[1.0], [0.0], [0.25]]), side(rng, 3)
     assert np.isfinite(apply(name, z, np.array([[2], [3], [1]]), known)).all()
@@ -433,13 +435,13 @@ def test_groups_of_one(name, rng):
 def test_a_rule_reads_what_it_says_and_no_more(name, rng):
     """Without the fields of `needs` it refuses; with them alone it gives the same."""
     z, lengths = rng.random((4, 3)), rng.integers(1, 7, (4, 3))
-    full, rule = context_of(side(rng, 4), z, lengths), BASELINES[name]
-    alone = BaselineContext(**{key: getattr(full, key) for key in rule.needs})
+    full, baseline = context_of(side(rng, 4), z, lengths), BASELINES[name]
+    alone = BaselineContext(**{key: getattr(full, key) for key in baseline.needs})
     options = BASELINE_OPTIONS.get(name, {})
     np.testing.assert_array_equal(
         advantages(name, z, alone, options), advantages(name, z, full, options)
     )
-    for key in rule.needs:
+    for key in baseline.needs:
         with pytest.raises(ValueError, match=f"needs BaselineContext.{key}"):
             advantages(name, z, dataclasses.replace(alone, **{key: None}), options)
 
@@ -458,10 +460,10 @@ def test_coupled_and_prompt_only_rules_are_so(name, rng):
 
 def test_a_rule_of_ones_own_that_cannot_be_called_is_refused_when_it_is_loaded(monkeypatch):
     def offered(advantage, **options):
-        rule = Baseline("mine", advantage, unbiased=True, min_group_size=2, **options)
-        point = SimpleNamespace(load=lambda: rule)
+        baseline = Baseline("mine", advantage, unbiased=True, min_group_size=2, **options)
+        point = SimpleNamespace(load=lambda: baseline)
         monkeypatch.setattr(registry, "entry_points", lambda group: {"mine": point})
-        return registry._Rules()["mine"]
+        return registry._Baselines()["mine"]
 
     with pytest.raises(
         TypeError, match=r"mine takes \(rewards\): write it as \(rewards_PG, context\)"
@@ -480,8 +482,8 @@ def test_a_declared_rule_is_the_function_itself(monkeypatch):
         """Half of each reward."""
         return share * rewards_PG
 
-    monkeypatch.setattr(registry, "BASELINES", registry._Rules())
-    declared = registry.rule("Half of r.", unbiased=False, min_group_size=1, needs={"running"})
+    monkeypatch.setattr(registry, "BASELINES", registry._Baselines())
+    declared = registry.baseline("Half of r.", unbiased=False, min_group_size=1, needs={"running"})
     assert declared(halved) is halved
     (only,) = registry.BASELINES.values()
     assert (only.name, only.advantage, only.words) == ("halved", halved, "Half of r.")

@@ -407,10 +407,10 @@ def test_a_ratio_to_the_oracle_is_that_of_the_errors_and_paired_over_questions(r
                 if isinstance(getattr(pool, f.name), np.ndarray)
             }
             part = statistics(ScorePool(**arrays), [name, "oracle"], [4], "questions")
-            errors = [part[f"mse/{rule}/4"].estimate for rule in (name, "oracle")]
+            errors = [part[f"mse/{baseline}/4"].estimate for baseline in (name, "oracle")]
             delete_one.append(errors[0] / errors[1])
         ratio = ratio_of(found, name, 4)
-        whole = [found[f"mse/{rule}/4"].estimate for rule in (name, "oracle")]
+        whole = [found[f"mse/{baseline}/4"].estimate for baseline in (name, "oracle")]
         assert ratio.estimate == pytest.approx(whole[0] / whole[1])
         slow = jackknife_interval(ratio.estimate, np.array([delete_one]), positive=True)
         assert ratio == pytest.approx(slow)

@@ -16,12 +16,12 @@ from grpo_ustat.estimators.coupled_losses import (
     drawn_mixed_batches,
     prompts_needed,
 )
+from grpo_ustat.estimators.efficiency import mean_over_prompts, update_moments
 from grpo_ustat.estimators.group_terms import LevelSums
-from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.losses import loss_efficiencies
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.token_weights import TokenWeights
-from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
 from grpo_ustat.records import BaselineContext, ScorePool
 
 QUESTIONS, SIZE = 6, 2
@@ -92,7 +92,7 @@ def update(pool, loss, batch):
 
 
 @pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.baseline}-{loss.loss_type}"
 )
 def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     """Whole and without each prompt, where nothing is taken off for drawing."""
@@ -108,7 +108,7 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR[:, :SIZE])
     part = additive_part(loss, SIZE)
     sums = LevelSums(pool, part.length_factors(pool.lengths_PN))
-    terms = sums.terms(part.rule, part.options, SIZE, beta=part.beta)
+    terms = sums.terms(part.baseline, part.options, SIZE, beta=part.beta)
     plain = update_moments(terms, gradient, 2, scale=None)
     (found,) = coupled_moments(pool, gradient, [loss], [plain], draws)
 
@@ -144,10 +144,10 @@ def test_what_drawing_adds_to_the_jackknife_is_taken_off():
     assert np.square(plain - values.mean()).sum() > 15 * of_mean
     assert np.square(found[1:] - found[0]).sum() < 8 * of_mean
     # values of the prompts: the mean over draws that lack one is nearly the mean of the others
-    worths = rng.normal(size=200)
-    of_draws = (inside * worths).sum(axis=1) / 20
+    efficiencies = rng.normal(size=200)
+    of_draws = (inside * efficiencies).sum(axis=1) / 20
     found = coupled_losses._mean_and_without(of_draws, ~inside)
-    exact = mean_over_prompts(worths)
+    exact = mean_over_prompts(efficiencies)
     ratio = np.square(found[1:] - found[0]).sum() / np.square(exact[1:] - exact[0]).sum()
     assert ratio == pytest.approx(1, abs=0.15)
 
@@ -208,16 +208,16 @@ def test_replaced_groups_of_one_length_weigh_by_tokens_as_by_rows():
     losses = [
         Loss(kind, "none", {}, kind, 9, rows=RowFilter("replace")) for kind in ("sum", "dapo")
     ]
-    by_rows, by_tokens = loss_worths(pool, losses, [2], 16, draws=50, seed=0)
-    for name in ("worth", "direction", "noise"):
-        numbers = getattr(by_tokens.worth, name), getattr(by_rows.worth, name)
+    by_rows, by_tokens = loss_efficiencies(pool, losses, [2], 16, draws=50, seed=0)
+    for name in ("efficiency_same_g", "direction", "noise"):
+        numbers = getattr(by_tokens.efficiency, name), getattr(by_rows.efficiency, name)
         np.testing.assert_allclose(*numbers, rtol=1e-5)  # float32 sketches
     mixed = rewards.sum(axis=1) * (4 - rewards.sum(axis=1)) / 6
     assert by_rows.kept.estimate == by_tokens.kept.estimate == pytest.approx(mixed.mean())
     rewards[4:] = 1
-    reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
+    reasons = [row.reason for row in loss_efficiencies(pool, losses, [2], 16, draws=5, seed=0)]
     assert reasons[0] is None and reasons[1] is not None
     assert (reasons[1].kind, reasons[1].found) == ("coupled questions", 80)
     rewards[1:] = 1
-    reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
+    reasons = [row.reason for row in loss_efficiencies(pool, losses, [2], 16, draws=5, seed=0)]
     assert [(x.kind, x.needed, x.found) for x in reasons] == [("mixed questions", 4, 1)] * 2

@@ -11,7 +11,7 @@ from tabular import TabularPolicy
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import BaselineContext
 
 SIZE = 3
@@ -21,7 +21,7 @@ def kept_error(second, grad_sq, kept, groups):
     """MSE of K times the mean of B kept groups, `( K M - ||grad J||^2 ) / B`.
 
     Args:
-        second: M, of a group of any prompt, silent ones included.
+        second: M, of a group of any prompt, zero-variance ones included.
         grad_sq: ||grad J||^2.
         kept: K.
         groups: B.
@@ -71,7 +71,7 @@ def test_the_error_of_two_kept_groups_is_that_of_every_pair_of_them():
     error = np.einsum("i,j,ij->", law, law, np.square(pairs).sum(axis=2))
     second, grad_sq = chance @ np.square(estimate).sum(axis=1), gradient @ gradient
     assert kept_error(second, grad_sq, share, 2) == pytest.approx(error, rel=1e-10)
-    # the same generated groups, silent ones not replaced: 2 / K of them
+    # the same generated groups, zero-variance ones not replaced: 2 / K of them
     plain = (second - grad_sq) / (2 / share)
     scale = SIZE * (second - grad_sq) / grad_sq  # n_c of groups of 3
     found = kept_groups(1 - np.full(4, share), SIZE, Interval(scale, scale, scale))
@@ -85,7 +85,7 @@ def test_the_interval_of_the_kept_share_covers():
     truth = 1 - (draws**8 + (1 - draws) ** 8).mean()
     for _ in range(400):
         z = (rng.random((40, 16)) < rng.beta(0.6, 1.0, (40, 1))).astype(float)
-        kept = kept_groups(silent_share(z, 8), 8, Interval(1.0, 1.0, 1.0), most=2).kept
+        kept = kept_groups(zero_variance_share(z, 8), 8, Interval(1.0, 1.0, 1.0), most=2).kept
         hits += kept.low <= truth <= kept.high
     assert 0.92 <= hits / 400 <= 0.99
 

@@ -15,7 +15,7 @@ from grpo_ustat.records import BaselineContext
 
 LOGITS = [[0.3, -0.8, 0.5], [-0.2, 1.1, 0.4]]
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 1.0, 0.7]]
-EXACT = ("none", "leave_one_out", "group_mean", "oracle")  # the rules with an exact MSE here
+EXACT = ("none", "leave_one_out", "group_mean", "oracle")  # the baselines with an exact MSE here
 PROMPTS = list(zip(LOGITS, REWARDS, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_mse_of_all_prompts_once(name, group_size):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_advantages_are_those_written_out(name, rng):
-    """The package's rule on every group of three outcomes equals the reference's."""
+    """The package's baseline on every group of three outcomes equals the reference's."""
     import itertools
 
     from reference import plain_advantages

@@ -18,12 +18,12 @@ from grpo_ustat.estimators.scaling import ScalingLaw
 LOGITS, REWARDS = [0.3, -0.8, 0.5], [[1.0, 0.0, 0.25], [0.0, 1.0, 0.7]]
 
 
-def mean_sq_norm(rule, size, groups):
+def mean_sq_norm(baseline, size, groups):
     """E||ghat||^2 of so many groups, of two prompts, by enumeration of all of them."""
     every = [
         (p / 2, ghat)
         for rewards in REWARDS
-        for p, ghat in enumerate_prompt(LOGITS, rewards, rule, size)
+        for p, ghat in enumerate_prompt(LOGITS, rewards, baseline, size)
     ]
     total = 0.0
     for joint in itertools.product(every, repeat=groups):
@@ -33,8 +33,8 @@ def mean_sq_norm(rule, size, groups):
 
 
 @pytest.mark.parametrize(("size", "most"), [(2, 3), (3, 2)])
-@pytest.mark.parametrize(("rule", "factor"), [("leave_one_out", 1.0), ("group_mean", None)])
-def test_norms_tell_the_two_terms_apart(rule, factor, size, most):
+@pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("group_mean", None)])
+def test_norms_tell_the_two_terms_apart(baseline, factor, size, most):
     """Of the group mean's baseline, (G-1)/G of leave-one-out, the terms are its own."""
     policy = TabularPolicy(
         np.tile(np.eye(3), (2, 1, 1)), np.array(LOGITS), np.array(REWARDS, dtype=float)
@@ -42,7 +42,7 @@ def test_norms_tell_the_two_terms_apart(rule, factor, size, most):
     factor = factor or (size - 1) / size
     grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
     mse = ScalingLaw.of_moments(policy.moments(), grad_sq).mse(1, size)
-    norms = {b: np.full(4, mean_sq_norm(rule, size, b)) for b in range(1, most + 1)}
+    norms = {b: np.full(4, mean_sq_norm(baseline, size, b)) for b in range(1, most + 1)}
     found = noise_scale_from_norms(norms, size)
     assert found["grad_sq"].estimate == pytest.approx(factor**2 * grad_sq, rel=1e-9)
     assert found["group_mse"].estimate == pytest.approx(factor**2 * mse, rel=1e-9)

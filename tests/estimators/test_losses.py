@@ -1,4 +1,4 @@
-"""Worth of losses by a scored pool: in which order rows are, and what does not change a number."""
+"""Relative efficiency of losses by a scored pool: order of rows, invariances."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from prompt_pools import whole_pool
 
 from grpo_ustat.estimators import losses
-from grpo_ustat.estimators.losses import UNBIASED, loss_worths, refusal
+from grpo_ustat.estimators.losses import UNBIASED, loss_efficiencies, refusal
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.records import ScorePool
 
@@ -48,43 +48,45 @@ def test_a_coupled_loss_needs_one_metric_and_an_additive_one_does_not():
 
 def test_rows_are_by_loss_as_given_then_by_size_with_those_that_are_refused():
     losses = [COUPLED, ADDITIVE]
-    rows = loss_worths(a_pool(14), losses, [8, 4, 16, 2], 32, 40, 0)
+    rows = loss_efficiencies(a_pool(14), losses, [8, 4, 16, 2], 32, 40, 0)
     order = [(row.loss.name, row.group_size) for row in rows]
     assert order == [(loss.name, size) for loss in losses for size in (2, 4, 8, 16)]
-    measured = {(row.loss.name, row.group_size) for row in rows if row.worth is not None}
+    measured = {(row.loss.name, row.group_size) for row in rows if row.efficiency is not None}
     assert measured == {("tokens", 8), *(("std", size) for size in (2, 4, 8))}
     for loss in losses:
         best = [row for row in rows if row.loss == loss and row.best]
-        assert len(best) == 1 and best[0].alike
+        assert len(best) == 1 and best[0].may_be_best
 
 
 def test_a_loss_alone_has_the_numbers_that_it_has_among_others():
     """Up to the rounding of sums over more losses."""
     pool, others = (
         a_pool(24),
-        [COUPLED, replace(COUPLED, name="mean", rule="group_mean", options={}), ADDITIVE],
+        [COUPLED, replace(COUPLED, name="mean", baseline="group_mean", options={}), ADDITIVE],
     )
-    together = loss_worths(pool, [SCALED, *others], [2, 4], 16, 20, 3)
+    together = loss_efficiencies(pool, [SCALED, *others], [2, 4], 16, 20, 3)
     for loss in (SCALED, *others):
-        alone = loss_worths(pool, [loss], [2, 4], 16, 20, 3)
+        alone = loss_efficiencies(pool, [loss], [2, 4], 16, 20, 3)
         of_loss = [row for row in together if row.loss == loss]
         for one, other in zip(alone, of_loss, strict=True):
-            assert (one.group_size, one.best, one.alike) == (
-                other.group_size, other.best, other.alike
+            assert (one.group_size, one.best, one.may_be_best) == (
+                other.group_size, other.best, other.may_be_best
             )  # fmt: skip
-            assert one.worth is not None and other.worth is not None
+            assert one.efficiency is not None and other.efficiency is not None
             np.testing.assert_allclose(
-                list(vars(one.worth).values()), list(vars(other.worth).values()), rtol=1e-6
+                list(vars(one.efficiency).values()),
+                list(vars(other.efficiency).values()),
+                rtol=1e-6,
             )
 
 
 def test_group_mean_over_a_constant_is_worth_the_unbiased_one():
     """Its update is (G-1)/G of leave-one-out's, over the longest length."""
-    for row in loss_worths(a_pool(12), [SCALED, UNBIASED], [2, 4, 8], 16, 4, 0):
-        assert row.worth is not None
-        assert row.worth.worth == pytest.approx((1, 1, 1))
-        assert row.worth.direction == (1, 1, 1)
-        assert (row.worth.worth_best.estimate == pytest.approx(1)) == row.best
+    for row in loss_efficiencies(a_pool(12), [SCALED, UNBIASED], [2, 4, 8], 16, 4, 0):
+        assert row.efficiency is not None
+        assert row.efficiency.efficiency_same_g == pytest.approx((1, 1, 1))
+        assert row.efficiency.direction == (1, 1, 1)
+        assert (row.efficiency.efficiency_best_g.estimate == pytest.approx(1)) == row.best
 
 
 def graded(levels):
@@ -97,12 +99,14 @@ def graded(levels):
 
 @pytest.mark.parametrize("levels", [9, 16, None])
 def test_a_multiple_of_the_unbiased_estimate_is_worth_it_where_groups_are_drawn(levels):
-    """By its rule, and by a std that a large epsilon makes a constant, whose groups are drawn."""
+    """By its baseline, and by a std that a large epsilon makes constant, with drawn groups."""
     flat = Loss("flat", "group_std", {"epsilon": 1e9}, "sum", 9)
-    for row in loss_worths(graded(levels), [SCALED, UNBIASED, flat], [2, 4, 8], 16, 4, 0):
-        assert row.worth is not None
+    for row in loss_efficiencies(graded(levels), [SCALED, UNBIASED, flat], [2, 4, 8], 16, 4, 0):
+        assert row.efficiency is not None
         # a std of 1 beside an epsilon of 1e9
-        assert row.worth.worth == pytest.approx((1, 1, 1), abs=1e-6 if row.loss == flat else 1e-12)
+        assert row.efficiency.efficiency_same_g == pytest.approx(
+            (1, 1, 1), abs=1e-6 if row.loss == flat else 1e-12
+        )
 
 
 def test_drawn_groups_are_the_same_for_every_loss_and_nest_over_sizes(monkeypatch):
@@ -111,14 +115,21 @@ def test_drawn_groups_are_the_same_for_every_loss_and_nest_over_sizes(monkeypatc
     drawn_terms = losses.drawn_terms
 
     def listed(pool, loss, place_PDG):
-        drawn.append((loss.rule, place_PDG))
+        drawn.append((loss.baseline, place_PDG))
         return drawn_terms(pool, loss, place_PDG)
 
     monkeypatch.setattr(losses, "drawn_terms", listed)
-    rules = [Loss(rule, rule, NORMED, "sum", 9) for rule in ("group_std", "leave_one_out_std")]
-    loss_worths(graded(None), rules, [3, 4, 8], 16, 4, 0)
+    baselines = [
+        Loss(baseline, baseline, NORMED, "sum", 9)
+        for baseline in ("group_std", "leave_one_out_std")
+    ]
+    loss_efficiencies(graded(None), baselines, [3, 4, 8], 16, 4, 0)
     largest = max((place for _, place in drawn), key=lambda place: place.shape[2])
-    assert {rule for rule, _ in drawn} == {"group_std", "leave_one_out_std", "leave_one_out"}
+    assert {baseline for baseline, _ in drawn} == {
+        "group_std",
+        "leave_one_out_std",
+        "leave_one_out",
+    }
     for _, place in drawn:
         np.testing.assert_array_equal(place, largest[..., : place.shape[2]])
 
@@ -126,16 +137,18 @@ def test_drawn_groups_are_the_same_for_every_loss_and_nest_over_sizes(monkeypatc
 def test_worth_by_drawn_groups_hardly_depends_on_the_seed():
     """The std of a group over continuous rewards: seeds differ by the drawing alone."""
     pool, loss = graded(None), Loss("std", "group_std", NORMED, "grpo", 9)
-    rows = [loss_worths(pool, [loss], [4], 16, 4, seed)[0] for seed in range(4)]
-    worths = [row.worth.worth.estimate for row in rows if row.worth is not None]
-    assert np.std(worths) < 0.02 * np.mean(worths)
+    rows = [loss_efficiencies(pool, [loss], [4], 16, 4, seed)[0] for seed in range(4)]
+    efficiencies = [
+        row.efficiency.efficiency_same_g.estimate for row in rows if row.efficiency is not None
+    ]
+    assert np.std(efficiencies) < 0.02 * np.mean(efficiencies)
 
 
 MICRO = Loss("micro", "leave_one_out", {}, "bnpo", 9, micro_batch_size=6)
 REPLACED = Loss("replaced", "none", {}, "sum", 9, rows=RowFilter("replace"))
 
 
-def rule_of(name):
+def baseline_of(name):
     return Loss("own", name, {}, "sum", 9)
 
 
@@ -143,14 +156,14 @@ REFUSED = {
     "one question": (1, ADDITIVE, 2, 16, "1 question gives no interval: use study.questions=4"),
     "two questions": (2, ADDITIVE, 2, 16, "2 questions give no interval: use study.questions=4"),
     "few questions": (3, ADDITIVE, 2, 16, "3 questions give no interval: use study.questions=4"),
-    "no value": (30, rule_of("oracle"), 2, 16,
+    "no value": (30, baseline_of("oracle"), 2, 16,
                  "baseline oracle reads value_P, which no pool of one policy has"),
-    "several functions": (30, rule_of("gdpo"), 2, 16,
+    "several functions": (30, baseline_of("gdpo"), 2, 16,
                           "baseline gdpo reads reward_weights_F, rewards_PGF, which no pool of one "
                           "policy has"),
-    "past batches": (30, rule_of("running_mean"), 2, 16,
+    "past batches": (30, baseline_of("running_mean"), 2, 16,
                      "baseline running_mean reads running, which no pool of one policy has"),
-    "a small group": (30, rule_of("leave_one_out_std"), 2, 16,
+    "a small group": (30, baseline_of("leave_one_out_std"), 2, 16,
                       "baseline leave_one_out_std needs groups of 3 or more"),
     "a large group": (30, ADDITIVE, 16, 16,
                       "groups of 16 need as many completions of each question, the pool has 8: use "
@@ -162,7 +175,7 @@ REFUSED = {
                       "many need a study of 24, got 23"),
     "no groups": (30, REPLACED, 2, 16,
                   "0 questions have groups of 2 whose rewards differ: use 4 or more of such"),
-    "a small batch": (30, rule_of("james_stein"), 8, 16,
+    "a small batch": (30, baseline_of("james_stein"), 8, 16,
                       "baseline james_stein needs 3 prompts in an update, and study.rollouts=16 in "
                       "groups of 8 has 2"),
 }  # fmt: skip
@@ -174,6 +187,6 @@ def test_what_a_pool_does_not_tell_is_a_line(questions, loss, size, rollouts, li
     rewards[:, 0] = 1
     rewards[:, 1:] += loss == REPLACED
     pool = whole_pool(np.ones((questions, 8, 4)), rewards, np.ones((questions, 8), dtype=int))
-    (row,) = loss_worths(pool, [loss], [size], rollouts, 4, 0)
+    (row,) = loss_efficiencies(pool, [loss], [size], rollouts, 4, 0)
     assert row.reason.line == line
-    assert (row.worth, row.best, row.alike) == (None, False, False)
+    assert (row.efficiency, row.best, row.may_be_best) == (None, False, False)

@@ -84,22 +84,21 @@ def test_an_update_in_which_no_row_counts_is_zero(rows, loss_type):
 
 
 def test_a_filter_couples_rows_and_replaced_groups_do_not():
-    def loss(rule, rows):
-        return Loss("own", rule, {}, "sum", 9, rows=rows)
+    def loss(baseline, rows):
+        return Loss("own", baseline, {}, "sum", 9, rows=rows)
 
     for rows in (RowFilter("drop"), RowFilter("keep", 0.9), RowFilter("keep", 1.0, 0.1)):
         assert loss("leave_one_out", rows).couples_prompts
         assert loss("leave_one_out", rows).scale(4) is None
     replaced = RowFilter("replace")
     assert not loss("leave_one_out", replaced).couples_prompts
-    assert [loss(rule, replaced).scale(4) for rule in ("leave_one_out", "group_mean", "none")] == [
-        1, 0.75, None,
-    ]  # fmt: skip
+    linear = ("leave_one_out", "group_mean", "none")
+    assert [loss(baseline, replaced).scale(4) for baseline in linear] == [1, 0.75, None]
 
 
 def exact_update(lengths_PY, size, rollouts):
-    """cos^2 of direction, and worth, of the mean over each completion's tokens at an update of n
-    rollouts, enumerated: two prompts of orthogonal gradients, two outcomes of equal chance each,
+    """cos^2 and efficiency of the mean over each completion's tokens at an update of n rollouts,
+    enumerated: two prompts of orthogonal gradients, two outcomes of equal chance each,
     the second of reward 1, groups of G.
     """
     outcomes = np.array(list(itertools.product((0, 1), repeat=size)))
@@ -127,14 +126,14 @@ def exact_update(lengths_PY, size, rollouts):
 
 def test_the_mean_over_tokens_turns_where_lengths_vary_between_prompts():
     """10 and 100 tokens: E of leave-one-out's mean over tokens is E[g_x / L_x]."""
-    cos_sq, worth = exact_update([[10, 10], [100, 100]], 8, 256)
+    cos_sq, efficiency = exact_update([[10, 10], [100, 100]], 8, 256)
     assert cos_sq == pytest.approx(0.11**2 / (2 * (0.1**2 + 0.01**2)), rel=1e-12)
-    assert (round(cos_sq, 3), round(worth, 3)) == (0.599, 0.046)
+    assert (round(cos_sq, 3), round(efficiency, 3)) == (0.599, 0.046)
 
 
 @pytest.mark.parametrize("lengths", [[10, 10], [4, 40]], ids=["equal", "that go with rewards"])
 def test_it_does_not_where_all_prompts_have_the_same_lengths(lengths):
     """Whether or not they go with rewards within a prompt; then only the noise changes."""
-    cos_sq, worth = exact_update([lengths, lengths], 8, 256)
+    cos_sq, efficiency = exact_update([lengths, lengths], 8, 256)
     assert cos_sq == pytest.approx(1, rel=1e-12)
-    assert worth == pytest.approx(1, abs=0.6 if lengths[0] != lengths[1] else 1e-12)
+    assert efficiency == pytest.approx(1, abs=0.6 if lengths[0] != lengths[1] else 1e-12)

@@ -38,23 +38,25 @@ def slow(order, rewards, weights):
     return [standardised(group, EPSILON) for group in totals]
 
 
-@pytest.mark.parametrize("order, rule", [("sum", sum_then_normalise), ("each", normalise_then_sum)])
-def test_both_orders_are_those_written_out(order, rule, rng):
+@pytest.mark.parametrize(
+    "order, baseline", [("sum", sum_then_normalise), ("each", normalise_then_sum)]
+)
+def test_both_orders_are_those_written_out(order, baseline, rng):
     for trial in range(20):
         z = rng.random((3, 4, 2))
         z = np.round(z) if trial % 2 else z
         weights = rng.random(2) + 0.1
-        found = rule(z, weights, epsilon=EPSILON)
+        found = baseline(z, weights, epsilon=EPSILON)
         np.testing.assert_allclose(found, slow(order, z.tolist(), weights.tolist()), atol=1e-10)
 
 
 def test_equal_rewards_give_no_advantage():
     z = np.full((2, 3, 2), 0.1)
-    for rule in (sum_then_normalise, normalise_then_sum):
-        np.testing.assert_allclose(rule(z, np.ones(2), epsilon=0.0), 0, atol=1e-12)
+    for baseline in (sum_then_normalise, normalise_then_sum):
+        np.testing.assert_allclose(baseline(z, np.ones(2), epsilon=0.0), 0, atol=1e-12)
 
 
-def mean_direction(rule, scale):
+def mean_direction(baseline, scale):
     """By enumeration of one prompt's groups of 4 over three outcomes, direction of the mean.
 
     The first function rewards outcome 0; the second, of that scale, outcome 1, and counts half:
@@ -65,7 +67,7 @@ def mean_direction(rule, scale):
     total = np.zeros(3)
     for outcome in itertools.product(range(3), repeat=4):
         index = list(outcome)
-        advantage = rule(z[index][None], np.array([1.0, 0.5]), epsilon=1e-9)[0]
+        advantage = baseline(z[index][None], np.array([1.0, 0.5]), epsilon=1e-9)[0]
         total += np.prod([p[y] for y in index]) * advantage @ np.array(scores)[index] / 4
     return total / np.linalg.norm(total)
 

@@ -81,7 +81,9 @@ def test_corrections_of_a_samplers_gap_are_those_that_trl_applies(name, correcti
     weights = row_weights(loss, rewards, context).reshape(len(loss.kinds), 6, 1)
     factors = [token_factors(loss.tokens, kind, own, own - gap, MASK) for kind in loss.kinds]
     ours = (weights * np.stack(factors)).sum(axis=0)
-    advantage_B1 = torch.tensor(advantages(loss.rule, rewards, context, loss.options)).reshape(6, 1)
+    advantage_B1 = torch.tensor(advantages(loss.baseline, rewards, context, loss.options)).reshape(
+        6, 1
+    )
     logprobs = torch.tensor(own, requires_grad=True)
     loss_of_trl(name, correction, logprobs, torch.tensor(own - gap), advantage_B1).backward()
     np.testing.assert_allclose(ours, -logprobs.grad.numpy(), rtol=1e-12, atol=1e-15)

@@ -38,22 +38,24 @@ def scene(rng):
     return chance_PY, weight_PYD, rng.normal(size=weight_PYD.shape)
 
 
-def plain_normalised(rule, rewards):
+def plain_normalised(baseline, rewards):
     """Advantages of one group, written out; None where it is drawn again."""
     std = math.sqrt(variance_of(rewards)) if len(set(rewards)) > 1 else 0.0
-    if rule.kind == "group_std_redrawn" and std < rule.floor:
+    if baseline.kind == "group_std_redrawn" and std < baseline.floor:
         return None
     if std == 0:
         return [0.0] * len(rewards)
-    divisor = max(std, rule.floor) if rule.kind == "group_std_floor" else std + rule.epsilon
+    divisor = (
+        max(std, baseline.floor) if baseline.kind == "group_std_floor" else std + baseline.epsilon
+    )
     return [a / divisor for a in plain_advantages("leave_one_out", rewards, mean_of(rewards))]
 
 
-def walk(rule, chance_Y, weight_YD, reward_Y, beside_YD, size):
+def walk(baseline, chance_Y, weight_YD, reward_Y, beside_YD, size):
     """Mean and variance of one prompt's estimate over all groups."""
     chances, estimates = [], []
     for group in itertools.product(range(OUTCOMES), repeat=size):
-        advantages = plain_normalised(rule, [reward_Y[y] for y in group])
+        advantages = plain_normalised(baseline, [reward_Y[y] for y in group])
         if advantages is None:
             continue
         pairs = list(zip(advantages, group, strict=True))
@@ -69,13 +71,13 @@ def walk(rule, chance_Y, weight_YD, reward_Y, beside_YD, size):
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", EVERY_RULE)
 def test_equals_a_walk_over_all_groups(scene, name, law, size):
-    (chance_PY, weight_PYD, beside_PYD), rule = scene, EVERY_RULE[name]
+    (chance_PY, weight_PYD, beside_PYD), baseline = scene, EVERY_RULE[name]
     reward_Y = np.array(LAWS[law])
-    moments = [advantage_moments(p, reward_Y, size, rule) for p in chance_PY]
+    moments = [advantage_moments(p, reward_Y, size, baseline) for p in chance_PY]
     found = estimate_moments(moments, chance_PY, weight_PYD, size, beside_PYD)
     for p in range(PROMPTS):
         kept, mean, variance = walk(
-            rule, chance_PY[p], weight_PYD[p], reward_Y, beside_PYD[p], size
+            baseline, chance_PY[p], weight_PYD[p], reward_Y, beside_PYD[p], size
         )
         assert moments[p].acceptance == pytest.approx(kept, rel=1e-12)
         np.testing.assert_allclose(found.mean_PD[p], mean, rtol=1e-10, atol=1e-13)
@@ -86,9 +88,9 @@ def test_a_huge_epsilon_leaves_the_leave_one_out_estimate(scene):
     """Divided by std + epsilon and multiplied by epsilon it is the one without normalisation."""
     chance_PY, weight_PYD, _ = scene
     reward_PY = np.tile(LAWS["graded"], (PROMPTS, 1))
-    rule, size = Normalisation("group_std", epsilon=1e9), 7
+    baseline, size = Normalisation("group_std", epsilon=1e9), 7
     moments = [
-        advantage_moments(p, z, size, rule) for p, z in zip(chance_PY, reward_PY, strict=True)
+        advantage_moments(p, z, size, baseline) for p, z in zip(chance_PY, reward_PY, strict=True)
     ]
     found = estimate_moments(moments, chance_PY, weight_PYD * 1e9, size)
     plain = group_moments(chance_PY, weight_PYD, reward_PY)
@@ -102,9 +104,9 @@ def test_with_0_1_rewards_it_is_the_binomial_sum(scene, size):
     chance_PY, weight_PYD, _ = scene
     reward_PY = np.tile(LAWS["binary"], (PROMPTS, 1))
     other = normalised_moments(right_and_wrong(chance_PY, weight_PYD, reward_PY), size, 0.01)
-    rule = Normalisation("group_std", epsilon=0.01)
+    baseline = Normalisation("group_std", epsilon=0.01)
     moments = [
-        advantage_moments(p, z, size, rule) for p, z in zip(chance_PY, reward_PY, strict=True)
+        advantage_moments(p, z, size, baseline) for p, z in zip(chance_PY, reward_PY, strict=True)
     ]
     found = estimate_moments(moments, chance_PY, weight_PYD, size)
     np.testing.assert_allclose(found.within_P, other.variance, rtol=1e-9)
@@ -150,17 +152,17 @@ def test_the_limits_of_0_1_rewards_are_those_known(scene):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "rule", "message"),
+    ("rewards", "baseline", "message"),
     [
         ([1.0, 1.0], Normalisation("group_std"), "all rewards are 1.0"),
         ([0.0, 1.0], Normalisation("group_std_redrawn", floor=0.8), "has a std of 0.8"),
         ([0.0, 0.1, np.pi], Normalisation("group_std"), "are on no grid"),
     ],
 )
-def test_what_has_no_moments_is_refused(rewards, rule, message):
+def test_what_has_no_moments_is_refused(rewards, baseline, message):
     law = np.full(len(rewards), 1 / len(rewards))
     with pytest.raises(ValueError, match=message):
-        advantage_moments(law, np.array(rewards), 2, rule)
+        advantage_moments(law, np.array(rewards), 2, baseline)
 
 
 # Without normalisation

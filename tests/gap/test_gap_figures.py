@@ -13,6 +13,6 @@ def test_a_baseline_has_its_own_colour_and_no_other_line_has_it():
     draw(axes, Panel("", "x", "y", lines))
     colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
     plt.close(figure)
-    for label, rule in (("GRPO", "leave_one_out"), ("vanilla", "none"), ("oracle", "oracle")):
-        assert colours[label] == STYLE[rule][0]
+    for label, baseline in (("GRPO", "leave_one_out"), ("vanilla", "none"), ("oracle", "oracle")):
+        assert colours[label] == STYLE[baseline][0]
     assert len(set(colours.values())) == 4

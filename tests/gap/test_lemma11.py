@@ -35,8 +35,8 @@ def test_differences_are_those_of_the_package_rule_over_all_groups(policy):
     for prompt, group in itertools.product(range(3), itertools.product(range(3), repeat=size)):
         outcome = list(group)
         scores, rewards = policy.scores_PYD[prompt, outcome], REWARDS[prompt, outcome]
-        rule = group_std(rewards[None], BaselineContext(), epsilon=epsilon)[0]
-        own = estimate(scores, rule) * size / (size - 1)
+        baseline = group_std(rewards[None], BaselineContext(), epsilon=epsilon)[0]
+        own = estimate(scores, baseline) * size / (size - 1)
         value = policy.value_P[prompt]
         plain = pairwise(scores, rewards) / math.sqrt(value * (1 - value))
         chance = policy.probabilities_PY[prompt, outcome].prod()

@@ -47,8 +47,8 @@ def slow_gradient(bed, one, u_K, uniform, old_K=None):
             if name == "leave_one_out_std":
                 longer, name = one.group_size / (one.group_size - 1), "group_std"
             options = {"epsilon": one.epsilon} if name == "group_std" else {}
-            rule = BASELINES[name].advantage
-            advantages = longer * rule(rewards[None], BaselineContext(), **options)[0]
+            baseline = BASELINES[name].advantage
+            advantages = longer * baseline(rewards[None], BaselineContext(), **options)[0]
         ratios = own_PYR[x, drawn, 0] / probability_PYR[x, drawn, 0]
         penalties = np.zeros(one.group_size)
         if one.beta:

@@ -308,9 +308,9 @@ def test_assumption_2_is_given_each_prompt():
 def test_the_covariance_of_a_baseline_is_that_of_its_rule():
     bed = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
     moments = both.second_moments(bed)
-    for rule in ("none", "optimal", "oracle"):
-        expected = noise(bed, bed.best_K, Estimator(rule, 1, 1))
-        found = both.covariance(moments, both.value_at(bed, rule))
+    for baseline in ("none", "optimal", "oracle"):
+        expected = noise(bed, bed.best_K, Estimator(baseline, 1, 1))
+        found = both.covariance(moments, both.value_at(bed, baseline))
         np.testing.assert_allclose(found, expected, atol=1e-15)
 
 

@@ -205,23 +205,23 @@ def test_normalisation_has_a_bias_at_learning_rate_0_that_no_batch_averages_out(
     np.testing.assert_allclose(exceeded, [106, 230, 889, 7663], rtol=0.005)
     for size, batch in zip((2, 4, 8, 16), exceeded, strict=True):
         for prompts, above in ((batch * 1.01, True), (batch / 1.01, False)):
-            rule = Normalisation("group_std")
+            baseline = Normalisation("group_std")
             at = replace(
-                four_prompts, group_size=size, normalisation=rule, num_prompts=prompts, beta=0.0
+                four_prompts, group_size=size, normalisation=baseline, num_prompts=prompts, beta=0.0
             ).quality(four_prompts.old)
             assert (at["token_bias2"] > at["token_variance"]) == above
 
 
 def test_guards_do_not_mend_it_and_the_prompts_own_sigma_does(four_prompts):
-    """Of 0/1 rewards no std of a group of 8 that is not silent is below 0.35."""
+    """Of 0/1 rewards no std of a group of 8 of unequal rewards is below 0.35."""
     found = on_policy(four_prompts, [8], [64, 128, 256], 0.0, 0.3).values
     same = [found[kind]["bias2_share"][0] for kind in ("group_std", "group_std_floor")]
     assert same[0] == pytest.approx(same[1], rel=1e-12) and same[0] > 1e-3
     assert found["group_std_redrawn"]["bias2_share"][0] > 1e-3
     assert found["sigma"]["bias2_share"][0] < 1e-28
     value_P = four_prompts.old.value_P(four_prompts.reward_PY)
-    silent = (value_P**8 + (1 - value_P) ** 8).mean()
-    assert found["group_std"]["silent"][0] == pytest.approx(silent, rel=1e-12)
+    share = (value_P**8 + (1 - value_P) ** 8).mean()
+    assert found["group_std"]["zero_variance"][0] == pytest.approx(share, rel=1e-12)
 
 
 def test_normalised_estimates_off_policy_are_a_walk_over_all_groups(rng):

@@ -15,7 +15,7 @@ import yaml
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.measurements.base import Study
-from grpo_ustat.measurements.loss_worths import LossWorth
+from grpo_ustat.measurements.loss_efficiencies import LossEfficiency
 from grpo_ustat.measurements.registry import OURS
 from grpo_ustat.pages.tables import csv_text
 from grpo_ustat.runs.contents import keys_of, record_of
@@ -142,7 +142,7 @@ def trained(folder, size, seed, accuracies, *, rollouts=32, done=True, changes=(
 
 
 def studied(folder, model, errors, *, changes=(), losses=(), off_policy=None):
-    """A finished study, `{(baseline, G): mse}`, and rows on the worth of its losses, of rollouts of
+    """A finished study, `{(baseline, G): mse}`, and rows on its losses' efficiency, of rollouts of
     its own and of another policy.
     """
     config = configured("mse", {"model.name": model} | dict(changes))
@@ -178,12 +178,24 @@ def studied(folder, model, errors, *, changes=(), losses=(), off_policy=None):
     return folder
 
 
-def loss_row(loss, size, worth=(0.9, 0.8, 1.0), direction=(0.81, 0.64, 0.9025), **changes):
-    """What a rollout of a loss is worth at G: half of it against the unbiased at its best G."""
-    half = [None if x is None else x / 2 for x in worth]
+def loss_row(
+    loss, size, efficiency_same_g=(0.9, 0.8, 1.0), direction=(0.81, 0.64, 0.9025), **changes
+):
+    """The row of a loss: half its efficiency at the same G is that at the best G."""
+    half = [None if x is None else x / 2 for x in efficiency_same_g]
     row = {"loss": loss, "baseline": "group_std", "loss_type": "dapo", "rollouts": 256}
-    row |= {"group_size": size, "unbiased_direction": False, "best": size == 8, "alike": size == 8}
-    numbers = {"worth": worth, "worth_best": half, "direction": direction, "noise": (0.8, 0.7, 0.9)}
+    row |= {
+        "group_size": size,
+        "unbiased_direction": False,
+        "best": size == 8,
+        "may_be_best": size == 8,
+    }
+    numbers = {
+        "efficiency_same_g": efficiency_same_g,
+        "efficiency_best_g": half,
+        "direction": direction,
+        "noise": (0.8, 0.7, 0.9),
+    }
     for name, values in numbers.items():
         row |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
     return row | changes
@@ -191,16 +203,16 @@ def loss_row(loss, size, worth=(0.9, 0.8, 1.0), direction=(0.81, 0.64, 0.9025), 
 
 def refused_loss(loss, size, reason):
     """The row of a loss that is not measured at G."""
-    whole = loss_row(loss, size, best=False, alike=False, reason=reason)
+    whole = loss_row(loss, size, best=False, may_be_best=False, reason=reason)
     return {
         key: value for key, value in whole.items()
-        if not key.startswith(("worth", "direction", "noise"))
+        if not key.startswith(("efficiency", "direction", "noise"))
     }  # fmt: skip
 
 
-def worths(*rows):
+def efficiencies(*rows):
     """Rows such as those of `loss_row` as they are read back."""
-    return record_of(list[LossWorth], list(rows))
+    return record_of(list[LossEfficiency], list(rows))
 
 
 def study_of(folder, **result):

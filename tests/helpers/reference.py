@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-BASELINE_OPTIONS = {  # of every rule that has any
+BASELINE_OPTIONS = {  # of every baseline that has any
     "constant": {"value": 0.3},
     "running_mean": {"decay": 0.9},
     "critic": {"decay": 0.9, "ridge": 1.0},
@@ -178,7 +178,7 @@ def gdpo_rows(rewards, weights, epsilon):
 
 
 def zoo_advantages(name, rewards, lengths, context, options):
-    """Advantages of a batch under any rule, written out; context is a plain dictionary.
+    """Advantages of a batch under any baseline, written out; context is a plain dictionary.
 
     Of two reward functions, 0.1 length and what is left of the reward, their sum is the reward.
     """
@@ -272,14 +272,14 @@ def zoo_advantages(name, rewards, lengths, context, options):
     return result
 
 
-def joint_mean(prompts, group_size, rule):
+def joint_mean(prompts, group_size, baseline):
     """Exact mean of `1/(P G) sum A_i s_i` over all joint outcomes of all prompts' groups.
 
     Args:
         prompts: (logits, rewards, lengths) of each outcome; logits differ from the shared
             parameters by constants, so scores with respect to either are the same.
         group_size: G.
-        rule: (rewards [P][G], lengths [P][G]) to advantages [P, G]; sees all prompts at once.
+        baseline: (rewards [P][G], lengths [P][G]) to advantages [P, G]; sees all prompts at once.
     """
     tables = []
     for logits, rewards, lengths in prompts:
@@ -297,7 +297,7 @@ def joint_mean(prompts, group_size, rule):
         )
     mean = np.zeros(len(prompts[0][0]))
     for joint in itertools.product(*tables):
-        weights = rule([row[1] for row in joint], [row[2] for row in joint])
+        weights = baseline([row[1] for row in joint], [row[2] for row in joint])
         estimate = sum(np.asarray(w) @ row[3] for w, row in zip(weights, joint, strict=True))
         mean += math.prod(row[0] for row in joint) * estimate / (len(prompts) * group_size)
     return mean
@@ -319,7 +319,7 @@ def enumerate_prompt(logits, rewards, name, group_size):
 
 
 def true_gradient(logits, rewards):
-    """Gradient of the expected reward of one prompt, by the product rule."""
+    """Gradient of the expected reward of one prompt, by the product baseline."""
     p, _ = softmax_policy(logits)
     value = sum(a * z for a, z in zip(p, rewards, strict=True))
     return np.array([p[k] * (rewards[k] - value) for k in range(len(p))])

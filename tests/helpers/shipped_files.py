@@ -38,7 +38,7 @@ def takers(group, name):
 
 
 def group_files():
-    """Each file and each of our rules with each command that takes it; at push with the first."""
+    """Each file and baseline with each command that takes it; at push with the first."""
     files = [(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")]
     ours = [("baseline", name) for name in BASELINES] + [("objective", name) for name in PRESETS]
     for group, name in sorted(files + ours):

@@ -31,7 +31,7 @@ from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 
-RULES = {
+BASELINE_NAMES = {
     "group": ("group_std", {"epsilon": 1e-4}),
     "batch": ("batch_std", {"epsilon": 1e-4}),
     "none": ("group_mean", {}),
@@ -40,9 +40,9 @@ RULES = {
 
 def declared(trainer):
     """The documented loss of a trainer."""
-    rule, options = RULES[trainer.scale_rewards]
+    baseline, options = BASELINE_NAMES[trainer.scale_rewards]
     return Loss(
-        trainer.loss_type, rule, options, trainer.loss_type, trainer.max_completion_length,
+        trainer.loss_type, baseline, options, trainer.loss_type, trainer.max_completion_length,
         mask_truncated_completions=trainer.mask_truncated_completions,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Gradients that the living verl makes of its rules and losses, at the log-probabilities.
+"""Gradients that the living verl makes of its baselines and losses, at the log-probabilities.
 
     python tests/helpers/verl_run.py > tests/data/verl_gradients.json
     python tests/helpers/verl_run.py tests/data/verl_gradients.json
@@ -23,7 +23,7 @@ ORDER = [4, 0, 8, 3, 1, 7, 6, 2, 5]
 UIDS = np.array([f"uid {row // 3}" for row in ORDER], dtype=object)
 LENGTHS = np.array([1, 4, 2, 3, 4, 1, 2, 4, 3])
 REWARDS_PG = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
-THEIRS = {  # estimators of verl that are rules of ours, with these options
+THEIRS = {  # estimators of verl that are baselines of ours, with these options
     "grpo": ("group_std", {"epsilon": 1e-6}),
     "rloo": ("leave_one_out", {}),
 }

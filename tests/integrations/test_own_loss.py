@@ -1,4 +1,4 @@
-"""The loss of TRL's arguments, and what is said of its worth."""
+"""The loss of TRL's arguments, and what is said of its efficiency."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trl_room import GRPOTrainer
 
 from grpo_ustat.config.baseline import baseline_choice
 from grpo_ustat.config.presets import PRESETS
+from grpo_ustat.estimators.efficiency import RelativeEfficiency
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.losses import loss_efficiencies
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.worth import Worth
 from grpo_ustat.integrations.trl.objective import (
     OwnLoss,
     described,
@@ -56,13 +56,13 @@ def trains_with(**arguments):
     return trainer
 
 
-@pytest.mark.parametrize("arguments, name, changes, rule", LOSSES)
-def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, rule):
+@pytest.mark.parametrize("arguments, name, changes, baseline", LOSSES)
+def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, baseline):
     """Whose row weights have TRL's recorded gradients, see tests/scripts/test_compare_trl.py."""
     trainer = trains_with(max_completion_length=LONGEST, **arguments)
-    objective, own_rule = PRESETS[name].objective, PRESETS[name].baseline
-    own_rule = baseline_choice(rule["baseline"]) if rule else own_rule
-    wanted = replace(objective, **changes).loss(own_rule, LONGEST)
+    objective, own_baseline = PRESETS[name].objective, PRESETS[name].baseline
+    own_baseline = baseline_choice(baseline["baseline"]) if baseline else own_baseline
+    wanted = replace(objective, **changes).loss(own_baseline, LONGEST)
     found = loss_of(trainer)
     assert unmeasured(trainer) is None
     assert replace(found, name=name) == wanted and found.options == wanted.options
@@ -128,14 +128,14 @@ PLAIN = Loss("dr_grpo", "group_mean", {}, "dr_grpo", 9)
 def test_the_worth_is_that_of_a_study_of_the_same_groups():
     pool = a_pool(60)
     found = own_loss(pool, DAPO, 64, "dapo")
-    alone, whole = (row.worth for row in loss_worths(pool, [DAPO], [4, 8], 64, 100, 0))
-    assert found.decided and found.worth is not None
-    assert found.worth.worth == pytest.approx(whole.worth, rel=1e-6)
-    assert found.worth.direction == pytest.approx(whole.direction, rel=1e-6)
+    alone, whole = (row.efficiency for row in loss_efficiencies(pool, [DAPO], [4, 8], 64, 100, 0))
+    assert found.decided and found.efficiency is not None
+    assert found.efficiency.efficiency_same_g == pytest.approx(whole.efficiency_same_g, rel=1e-6)
+    assert found.efficiency.direction == pytest.approx(whole.direction, rel=1e-6)
     assert found.cosine == pytest.approx([math.sqrt(x) for x in whole.direction], rel=1e-6)
     numbers = found.numbers()
-    assert numbers["loss/worth"] == pytest.approx(whole.worth.estimate)
-    assert numbers.keys() == {"loss/worth", "loss/cosine", "loss/noise"}
+    assert numbers["loss/relative_efficiency"] == pytest.approx(whole.efficiency_same_g.estimate)
+    assert numbers.keys() == {"loss/relative_efficiency", "loss/cosine", "loss/noise"}
     assert list(found.against) == [4] and alone is not None  # groups of 2 need 96 of them
 
 
@@ -143,13 +143,16 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
     """Of a loss that is unbiased up to a constant by the errors of leave-one-out."""
     pool = a_pool(60)
     found = own_loss(pool, PLAIN, 64, "dr_grpo")
-    rows = loss_worths(pool, [PLAIN], [2, 4, 8], 64, 1, 0)
-    errors = {row.group_size: 1 / row.worth.worth_best.estimate for row in rows}
+    rows = loss_efficiencies(pool, [PLAIN], [2, 4, 8], 64, 1, 0)
+    errors = {row.group_size: 1 / row.efficiency.efficiency_best_g.estimate for row in rows}
     assert found.unbiased and list(found.against) == [2, 4]
     for size, value in found.against.items():
         assert value.estimate == pytest.approx(errors[8] / errors[size], rel=1e-9)
-    assert found.worth.worth == pytest.approx((1, 1, 1))
-    assert "worth 1.00 [1.00, 1.00] of an unbiased one, direction unbiased" in found.line()
+    assert found.efficiency.efficiency_same_g == pytest.approx((1, 1, 1))
+    assert (
+        "relative efficiency 1.00 [1.00, 1.00] against the unbiased gradient, direction unbiased"
+        in found.line()
+    )
     assert found.smaller_sizes() == ""  # the unbiased gradient's answer is that of the loss
 
 
@@ -164,27 +167,27 @@ def test_what_is_not_decided_is_said():
         "an update of 4 rollouts has no whole number of groups of 8"
     )
     weak = own_loss(a_pool(30, signal=0.0), GRPO, 64, "grpo")
-    assert "a rollout is worth is not decided from 30 groups" in weak.line()
-    assert "loss/worth" not in weak.numbers() and math.isnan(weak.cosine.estimate)
+    assert "relative efficiency is not decided from 30 groups" in weak.line()
+    assert "loss/relative_efficiency" not in weak.numbers() and math.isnan(weak.cosine.estimate)
 
 
 def known(**against):
-    worth = Interval(0.981, 0.941, 1.019), Interval(0.98, 0.941, 1.0)
+    efficiency = Interval(0.981, 0.941, 1.019), Interval(0.98, 0.941, 1.0)
     return OwnLoss(
         "dapo, std of the group", 8, 64, 96,
-        worth=Worth(worth[0], worth[0], worth[1], Interval(0.9, 0.8, 1.0)),
-        against={int(name[1:]): Interval(*ends) for name, ends in against.items()},
+        efficiency=RelativeEfficiency(efficiency[0], efficiency[0], efficiency[1], Interval(0.9,
+        0.8, 1.0)), against={int(name[1:]): Interval(*ends) for name, ends in against.items()},
     )  # fmt: skip
 
 
 def test_the_lines_in_words():
     line = (
-        "Your loss (dapo, std of the group): a rollout is worth 0.98 [0.94, 1.02] of an unbiased "
-        "one, direction cos 0.99 [0.97, 1.00]."
+        "Your loss (dapo, std of the group): relative efficiency 0.98 [0.94, 1.02] against the "
+        "unbiased gradient, direction cos 0.99 [0.97, 1.00]."
     )
     assert (known().line(), known().smaller_sizes()) == (line, "")
     assert known(g2=(0.6, 0.5, 0.7), g4=(0.97, 0.9, 1.05)).smaller_sizes() == (
-        "A rollout of your loss in smaller groups is worth, of one in groups of 8: 0.60 "
+        "Relative efficiency of smaller groups with your loss, against groups of 8: 0.60 "
         "[0.50, 0.70] in groups of 2, 0.97 [0.90, 1.05] in groups of 4; none is significantly "
         "better for it."
     )
@@ -201,12 +204,14 @@ def test_several_rewards_are_compared_with_their_weighted_sum():
     second, third = (pool.lengths_PN < 5).astype(float), np.full(pool.rewards_PN.shape, np.nan)
     second[:2, 3:] = np.nan  # as TRL logs what a function returned None for
     pool = replace(pool, rewards_PNF=np.stack([pool.rewards_PN - second, second, third], axis=-1))
-    assert own_loss(pool, Loss("grpo", "gdpo", STD, "grpo", 9), 64, "").worth is None
+    assert own_loss(pool, Loss("grpo", "gdpo", STD, "grpo", 9), 64, "").efficiency is None
     pool = with_functions(pool, np.ones(3))
     assert pool.rewards_PNF.shape == (120, 8, 3)
     assert len(pool.gram_PNN) == len(pool.lengths_PN) == 120
     each = Loss("grpo", "gdpo", STD, "grpo", 9)
     words = described(trains_with(multi_objective_aggregation="normalize_then_sum"))
     found = own_loss(pool, each, 64, words)
-    assert "(dapo, std of each reward): a rollout" in found.line()
-    assert "of an unbiased one of the rewards' weighted sum, direction cos" in found.line()
+    assert "(dapo, std of each reward): relative efficiency" in found.line()
+    assert (
+        "against the unbiased gradient of the rewards' weighted sum, direction cos" in found.line()
+    )

@@ -354,6 +354,6 @@ def test_its_loss_is_read_from_its_arguments_and_its_advantages_are_ours(tmp_pat
     assert np.isnan(rewards[..., 2]).all() and not np.isnan(rewards[..., :2]).any()
     weights = trainer.reward_weights.double().numpy()
     context = BaselineContext(rewards_PGF=np.nan_to_num(rewards), reward_weights_F=weights)
-    ours = advantages(loss.rule, rewards[..., 0], context, loss.options)
+    ours = advantages(loss.baseline, rewards[..., 0], context, loss.options)
     theirs = np.array(trainer._logs["advantages"]).reshape(ours.shape)
     np.testing.assert_allclose(ours, theirs, atol=2e-6)  # TRL's are of float32

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.logs.rewards import (
     RewardGroups,
     expected_zero_variance,
@@ -24,7 +24,9 @@ from grpo_ustat.logs.rewards import (
 def test_the_share_is_that_of_all_subsets(rewards, size):
     subsets = list(itertools.combinations(rewards, size))
     share = np.mean([len(set(subset)) == 1 for subset in subsets])
-    assert silent_share(np.array([rewards], float), size)[0] == pytest.approx(share, abs=1e-12)
+    assert zero_variance_share(np.array([rewards], float), size)[0] == pytest.approx(
+        share, abs=1e-12
+    )
 
 
 def test_the_share_is_unbiased_for_fresh_groups(rng):
@@ -32,7 +34,7 @@ def test_the_share_is_unbiased_for_fresh_groups(rng):
     p, total = 0.3, 0.0
     for pool in itertools.product([0.0, 1.0], repeat=6):
         weight = np.prod([p if one else 1 - p for one in pool])
-        total += weight * silent_share(np.array([pool]), 4)[0]
+        total += weight * zero_variance_share(np.array([pool]), 4)[0]
     assert total == pytest.approx(p**4 + (1 - p) ** 4, abs=1e-12)
 
 

@@ -199,7 +199,7 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
     ),
 )
 def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides):
-    """Another seed or sketch would be refused by the pool, other rules answer another question."""
+    """Another seed or sketch would be refused by the pool, other baselines change the question."""
     config = compose("mse", *overrides)
     _, verb, *words = shlex.split(next_step(unsaved_study(UNDECIDED, asdict(config))))
     following = compose(verb, *words)

@@ -14,8 +14,8 @@ from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.report.collect import entries_in, read_runs
 
 ERRORS = {("none", 2): 1.0, ("none", 4): 0.5}
-UNDECIDED = {"worth": (None, 0.0, None), "direction": (None, 0.0, None)}
-OF_A = [loss_row("a", 4, alike=True), loss_row("a", 8)]
+UNDECIDED = {"efficiency_same_g": (None, 0.0, None), "direction": (None, 0.0, None)}
+OF_A = [loss_row("a", 4, may_be_best=True), loss_row("a", 8)]
 OF_B = [loss_row("b", 4, (1.2, 1.1, 1.3)), loss_row("b", 8, (1.3, 1.2, 1.4))]
 
 
@@ -34,7 +34,7 @@ def measured_in(path):
 
 def test_studies_that_differ_in_the_loss_alone_are_one_panel(tmp_path):
     """A loss that both measured, with sums in another order, is one line."""
-    again = [row | {"worth": row["worth"] * (1 + 1e-9)} for row in OF_A]
+    again = [row | {"efficiency_same_g": row["efficiency_same_g"] * (1 + 1e-9)} for row in OF_A]
     runs = of_sweep(tmp_path, x=("tiny", "grpo", OF_A), y=("tiny", "dapo", [*OF_B, *again]),
                     z=("tiny_direct", "grpo", OF_A))  # fmt: skip
     panels = loss_panels(runs)
@@ -44,8 +44,13 @@ def test_studies_that_differ_in_the_loss_alone_are_one_panel(tmp_path):
 
 
 def test_losses_of_one_name_that_differ_are_named_by_what_differs(tmp_path):
-    for rule, rows in (("group_std", OF_A), ("opo", [row | {"baseline": "opo"} for row in OF_A])):
-        studied(tmp_path / rule, "tiny", ERRORS, changes={"baseline.name": rule}, losses=rows)
+    for baseline, rows in (
+        ("group_std", OF_A),
+        ("opo", [row | {"baseline": "opo"} for row in OF_A]),
+    ):
+        studied(
+            tmp_path / baseline, "tiny", ERRORS, changes={"baseline.name": baseline}, losses=rows
+        )
     (panel,) = loss_panels(measured_in(tmp_path))
     assert list(panel.lines) == ["a baseline=group_std", "a baseline=opo"]
 
@@ -60,10 +65,10 @@ def test_the_table_has_a_row_per_policy_loss_and_size(tmp_path):
     losses = [*OF_A, loss_row("b", 8, **UNDECIDED), refused_loss("b", 16, "too few")]
     (table,) = joint_tables(of_sweep(tmp_path, x=("tiny", "grpo", losses)))
     policy, numbers = "tiny, bare\narithmetic\nn = 256", "0.900\n[0.800, 0.950]"
-    worths, noise = ("0.90\n[0.80, 1.00]", "0.45\n[0.40, 0.50]"), "0.80\n[0.70, 0.90]"
+    efficiencies, noise = ("0.90\n[0.80, 1.00]", "0.45\n[0.40, 0.50]"), "0.80\n[0.70, 0.90]"
     assert table.rows == [
-        [policy, "a", "4~", *worths, numbers, noise],
-        [policy, "a", "8*", *worths, numbers, noise],
+        [policy, "a", "4~", *efficiencies, numbers, noise],
+        [policy, "a", "8*", *efficiencies, numbers, noise],
         [policy, "b", "8", "not decided", "not decided", "not known", noise],
     ]
     assert table.marks == {(0, 2): False, (1, 2): True}
@@ -76,16 +81,18 @@ SENTENCES = {
     "several": (
         {"x": ("tiny", "grpo", OF_A), "y": ("tiny", "dapo", [*OF_B, loss_row("c", 8, **UNDECIDED)]),
          "z": ("tiny_direct", "grpo", OF_A[:1])},
-        "At G = 4 or 8 a rollout of a loss is worth 0.90 [0.80, 1.00] (a on tiny, bare) to 1.30 "
-        "[1.20, 1.40] (b on tiny, bare) of an unbiased one; not decided: 1 of 4.",
+        "At G = 4 or 8 the relative efficiency is 0.90 [0.80, 1.00] (a on tiny, bare) to 1.30 "
+        "[1.20, 1.40] (b on tiny, bare), against the unbiased gradient at the same G; not "
+        "decided: 1 of 4.",
     ),
     "one": (
         {"x": ("tiny", "grpo", OF_A)},
-        "At G = 8 a rollout of a loss is worth 0.90 [0.80, 1.00] (a) of an unbiased one.",
+        "At G = 8 the relative efficiency is 0.90 [0.80, 1.00] (a), against the unbiased gradient "
+        "at the same G.",
     ),
     "none": (
         {"x": ("tiny", "grpo", [loss_row("c", 8, **UNDECIDED), loss_row("d", 8, **UNDECIDED)])},
-        "At G = 8 it is not decided what a rollout of c or d is worth.",
+        "At G = 8 the relative efficiency of c or d is not decided.",
     ),
 }  # fmt: skip
 
@@ -103,7 +110,7 @@ def test_a_report_of_a_sweep_over_losses(tmp_path, capsys):
     home = tmp_path / "report"
     report_runs([str(tmp_path / "runs")], home, None)
     said = capsys.readouterr().out
-    assert said.count("At G = 8 a rollout of a loss is worth") == 1
+    assert said.count("At G = 8 the relative efficiency is") == 1
     with (home / "losses.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"], row["loss"], row["group_size"]) for row in rows] == [
@@ -113,7 +120,7 @@ def test_a_report_of_a_sweep_over_losses(tmp_path, capsys):
         assert [row["run"] for row in csv.DictReader(file)] == ["x", "x"]
     drawn = (home / "losses.svg").read_text()
     assert len(re.findall(">tiny, bare<", drawn)) == 1 and ">a<" in drawn and ">b<" in drawn
-    assert "Worth of a rollout of each loss" in (home / "report.html").read_text()
+    assert "Relative efficiency of each loss" in (home / "report.html").read_text()
     report_runs([str(tmp_path / "plain")], home, None)
     assert "rollout of a loss" not in capsys.readouterr().out
     assert not list(home.glob("losses.*"))

@@ -49,11 +49,16 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
         return next_step(unsaved_study(result | {"losses": list(losses)}, config))
 
     assert following(config).endswith("objective=trl_dapo budget.rollouts=256 group_size=4")
-    row = {"loss": "trl_dapo", "worth": 1.0, "worth_low": 0.9, "worth_high": 1.1}
+    row = {
+        "loss": "trl_dapo",
+        "efficiency_same_g": 1.0,
+        "efficiency_same_g_low": 0.9,
+        "efficiency_same_g_high": 1.1,
+    }
     for alike, size in ((True, 4), (False, 16)):
         losses = [
-            row | {"group_size": 4, "best": False, "alike": alike},
-            row | {"group_size": 16, "best": True, "alike": True},
+            row | {"group_size": 4, "best": False, "may_be_best": alike},
+            row | {"group_size": 16, "best": True, "may_be_best": True},
         ]
         assert following(config, losses).endswith(f"group_size={size}")
     replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]

@@ -11,10 +11,10 @@ from prompt_pools import study_of_pool, whole_pool
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.drift import Drift
+from grpo_ustat.estimators.efficiency import mean_over_prompts, positive
 from grpo_ustat.estimators.intervals import Interval, decide
-from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.losses import loss_efficiencies
 from grpo_ustat.estimators.token_weights import EXACT
-from grpo_ustat.estimators.worth import mean_over_prompts, positive
 from grpo_ustat.measurements.base import Rescored
 from grpo_ustat.measurements.verdicts import (
     BY_MEAN,
@@ -89,12 +89,12 @@ def test_a_gap_that_groups_are_too_large_for_has_a_reason(logged):
 
 def test_losses_have_the_worth_that_they_have_anywhere():
     pool = a_pool(120, 20)
-    rows = loss_worths(pool, [FILTERED, BY_MEAN], [8], ROLLOUTS, DRAWS, SEED)
-    worths = [row.worth.worth for row in rows]
-    found = [row for row in verdicts(pool) if row.measured.startswith("worth of a")]
+    rows = loss_efficiencies(pool, [FILTERED, BY_MEAN], [8], ROLLOUTS, DRAWS, SEED)
+    efficiencies = [row.efficiency.efficiency_same_g for row in rows]
+    found = [row for row in verdicts(pool) if row.measured.startswith("relative efficiency of a")]
     assert len(found) == 2
-    for row, worth in zip(found, worths, strict=True):
-        assert row.number == pytest.approx(worth)
+    for row, efficiency in zip(found, efficiencies, strict=True):
+        assert row.number == pytest.approx(efficiency)
 
 
 def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
@@ -142,8 +142,8 @@ def test_one_correction_says_nothing_of_claims(logged):
 
 
 def test_a_share_decides_no_more_often_than_its_interval_misses():
-    """A worth without error over a share whose 95 % interval ends at the bound: p = 2 x 5 %, since
-    half of it is the worth's.
+    """An efficiency without error over a share whose interval ends at the bound: p = 2 x 5 %, as
+    half of it is the efficiency's.
     """
     shares_D = np.exp(np.log(0.84) + 0.003 * np.random.default_rng(0).normal(size=101))
     drift = Drift(Interval(0, 0, 0), Interval(1, 1, 1), shares_D)
@@ -161,8 +161,8 @@ def test_a_ratio_of_two_estimates_is_said_wrongly_as_often_as_its_p_value_says()
     rng, wrong = np.random.default_rng(1), 0
     for _ in range(2000):
         logs = rng.normal(0, 0.3, (2, 60))
-        worth_D, share_D = (np.exp(mean_over_prompts(log_P)) for log_P in logs)
+        efficiency_D, share_D = (np.exp(mean_over_prompts(log_P)) for log_P in logs)
         drift = Drift(Interval(0, 0, 0), Interval(1, 1, 1), 0.8 * share_D)
-        at = partial(_over, partial(positive, worth_D, 1), drift.completions_at)
+        at = partial(_over, partial(positive, efficiency_D, 1), drift.completions_at)
         wrong += decide(at, most=1 / 0.8).p_value <= 0.05
     assert wrong / 2000 < 0.05

@@ -12,28 +12,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import compose
-from folders import loss_row, refused_loss, study_of, worths
+from folders import efficiencies, loss_row, refused_loss, study_of
 from prompt_pools import whole_pool
 from slow_cases import slow_after
 
 from grpo_ustat.config.presets import CHANCE, RECIPES
-from grpo_ustat.estimators.losses import UNBIASED, loss_errors, loss_worths
+from grpo_ustat.estimators.efficiency import relative
+from grpo_ustat.estimators.losses import UNBIASED, loss_efficiencies, loss_errors
 from grpo_ustat.estimators.scaling import CONSTANTS, ScalingLaw
-from grpo_ustat.estimators.worth import relative
-from grpo_ustat.measurements.recipes import draw, judged_recipes, recipe_worths, tables
+from grpo_ustat.measurements.recipes import draw, judged_recipes, recipe_efficiencies, tables
 
 # n MSE = G + 2 + 9/(G-1): 9 at G* = 4, and 13, 11.286, 66.143, 514.018 at 2, 8, 64, 512
 SCALING = {
     "c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5, "gstar_high": 4.6,
     "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0,
 }  # fmt: skip
-UNKNOWN = {"worth_best": None, "worth_best_low": 0.0, "worth_best_high": None}
+UNKNOWN = {"efficiency_best_g": None, "efficiency_best_g_low": 0.0, "efficiency_best_g_high": None}
 POLICY = {"name": "tiny", "quantity": "accuracy", "mean_reward": 0.5}
 
 
-def judged(name, size, low, worth, high, **changes):
-    """The row of a recipe with its worth against the best."""
-    ends = {"worth_best": worth, "worth_best_low": low, "worth_best_high": high}
+def judged(name, size, low, efficiency, high, **changes):
+    """The row of a recipe with its efficiency against the best."""
+    ends = {
+        "efficiency_best_g": efficiency,
+        "efficiency_best_g_low": low,
+        "efficiency_best_g_high": high,
+    }
     return loss_row(name, size, **ends) | changes
 
 
@@ -54,17 +58,17 @@ REFUSED = [refused_loss(name, recipe.group_size, "few") for name, recipe in RECI
 
 def judged_of(scaling=SCALING, rows=MEASURED):
     study = study_of(Path("none"), scaling=scaling, policy=POLICY)
-    return judged_recipes(worths(*rows), study)
+    return judged_recipes(efficiencies(*rows), study)
 
 
 def table_of(scaling=SCALING, rows=MEASURED):
     """The table of a study; None where nothing is known."""
-    found = tables({study_of(Path("none"), scaling=scaling, policy=POLICY): worths(*rows)})
+    found = tables({study_of(Path("none"), scaling=scaling, policy=POLICY): efficiencies(*rows)})
     return found[0] if found else None
 
 
 def drawn(folder, scaling=SCALING, rows=MEASURED):
-    draw(folder, {study_of(folder, scaling=scaling, policy=POLICY): worths(*rows)}, [])
+    draw(folder, {study_of(folder, scaling=scaling, policy=POLICY): efficiencies(*rows)}, [])
 
 
 def test_recipes_that_are_not_measured_are_judged_by_the_law_of_their_group_sizes():
@@ -75,11 +79,11 @@ def test_recipes_that_are_not_measured_are_judged_by_the_law_of_their_group_size
         size = one.row.group_size
         assert one.alone and size == RECIPES[one.row.loss].group_size
         extra = law.extra_error(size, 4)
-        assert 1 / one.worth.estimate - 1 == pytest.approx(extra.estimate)
-        assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
-        assert 1 / one.worth.high - 1 == pytest.approx(extra.low)
+        assert 1 / one.efficiency_best_g.estimate - 1 == pytest.approx(extra.estimate)
+        assert 1 / one.efficiency_best_g.low - 1 == pytest.approx(extra.high)
+        assert 1 / one.efficiency_best_g.high - 1 == pytest.approx(extra.low)
     for place, n_mse in ((0, 13), (2, 8 + 2 + 9 / 7), (5, 66 + 9 / 63)):
-        assert rows[place].worth.estimate == pytest.approx(9 / n_mse)
+        assert rows[place].efficiency_best_g.estimate == pytest.approx(9 / n_mse)
     table = table_of(rows=REFUSED)
     assert table is not None
     verdicts = [row[4] for row in table.rows]
@@ -91,7 +95,13 @@ def test_recipes_that_are_not_measured_are_judged_by_the_law_of_their_group_size
 
 def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
     table = table_of()
-    assert table is not None and table.columns == ["recipe", "its loss", "G", "worth", "verdict"]
+    assert table is not None and table.columns == [
+        "recipe",
+        "its loss",
+        "G",
+        "efficiency",
+        "verdict",
+    ]
     assert table.rows[0] == [
         "2-GRPO (arXiv 2510.00977)", "std of the group, mean over the update's tokens", "2",
         "0.80 [0.70, 0.90]", "takes 25 % more rollouts for the same error",
@@ -101,7 +111,7 @@ def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
         "not significantly different from the best, at most 25 % more rollouts",
         "the best",
         "not significantly different from the best, at most 25 % more rollouts; 0.50 of the groups "
-        "drawn count, so a rollout drawn is worth 0.50",
+        "drawn count, so the efficiency of a rollout drawn is 0.50",
     ]
     alone = "group size alone: takes {} times the rollouts for the same error"
     assert [row[4] for row in table.rows[5:]] == [
@@ -118,12 +128,12 @@ def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
 
 
 def test_half_of_the_chance_to_miss_is_left_to_the_group_sizes():
-    """A law's interval beside measured worths, which take the other half."""
+    """A law's interval beside measured relative efficiencies, which take the other half."""
     (one,) = [one for one in judged_of() if one.row.group_size == 64]
     extra = LAW.extra_error(64, 4, 1 - CHANCE)
-    assert 1 / one.worth.low - 1 == pytest.approx(extra.high)
-    wider = judged_of(rows=REFUSED)[5].worth
-    assert one.worth.low < wider.low < wider.high < one.worth.high
+    assert 1 / one.efficiency_best_g.low - 1 == pytest.approx(extra.high)
+    wider = judged_of(rows=REFUSED)[5].efficiency_best_g
+    assert one.efficiency_best_g.low < wider.low < wider.high < one.efficiency_best_g.high
 
 
 def test_where_the_best_size_is_not_decided_measured_recipes_stand_alone():
@@ -192,7 +202,7 @@ def a_pool(questions, completions):
 
 
 def found_in(pool, sizes=(2, 4), rollouts=32):
-    rows = recipe_worths(pool, LONGEST, sizes, rollouts, DRAWS, SEED)
+    rows = recipe_efficiencies(pool, LONGEST, sizes, rollouts, DRAWS, SEED)
     return {row.loss.name: row for row in rows}
 
 
@@ -218,21 +228,26 @@ def test_the_numbers_of_a_recipe_are_those_of_its_loss_at_its_group_size():
         wanted = {UNBIASED: sizes, loss: [size]}
         errors = loss_errors(pool, wanted, row.rollouts, DRAWS, SEED)
         best = min(sizes, key=lambda other: errors[UNBIASED, other].error_D[0])
-        for value, other in ((row.worth.worth, size), (row.worth.worth_best, best)):
+        for value, other in (
+            (row.efficiency.efficiency_same_g, size),
+            (row.efficiency.efficiency_best_g, best),
+        ):
             if math.isnan(value.estimate):
                 continue
             ratio_D = errors[UNBIASED, other].error_D / errors[loss, size].error_D
             assert value.estimate == pytest.approx(ratio_D[0], rel=1e-6)
         together = 1 - CHANCE / 5
         wide = relative(errors[UNBIASED, size].error_D, errors[loss, size], level=together)
-        assert row.worth.worth == pytest.approx(wide, rel=1e-6, nan_ok=True)
+        assert row.efficiency.efficiency_same_g == pytest.approx(wide, rel=1e-6, nan_ok=True)
         if size == 5:
             continue
-        (alone,) = loss_worths(pool, [loss], [size], 32, DRAWS, SEED)
-        assert row.worth.worth.estimate == pytest.approx(alone.worth.worth.estimate, rel=1e-6)
+        (alone,) = loss_efficiencies(pool, [loss], [size], 32, DRAWS, SEED)
+        assert row.efficiency.efficiency_same_g.estimate == pytest.approx(
+            alone.efficiency.efficiency_same_g.estimate, rel=1e-6
+        )
         if name != "Dr. GRPO (arXiv 2503.20783)":  # which is the unbiased one
-            assert row.worth.worth.low < alone.worth.worth.low
-        assert (row.best, row.alike, row.kept) == (alone.best, alone.alike, alone.kept)
+            assert row.efficiency.efficiency_same_g.low < alone.efficiency.efficiency_same_g.low
+        assert (row.best, row.may_be_best, row.kept) == (alone.best, alone.may_be_best, alone.kept)
 
 
 def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
@@ -241,16 +256,16 @@ def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
     two, many = found["2-GRPO (arXiv 2510.00977)"], found["DeepSeekMath (arXiv 2402.03300)"]
     assert replace(two.loss, name="") == replace(many.loss, name="")
     assert (two.group_size, many.group_size) == (2, 64)
-    assert two.worth is not None and many.worth is not None
-    assert two.worth.worth_best.estimate != many.worth.worth_best.estimate
+    assert two.efficiency is not None and many.efficiency is not None
+    assert two.efficiency.efficiency_best_g.estimate != many.efficiency.efficiency_best_g.estimate
 
 
 def test_a_pool_too_small_says_why_of_each_recipe():
     for row in found_in(a_pool(3, 4)).values():
-        assert row.worth is None and (row.best, row.alike) == (False, False)
+        assert row.efficiency is None and (row.best, row.may_be_best) == (False, False)
         assert "3 questions give no interval" in row.reason.line
     found = found_in(a_pool(40, 4), rollouts=32)
-    measured = [name for name, row in found.items() if row.worth is not None]
+    measured = [name for name, row in found.items() if row.efficiency is not None]
     assert measured == ["2-GRPO (arXiv 2510.00977)"]
     assert "groups of 8 need as many completions" in found["TRL's default"].reason.line
     assert found["DAPO (arXiv 2503.14476)"].rollouts == 32
@@ -259,7 +274,7 @@ def test_a_pool_too_small_says_why_of_each_recipe():
 def test_an_update_smaller_than_a_group_is_said():
     found = found_in(a_pool(40, 16), rollouts=8)
     assert found["DAPO (arXiv 2503.14476)"].reason.line == "study.rollouts=8 is no multiple of 16"
-    assert found["Dr. GRPO (arXiv 2503.20783)"].worth is not None
+    assert found["Dr. GRPO (arXiv 2503.20783)"].efficiency is not None
 
 
 def test_two_questions_with_a_signal_decide_no_direction():
@@ -268,6 +283,8 @@ def test_two_questions_with_a_signal_decide_no_direction():
     pool.rewards_PN[2:] = 1
     found = found_in(pool, rollouts=16)
     row = found["2-GRPO (arXiv 2510.00977)"]
-    assert row.worth is not None
-    assert math.isnan(row.worth.worth.estimate) and math.isnan(row.worth.direction.estimate)
-    assert row.worth.direction[1:] == (0.0, 1.0)
+    assert row.efficiency is not None
+    assert math.isnan(row.efficiency.efficiency_same_g.estimate) and math.isnan(
+        row.efficiency.direction.estimate
+    )
+    assert row.efficiency.direction[1:] == (0.0, 1.0)

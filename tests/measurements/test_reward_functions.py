@@ -11,10 +11,10 @@ from commands import compose
 from prompt_pools import prompts, study_of_pool
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.baseline_errors import baseline_errors
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
 from grpo_ustat.estimators.closed_form import Request, closed_form
 from grpo_ustat.estimators.moments import centred
-from grpo_ustat.estimators.rule_errors import rule_errors
 from grpo_ustat.measurements.rewards import SUM_NAME, measure_functions
 from grpo_ustat.mse import study
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
@@ -67,7 +67,7 @@ def test_a_rule_of_ones_own_reads_every_function(rng, monkeypatch):
     needs = frozenset({"rewards_PGF", "reward_weights_F"})
     own = Baseline("own", of_functions, unbiased=True, min_group_size=2, needs=needs)
     monkeypatch.setitem(BASELINES, "own", own)
-    errors = rule_errors(pool_of_three(rng), {"own": {}, "leave_one_out": {}}, [3], 18, 2, 0)
+    errors = baseline_errors(pool_of_three(rng), {"own": {}, "leave_one_out": {}}, [3], 18, 2, 0)
     one, other = (error.mse for error in errors.values())
     assert one == pytest.approx(other, rel=1e-12)
 
@@ -114,8 +114,8 @@ def fit(path, *overrides):
 def test_a_whole_study_of_two_functions(tmp_path):
     """The task's line is the study of the task alone, and one pool serves any weights."""
     two = ("reward_funcs=[task,brevity]", f"pool={tmp_path}/pool")
-    rules = "baselines=[leave_one_out,group_std,gdpo]"
-    result = fit(tmp_path / "two", *two, "reward_weights=[1,0.5]", rules)
+    baselines = "baselines=[leave_one_out,group_std,gdpo]"
+    result = fit(tmp_path / "two", *two, "reward_weights=[1,0.5]", baselines)
     rows = {row["name"]: row for row in result["reward_functions"]}
     assert list(rows) == ["task", "brevity", SUM_NAME]
     methods = {(row["method"], row["baseline"]) for row in result["curves"]}

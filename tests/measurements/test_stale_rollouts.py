@@ -16,11 +16,13 @@ from grpo_ustat.report.collect import entries_in, read_runs
 ERRORS = {("none", 2): 1.0, ("none", 4): 0.5}
 
 
-def at(policy, kl, *worths, written_by="tiny_base"):
-    """What rollouts of tiny_base are worth at a later policy, of losses a, b ... at G = 8."""
+def at(policy, kl, *efficiencies, written_by="tiny_base"):
+    """Efficiency of rollouts of tiny_base at a later policy, of losses a, b ... at G = 8."""
     drift = {"kl": kl, "effective_tokens": 1 - kl, "effective_completions": 1 - 10 * kl}
     ends = {f"{key}{end}": x for key, x in drift.items() for end in ("_low", "_high")}
-    rows = [loss_row(name, 8, worth) for name, worth in zip("ab", worths, strict=False)]
+    rows = [
+        loss_row(name, 8, efficiency) for name, efficiency in zip("ab", efficiencies, strict=False)
+    ]
     return drift | ends | {
         "written_by": written_by, "policy": policy, "reference": "tiny_base", "question": "lag",
         "penalised": False, "losses": rows,
@@ -31,7 +33,7 @@ def write(path):
     far = at("step-40", 0.04, (0.5, 0.4, 0.6), (None, 0.0, None))
     near = at("step-5", 0.005, (0.9, 0.8, 1.0), (1.2, 1.1, 1.3))
     for name, found in (("far", far), ("near", near)):
-        changes = {"study.policy": found["policy"]}
+        changes = {"study.scored_by": found["policy"]}
         own = [loss_row("a", 8)]
         studied(path / name, "tiny_base", ERRORS, changes=changes, losses=own, off_policy=found)
     return list(map(Study, read_runs(entries_in([str(path)])).runs))
@@ -49,8 +51,8 @@ def test_studies_are_by_the_distance_of_the_policies(tmp_path):
     ]  # fmt: skip
     assert rows[3][5] == "not decided"
     assert answer(found) == (
-        "A rollout that tiny_base wrote is worth: a 0.90 [0.80, 1.00] at step-5, 0.50 [0.40, 0.60] "
-        "at step-40; b 1.20 [1.10, 1.30] at step-5, not decided at step-40."
+        "Relative efficiency of rollouts that tiny_base wrote: a 0.90 [0.80, 1.00] at step-5, "
+        "0.50 [0.40, 0.60] at step-40; b 1.20 [1.10, 1.30] at step-5, not decided at step-40."
     )
 
 
@@ -72,5 +74,5 @@ def test_the_report_has_a_table_and_all_numbers(tmp_path):
     assert [(row["at"], row["loss"]) for row in rows] == [
         ("step-5", "a"), ("step-5", "b"), ("step-40", "a"), ("step-40", "b"),
     ]  # fmt: skip
-    assert float(rows[2]["worth"]) == 0.5 and float(rows[2]["kl"]) == 0.04
+    assert float(rows[2]["efficiency_same_g"]) == 0.5 and float(rows[2]["kl"]) == 0.04
     assert "that another policy wrote" in (tmp_path / "report/report.html").read_text()

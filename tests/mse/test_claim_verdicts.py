@@ -30,7 +30,7 @@ GAP_CLAIMS = (
 def test_a_study_leaves_them_in_its_result_and_on_its_page(tmp_path, capsys):
     words = ("experiment=verdicts", "debug=mse", "model=tiny_base", "study.questions=12")
     config = compose(
-        "mse", *words, "launch.workers=1", "group_sizes=[4]", "study.policy=embedded:tiny",
+        "mse", *words, "launch.workers=1", "group_sizes=[4]", "study.scored_by=embedded:tiny",
         "study.rollouts=16", "budget.loss_draws=4",
     )  # fmt: skip
     study_run.run(config, RunFolder(tmp_path / "run", config))

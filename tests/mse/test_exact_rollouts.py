@@ -14,7 +14,7 @@ from pyarrow import parquet
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.rows import read_rollouts
 from grpo_ustat.mse.import_rollouts import (
-    MOST_LOGPROB_GAP,
+    MAX_LOGPROB_GAP,
     import_pool,
     logged_rollouts,
     sampler_gap,
@@ -120,9 +120,9 @@ def test_the_limit_lies_between_rounding_and_another_policy(exact):
     assert sampler_gap(policy, rollouts, index, 1.0) < 1e-5
     rounded = configured_policy(compose("mse", *SMALL, "model.dtype=bfloat16").policy_options)
     rounding = sampler_gap(rounded, rollouts, index, 1.0)
-    assert 1e-5 < rounding < MOST_LOGPROB_GAP / 2
+    assert 1e-5 < rounding < MAX_LOGPROB_GAP / 2
     other = configured_policy(compose("mse", *SMALL, "model=tiny").policy_options)
-    assert sampler_gap(other, rollouts, index, 1.0) > 2 * MOST_LOGPROB_GAP
+    assert sampler_gap(other, rollouts, index, 1.0) > 2 * MAX_LOGPROB_GAP
 
 
 @pytest.mark.slow

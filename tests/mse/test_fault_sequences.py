@@ -48,7 +48,7 @@ STUDIES = {  # by name: what differs; the pool of the first is the beginning of 
     "four": ("budget.pool_completions=4",),
     "eight": ("budget.pool_completions=8",),
     "groups": ("budget.pool_completions=8", "baselines=[leave_one_out,group_std]"),
-    "rules": ("budget.pool_completions=8", "baselines=[none,oracle,constant]"),
+    "baselines": ("budget.pool_completions=8", "baselines=[none,oracle,constant]"),
     "processes": ("budget.pool_completions=8", "launch.workers=2"),
 }
 REFUSED = 3  # exit code of a study that refused in one line
@@ -254,7 +254,7 @@ def draws_in(pool):
 def undisturbed(tmp_path_factory):
     """(result by study, by whether its pool grew; the pool of 8; seconds of a study)."""
     place, results = tmp_path_factory.mktemp("undisturbed"), {}
-    for order in (["four", "eight", "groups", "rules"], ["eight", "groups", "rules"]):
+    for order in (["four", "eight", "groups", "baselines"], ["eight", "groups", "baselines"]):
         alone = Sequence(place / order[0], 0, 0.0)
         alone.begun = order
         for name in order:

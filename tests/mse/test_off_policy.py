@@ -47,15 +47,15 @@ def study(path, *words):
 
 
 def numbers(row):
-    keys = ("worth", "worth_best", "direction", "noise")
+    keys = ("efficiency_same_g", "efficiency_best_g", "direction", "noise")
     return [row[f"{key}{end}"] or 0.0 for key in keys for end in ("", "_low", "_high")]
 
 
 @pytest.mark.slow
 def test_the_policy_that_wrote_them_is_at_no_distance(tmp_path):
-    """Every ratio is 1: the worths are those of the first update, and nothing is lost."""
+    """Every ratio is 1: efficiencies are those of the first update, and nothing is lost."""
     objectives = "objectives=[trl_grpo,trl_dr_grpo,whole_sequence]"
-    result = study(tmp_path / "run", objectives, "study.policy=embedded:tiny_base")
+    result = study(tmp_path / "run", objectives, "study.scored_by=embedded:tiny_base")
     found = result["off_policy"]
     assert (found["written_by"], found["policy"]) == ("tiny_base", "tiny_base")
     assert found["kl"] == pytest.approx(0, abs=1e-6)
@@ -65,13 +65,13 @@ def test_the_policy_that_wrote_them_is_at_no_distance(tmp_path):
         if row["loss"] != "trl_dr_grpo":  # whose direction is unbiased by theory on-policy alone
             np.testing.assert_allclose(numbers(by_loss[row["loss"]]), numbers(row), rtol=1e-4)
         assert by_loss[row["loss"]]["noise"] == pytest.approx(row["noise"], rel=1e-4)
-    assert by_loss["whole_sequence"]["worth"] == pytest.approx(1, abs=1e-6)
+    assert by_loss["whole_sequence"]["efficiency_same_g"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.slow(minutes=0.3)
 def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     """It is said in the first lines, on the page and in two tables; what was scored is kept."""
-    words = ("study.policy=embedded:tiny", "objective=trl_gspo", "objectives=[algorithm1]")
+    words = ("study.scored_by=embedded:tiny", "objective=trl_gspo", "objectives=[algorithm1]")
     result = study(tmp_path / "run", *words)
     found, printed = result["off_policy"], capsys.readouterr().out
     assert (
@@ -84,7 +84,10 @@ def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     assert "nats a token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
     assert len(tables(view, [OFF_POLICY])) == 2
     page = (tmp_path / "run/report.html").read_text()
-    assert "What a rollout is worth that another policy wrote" in page and "nats a token" in page
+    assert (
+        "Relative efficiency of rollouts that another policy wrote" in page
+        and "nats a token" in page
+    )
     marked = [path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*.safetensors"))]
     (tmp_path / "run/result.json").unlink()
     assert study(tmp_path / "run", *words)["off_policy"] == found
@@ -141,7 +144,7 @@ def test_ratios_beyond_numbers_are_refused_in_a_line():
     policy, rollouts = random_policy(), random_rollouts([3], group_size=2, longest=4)
     config, own = compose("mse", *SMALL), np.zeros((2, 4))
     sketch, _ = score_sketches(config.budget, policy)
-    with pytest.raises(ConfigError, match="log ratio up to .*use an earlier study.policy"):
+    with pytest.raises(ConfigError, match="log ratio up to .*use an earlier study.scored_by"):
         weighted_part(
             policy, rollouts, np.arange(2.0), config.sampler_options, sketch, EXACT, own,
             own - 800.0, own,
@@ -175,7 +178,7 @@ def test_a_small_effective_share_has_no_lower_end():
     (("study.reference=embedded:tiny_base",), False),
 ], ids=["k3", "k2", "k1 in the reward", "no distance"])  # fmt: skip
 def test_a_penalty_from_a_reference(tmp_path, words, changes):
-    """It changes a loss's worth, unless the reference is the policy itself."""
+    """It changes a loss's efficiency, unless the reference is the policy itself."""
     reference = ("study.reference=embedded:tiny", *words)
     result = study(tmp_path / "run", *PENALISED, *reference)
     (plain,), (row,) = result["losses"], result["off_policy"]["losses"]
@@ -219,17 +222,18 @@ def test_a_policy_whose_answers_are_all_judged_alike_is_refused(tmp_path, monkey
 
     monkeypatch.setattr("grpo_ustat.mse.off_policy.build_pool", equal)
     with pytest.raises(ConfigError, match="so it has no gradient to estimate"):
-        study(tmp_path / "run", "study.policy=embedded:tiny_base")
+        study(tmp_path / "run", "study.scored_by=embedded:tiny_base")
 
 
 REFUSED = {
-    "another metric": (("study.policy=embedded:tiny", "study.metric=adam",
+    "another metric": (("study.scored_by=embedded:tiny", "study.metric=adam",
                         "budget.pool_completions=16"),
                        "use study.metric=euclidean"),
-    "no such checkpoint": (("study.policy=./nowhere",),
-                           "study.policy=./nowhere: there is no folder"),
-    "no such name": (("study.policy=nothere",), "study.policy=nothere: there is no folder"),
-    "no prefix": (("study.policy=tiny",), "or embedded:NAME, such as study.policy=embedded:tiny"),
+    "no such checkpoint": (("study.scored_by=./nowhere",),
+                           "study.scored_by=./nowhere: there is no folder"),
+    "no such name": (("study.scored_by=nothere",), "study.scored_by=nothere: there is no folder"),
+    "no prefix": (("study.scored_by=tiny",),
+                  "or embedded:NAME, such as study.scored_by=embedded:tiny"),
     "no such reference": (("study.reference=embedded:huge", *PENALISED),
                           "unknown study.reference"),
     "a reference of nothing": (("study.reference=embedded:tiny",), "no loss has a penalty"),
@@ -247,8 +251,10 @@ def test_what_makes_no_sense_is_refused(words, line):
 
 
 def test_a_policy_that_cannot_be_loaded_is_named_by_its_own_field(tmp_path):
-    with pytest.raises(ConfigError, match="could be loaded from study.policy=org/nothere: it is"):
-        study(tmp_path / "run", "study.policy=org/nothere")
+    with pytest.raises(
+        ConfigError, match="could be loaded from study.scored_by=org/nothere: it is"
+    ):
+        study(tmp_path / "run", "study.scored_by=org/nothere")
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -256,7 +262,7 @@ def test_a_policy_that_cannot_be_loaded_is_named_by_its_own_field(tmp_path):
 def test_what_a_file_lacks_is_refused(tmp_path, logged):
     rows = parquet.read_table(logged).to_pylist()
     with pytest.raises(ConfigError, match="and a file has no judge for them"):
-        compose("mse", *SMALL, f"pool={logged}", "study.policy=embedded:tiny")
+        compose("mse", *SMALL, f"pool={logged}", "study.scored_by=embedded:tiny")
     with pytest.raises(ConfigError, match="with loss_type=vespo"):
         compose(
             "mse", *SMALL, f"pool={logged}", "objective=trl_vespo", "study.corrections=[token_mask]"

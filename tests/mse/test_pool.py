@@ -20,7 +20,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import LoraConfig
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators import closed_form as closed_form_module
-from grpo_ustat.estimators.losses import loss_worths
+from grpo_ustat.estimators.losses import loss_efficiencies
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.mse import pool as pool_module
@@ -324,7 +324,7 @@ def test_a_question_holds_no_more_than_a_fifth_of_a_megabyte(tmp_path, monkeypat
         pool, _ = read_pool(store, prompts, 8)
         for interval in ("completions", "questions"):
             closed_form_module.closed_form(pool, asked, interval)
-        loss_worths(pool, losses, [2, 4], 8, 10, 0)
+        loss_efficiencies(pool, losses, [2, 4], 8, 10, 0)
         held = tracemalloc.get_traced_memory()[1] / count
     finally:
         tracemalloc.stop()

@@ -82,9 +82,13 @@ def test_the_folder_holds_what_it_promises(finished):
         assert {name, f"{name}_low", f"{name}_high"} <= set(result["scaling"])
     for name in ("corr", "share", "av_minus_abstar", "av_minus_a0"):
         assert {name, f"{name}_low", f"{name}_high"} <= set(result["assumption2"])
-    assert {"a0", "a_v", "a_bstar", "crossover_group_size", "silent_share_at_crossover"} <= set(
-        result["assumption2"]
-    )
+    assert {
+        "a0",
+        "a_v",
+        "a_bstar",
+        "crossover_group_size",
+        "zero_variance_share_at_crossover",
+    } <= set(result["assumption2"])
     names = {"quantity", "mean_reward", "mean_reward_low", "mean_reward_high", "mean_length"}
     assert names <= set(result["policy"])
     assert {"rollouts", "tokens", "seconds_generate", "seconds_score"} <= set(result["cost"])
@@ -144,7 +148,7 @@ def test_rows_obey_their_identities(finished):
 
 @pytest.mark.slow(minutes=0.5)
 def test_rules_without_a_closed_form_stand_beside_those_that_have_one(tmp_path):
-    """Of new questions, at n = 8; of unbiased rules best = mse t / (mse + t), relative = mse / t,
+    """Of new questions, n = 8; of unbiased baselines best = mse t / (mse + t), relative = mse / t,
     t = ||grad J||^2.
     """
     result = study(
@@ -186,8 +190,8 @@ def test_a_finished_study_is_shown_again(finished, capsys):
 
 @pytest.mark.slow(minutes=0.5)
 def test_a_study_of_the_whole_zoo(tmp_path):
-    """Every rule that needs no training run, against fresh rollouts of a few questions."""
-    names = [name for name, rule in BASELINES.items() if not rule.only_trains]
+    """Every baseline that needs no training run, against fresh rollouts of a few questions."""
+    names = [name for name, baseline in BASELINES.items() if not baseline.only_trains]
     result = study(
         tmp_path / "zoo", "study.methods=[monte_carlo]", f"baselines=[{','.join(names)}]",
         "group_sizes=[4,8]", "budget=study_smoke", "reward_funcs=[task,brevity]",

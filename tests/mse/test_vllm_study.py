@@ -22,7 +22,7 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import build_pool, read_pool
 from grpo_ustat.mse.pool_parts import Part
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_text, start_sampler
+from grpo_ustat.mse.sampler import MAX_LOGPROB_GAP, sampler_text, start_sampler
 from grpo_ustat.policy.configured import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder
 
@@ -81,7 +81,7 @@ def test_a_missing_vllm_is_one_line_but_a_dry_run_needs_none(monkeypatch, capsys
 
 
 def test_the_sentence_warns_above_the_limit():
-    assert "WARNING" not in sampler_text("vllm", MOST_LOGPROB_GAP)
+    assert "WARNING" not in sampler_text("vllm", MAX_LOGPROB_GAP)
     assert "log-probabilities are 0.0004 nats a token" in sampler_text("vllm", 0.0004)
     warning = sampler_text("vllm", 0.123)
     assert warning.startswith(" WARNING: completions are vllm's")
@@ -187,7 +187,7 @@ def test_a_sampler_of_other_weights_is_warned_of(weights, tmp_path, monkeypatch)
     monkeypatch.setattr(FakeLLM, "collective_rpc", forget)
     study_run.run(weights, RunFolder(tmp_path, weights))
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["sampler"]["gap"] > MOST_LOGPROB_GAP
+    assert result["sampler"]["gap"] > MAX_LOGPROB_GAP
     assert "WARNING: completions are vllm's" in result["summary"]
 
 

@@ -401,8 +401,8 @@ def test_weights_that_cannot_be_read_are_one_line_of_every_command(place, damage
             lines.add(str(caught.value))
     assert len(lines) == 1 and "\n" not in (line := lines.pop()) and file.name in line
     if place != "base of adapters":
-        with pytest.raises(ConfigError, match=f"study.policy={typed}: .*{file.name}"):
-            compose("mse", "model=tiny", f"study.policy={typed}")
+        with pytest.raises(ConfigError, match=f"study.scored_by={typed}: .*{file.name}"):
+            compose("mse", "model=tiny", f"study.scored_by={typed}")
     file.write_bytes(whole)
     check_weights(str(typed))
 

@@ -22,7 +22,7 @@ from grpo_ustat.policy.scores.layers import (
     row_sums,
     row_sums_of_products,
 )
-from grpo_ustat.policy.scores.sketch import LARGEST_UNPACKED, Signs, Sketch
+from grpo_ustat.policy.scores.sketch import MAX_UNPACKED, Signs, Sketch
 
 CPU = torch.device("cpu")
 
@@ -132,7 +132,7 @@ def test_no_float_sum_of_a_gpu_is_in_any_order():
     assert not any("scatter" in name or "index_add" in name for name in calls.names)
 
 
-@pytest.mark.parametrize("count", [1001, LARGEST_UNPACKED + 13])
+@pytest.mark.parametrize("count", [1001, MAX_UNPACKED + 13])
 def test_signs_are_those_of_earlier_pools(count):
     """As they were made and kept, a byte each."""
     digest = hashlib.blake2b(b"3\x1fname", digest_size=16).digest()

@@ -64,7 +64,10 @@ def test_what_does_not_fit_is_named(case, folders, tmp_path):
         touched += [f"bad-{kind}"] if damage(before) != before else []
     lines = notes_of(tmp_path)
     assert touched
-    if case not in ("an unknown baseline", "a time that is none"):  # one is a rule of somebody's
+    if case not in (
+        "an unknown baseline",
+        "a time that is none",
+    ):  # one is a baseline of somebody's
         for folder in touched:
             assert any(folder in line for line in lines), (folder, lines)
     assert not any(len(line) > 700 for line in lines)

@@ -31,8 +31,8 @@ def axis_of(runs):
 def test_what_was_swept_is_the_axis(tmp_path):
     sizes = runs_of(tmp_path / "a", (16, 0, ()), (4, 0, ()), (4, 0, [NO_BASELINE]))
     assert axis_of(sizes) == Axis("group_size", (4, 16))
-    rules = runs_of(tmp_path / "b", (4, 0, [NO_BASELINE]), (4, 0, ()), (4, 1, ()))
-    assert axis_of(rules) == Axis("baseline.name", ("none", "leave_one_out"))
+    baselines = runs_of(tmp_path / "b", (4, 0, [NO_BASELINE]), (4, 0, ()), (4, 1, ()))
+    assert axis_of(baselines) == Axis("baseline.name", ("none", "leave_one_out"))
     rates = [(4, 0, [("learning_rate", rate)]) for rate in (1e-3, 1e-5)]
     rates = runs_of(tmp_path / "c", *rates, (4, 0, [NO_BASELINE, ("learning_rate", 1e-3)]))
     assert axis_of(rates) == Axis("learning_rate", (1e-5, 1e-3))

@@ -77,7 +77,7 @@ def refills(monkeypatch):
 def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeypatch, refills):
     """Float64; sliding windows of 3, prompts of four lengths, rows that leave or are replaced,
     buffers that fill up, groups that are split."""
-    monkeypatch.setattr(cache, "LEAST_IN_PLACE_BYTES", 0 if in_place else 2**60)
+    monkeypatch.setattr(cache, "MIN_IN_PLACE_BYTES", 0 if in_place else 2**60)
     monkeypatch.setattr(cache, "SPARE_TOKENS", 2)
     policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
     found = [sample(policy, PROMPTS, 4, dataclasses.replace(SAMPLING, rows=r)) for r in (512, 7)]
@@ -94,7 +94,7 @@ def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeyp
 
 
 def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
-    monkeypatch.setattr(cache, "LEAST_IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_IN_PLACE_BYTES", 0)
     monkeypatch.setattr(cache, "SPARE_TOKENS", 3)
     layer, whole, places = cache.GrowingLayer(), torch.randn(2, 1, 12, 4), []
     for t in range(12):
@@ -118,7 +118,7 @@ def test_rows_are_replaced_where_lengths_are_unequal_alone(monkeypatch):
 
 def test_a_window_forgets_the_columns_that_no_row_has(monkeypatch):
     """Dropped before the window is full, and after."""
-    monkeypatch.setattr(cache, "LEAST_IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_IN_PLACE_BYTES", 0)
     for window in (4, 12):
         layer, whole = cache.GrowingSlidingWindowLayer(window), torch.randn(2, 1, 16, 4)
         layer.update(whole[:, :, :8], whole[:, :, :8])

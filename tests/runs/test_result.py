@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from folders import completed, record_in, unsaved_study
-from readme import PAGES, ROOT
+from readme import ROOT
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.measurements.base import Study
@@ -26,7 +25,6 @@ from grpo_ustat.runs.result import (
 
 RECORDS = (TrainResult, StudyResult, TheoremResult)
 EXAMPLES = sorted((ROOT / "docs/examples").rglob("result.json"))
-NAMED = re.compile(r"`([a-z_.0-9]+)`\s+in\s+`result\.json`")
 
 
 def declared(record):
@@ -73,11 +71,6 @@ def test_an_example_is_the_same_when_its_records_are_written_again(file):
         if (record := study.of(measurement)) is not None:
             whole[measurement.name] = content_of(record)
     assert whole == content
-
-
-def test_pages_name_keys_of_results():
-    named = {key for text in PAGES.values() for key in NAMED.findall(text)}
-    assert named and named <= KEYS, named - KEYS
 
 
 @pytest.mark.parametrize("record", RECORDS)

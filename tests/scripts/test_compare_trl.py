@@ -148,11 +148,11 @@ def test_row_weights_times_scores_are_the_recorded_gradients_of_trl(compare):
     for setting in compare.PRESETS:
         budget = f"budget.rollouts={count}"
         config = compare.configured("float64", (*setting.ours, budget))
-        objective, rule = config.objective, config.baseline
+        objective, baseline = config.objective, config.baseline
         if objective.top_entropy_quantile < 1:
             continue
         (weight_PG,) = row_weights(
-            objective.loss(rule, compare.LENGTH),
+            objective.loss(baseline, compare.LENGTH),
             found.rewards_PG,
             BaselineContext(lengths_PG=rollouts.lengths_PG),
             rollouts.ended_PG,

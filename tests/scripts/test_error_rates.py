@@ -109,12 +109,12 @@ def test_worth_and_direction_of_a_turned_mean_are_rarely_wrong_where_they_are_pr
 
 
 def test_the_truth_of_a_turned_mean_is_that_of_a_large_study():
-    """Worth and direction, enumerated, of two kinds of prompts."""
+    """Relative efficiency and direction, enumerated, of two kinds of prompts."""
     population, size = TURNED["camps"](), losses.TURNED_SIZE
     pool = population.pool(np.arange(2000), 16, np.random.default_rng(1))
-    (row,) = losses.loss_worths(pool, [losses.BY_TOKENS], [size], losses.ROLLOUTS, 2, 1)
+    (row,) = losses.loss_efficiencies(pool, [losses.BY_TOKENS], [size], losses.ROLLOUTS, 2, 1)
     for what, truth in losses.truth_by_tokens(population, size, losses.ROLLOUTS).items():
-        found = getattr(row.worth, what)
+        found = getattr(row.efficiency, what)
         assert found.low < truth < found.high and found.high - found.low < 0.3
 
 

@@ -53,7 +53,7 @@ def test_the_rows_and_the_table_of_the_repository_have_no_fault(numbers_table):
 
 CHANGES = {
     "it has no questions": {"questions": None},
-    "it has no worth_trl_default_low": {"worth_trl_default_low": None},
+    "it has no efficiency_trl_default_low": {"efficiency_trl_default_low": None},
     "questions is 0.5, not a whole number from 1 on": {"questions": 0.5},
     "accuracy is 'high', not a finite number": {"accuracy": "high"},
     "space is 'half', not one of full, adapter": {"space": "half"},
@@ -125,7 +125,7 @@ def test_a_cell_says_what_its_interval_does(numbers_table):
     assert shown("gstar", 9.0, 8.5, 9.6) == "9.00 [8.50, 9.60]"
     assert shown("n_c", 3190.0, 1210.0, None) == "at least 1210"
     assert shown("gstar", 18.0, 1.5, None) == "not decided"
-    assert shown("worth_trl_default", None, 0.0, None) == "not decided"
+    assert shown("efficiency_trl_default", None, 0.0, None) == "not decided"
     assert shown("accuracy", 0.5, 0.25, 0.75) == "0.50 [0.25, 0.75]"
 
 
@@ -133,10 +133,14 @@ def study_in(folder, model, norm=None):
     """A finished study of the repository, as one of another model with TRL's loss."""
     shutil.copytree(EXAMPLE, folder)
     result = json.loads((folder / "result.json").read_text())
-    worth = {"worth_best": 0.9, "worth_best_low": 0.8, "worth_best_high": 1.0}
+    efficiency = {
+        "efficiency_best_g": 0.9,
+        "efficiency_best_g_low": 0.8,
+        "efficiency_best_g_high": 1.0,
+    }
     sizes = {"group_size": 8, "rollouts": 256, "loss": "trl_dapo", "baseline": "group_std"}
-    rest = {"loss_type": "dapo", "unbiased_direction": False, "best": True, "alike": True}
-    result["losses"] = [sizes | rest | worth]
+    rest = {"loss_type": "dapo", "unbiased_direction": False, "best": True, "may_be_best": True}
+    result["losses"] = [sizes | rest | efficiency]
     result["metric"]["norm"] = norm or result["metric"]["norm"]
     (folder / "result.json").write_text(json.dumps(result))
     config = yaml.safe_load((folder / ".hydra/config.yaml").read_text())
@@ -175,7 +179,7 @@ def test_a_row_of_a_checkpoint_names_its_training(norm, space, tmp_path, numbers
     row = numbers_table.row_of(study_in(tmp_path / "mse", checkpoint, norm), {})
     assert (row["model"], row["data"]) == ("org/name", "arithmetic, bare")
     assert (row["stage"], row["space"], row["device"]) == ("20 steps", space, "CPU")
-    assert (row["worth_trl_default"], row["date"]) == (0.9, "2026-03-01")
+    assert (row["efficiency_trl_default"], row["date"]) == (0.9, "2026-03-01")
     assert row["commands"] == [
         "grpo-ustat train model=org/name lora=r16 hydra.run.dir=outputs/train/mine",
         "grpo-ustat mse model=outputs/train/mine/checkpoint-20 'objectives=[trl_dapo]'",

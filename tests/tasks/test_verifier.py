@@ -193,7 +193,7 @@ def test_equal_pairs_are_judged_once_and_remembered(stub, calls):
 
 @pytest.mark.slow(minutes=0.02)
 def test_only_so_many_verdicts_are_remembered(stub, calls, monkeypatch):
-    monkeypatch.setattr("grpo_ustat.tasks.verifier.MOST_REMEMBERED_PAIRS", 2)
+    monkeypatch.setattr("grpo_ustat.tasks.verifier.MAX_REMEMBERED_PAIRS", 2)
     verifier = stub()
     for answer in ("1", "2", "1", "3", "1", "2"):  # 2 is the oldest when 3 comes
         verifier.judge([("3", answer)])

@@ -30,7 +30,7 @@ INJECTED = {  # the rows of a trap, and from which on it is told
     "truncated": ({"completions/clipped_ratio": 0.1}, 1, "10 % .*max_completion_length=140"),
     "extraction_failed": ({"completions/extraction_failure_ratio": 0.6}, 1, "60 % .*prompt.templ"),
     "unjudged": ({"judge/timeouts": 2, "judge/failures": 1}, 1, "2 timed out, 1 failed"),
-    "silent": ({"frac_reward_zero_std": 1.0}, 3, "group_size=4"),
+    "zero_variance": ({"frac_reward_zero_std": 1.0}, 3, "group_size=4"),
     "constant_reward": ({"reward_std": 0.0}, 5, "same reward, now 0.3"),
     "logprob_gap": ({"sampling/sampling_logp_difference/mean": 0.01}, 1, "0.01 nats .* float32"),
     "zero_learning_rate": ({"learning_rate": 0.0}, 2, "warmup_steps=0"),
@@ -105,7 +105,7 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
     for name in ("truncated", "extraction_failed", "zero-variance groups"):
         assert err.count(f"ALARM {name}, ") == 1
     result = json.loads((sick / "result.json").read_text())
-    assert result["alarms"] == {"truncated": 4, "extraction_failed": 4, "silent": 4}
+    assert result["alarms"] == {"truncated": 4, "extraction_failed": 4, "zero_variance": 4}
     assert (
         "Alarms (steps): truncated (4), extraction_failed (4), zero-variance groups (4)"
         in result["summary"]
@@ -134,7 +134,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
     path = fit(tmp_path, "max_completion_length=5")
     err = capsys.readouterr().err
     counted = json.loads((path / "result.json").read_text())["alarms"]
-    found = ("ALARM truncated" in err, counted["truncated"], counted.get("silent"))
+    found = ("ALARM truncated" in err, counted["truncated"], counted.get("zero_variance"))
     expected = {None: (False, 4, 4), "alarms": (True, 2, 4), "streaks": (False, 4, None)}
     assert found == expected[forgotten]
 

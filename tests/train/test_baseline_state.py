@@ -1,4 +1,4 @@
-"""Every rule in training: what it reads, what that costs, and what it remembers."""
+"""Every baseline in training: what it reads, what that costs, and what it remembers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_rank_without_prompts_costs_nothing(monkeypatch):
     assert sample_extra(None, [], 3, 0) == (None, SamplingCost(6, 40))
 
 
-READERS = ["leave_one_out", *(name for name, rule in BASELINES.items() if rule.needs)]
+READERS = ["leave_one_out", *(name for name, baseline in BASELINES.items() if baseline.needs)]
 
 
 @pytest.mark.slow

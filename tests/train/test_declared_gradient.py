@@ -23,10 +23,10 @@ class Captured(Exception):
 def audited(tmp_path, monkeypatch, objective):
     """The audit of a first update."""
     run, batch = first_batch(tmp_path, f"objective={objective}")
-    rule, rewards = run.config.baseline, np.random.default_rng(0).random(batch.rewards_PG.shape)
-    loss = run.config.objective.loss(rule, run.config.max_completion_length)
+    baseline, rewards = run.config.baseline, np.random.default_rng(0).random(batch.rewards_PG.shape)
+    loss = run.config.objective.loss(baseline, run.config.max_completion_length)
     context = BaselineContext(lengths_PG=batch.lengths_PG)
-    advantage = advantages(rule.name, rewards, context, rule.options)
+    advantage = advantages(baseline.name, rewards, context, baseline.options)
     sum_gradients = update_module.sum_gradients
 
     def captured(run):

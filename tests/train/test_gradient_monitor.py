@@ -159,12 +159,12 @@ def test_watching_changes_nothing_but_the_rows(tmp_path):
 
 @pytest.mark.slow
 def test_what_has_no_interval_says_why(watched):
-    """All groups silent, and all but one."""
+    """All groups of zero variance, and all but one."""
     run, batch = watched
-    silent_PG, one_PG = np.ones((8, 4)), np.ones((8, 4))
+    zero_variance_PG, one_PG = np.ones((8, 4)), np.ones((8, 4))
     one_PG[2, 1] = 0
     for rewards_PG, reasons in (
-        (silent_PG, dict.fromkeys(NAMES, "every group has zero variance")),
+        (zero_variance_PG, dict.fromkeys(NAMES, "every group has zero variance")),
         (one_PG, {"gstar": "the interval of c1 and c3 reaches 0", "corr": "within one group"}),
     ):
         row = gradient_mse(run, dataclasses.replace(batch, rewards_PGF=rewards_PG[..., None]))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes import random_rollouts
 
-from grpo_ustat.estimators.ustatistic import silent_share_if_alike
+from grpo_ustat.estimators.ustatistic import zero_variance_share_if_equal
 from grpo_ustat.train import metrics
 from grpo_ustat.train.context import Batch
 from grpo_ustat.train.metrics import batch_metrics, num_tokens, update_metrics
@@ -48,7 +48,7 @@ def test_a_row_worked_by_hand():
         "completions/max_terminated_length": 5, "completions/clipped_ratio": 2 / 6,
         "completions/extraction_failure_ratio": 2 / 6, "tokens": 30,
     }  # fmt: skip
-    expected["frac_reward_zero_std_expected"] = silent_share_if_alike(np.array([3, 1]), 3)
+    expected["frac_reward_zero_std_expected"] = zero_variance_share_if_equal(np.array([3, 1]), 3)
     assert row == pytest.approx(expected)
     assert num_tokens(batch) == 3 * (3 + 5) + 30
 
@@ -93,7 +93,7 @@ def test_the_expected_silent_share_is_unbiased(size):
         rewards = np.array(drawn)
         p = chances[:, None] ** rewards * (1 - chances[:, None]) ** (1 - rewards)
         successes = rewards.sum(axis=1)
-        mean += p.prod() * silent_share_if_alike(successes, size)
+        mean += p.prod() * zero_variance_share_if_equal(successes, size)
         pooled = successes.mean() / size
         plug_in += p.prod() * (pooled**size + (1 - pooled) ** size)
         sure += p.prod() * ((successes == 0) | (successes == size)).mean()
@@ -102,7 +102,7 @@ def test_the_expected_silent_share_is_unbiased(size):
     assert mean == pytest.approx(truth, abs=1e-12)
     if size > 1:
         assert plug_in > truth + 1e-3
-        assert sure > truth + 0.1  # unequal prompts are silent more often
+        assert sure > truth + 0.1  # unequal prompts have zero-variance groups more often
 
 
 @pytest.mark.slow
@@ -122,8 +122,8 @@ def test_large_groups_keep_their_digits():
 
     expected = float(exact(successes) + exact(size - successes))
     assert 0 < expected < 1e-20
-    assert silent_share_if_alike(successes, size) == pytest.approx(expected, rel=1e-10)
-    assert silent_share_if_alike(np.array([1000] * 5), 1000) == pytest.approx(1)
+    assert zero_variance_share_if_equal(successes, size) == pytest.approx(expected, rel=1e-10)
+    assert zero_variance_share_if_equal(np.array([1000] * 5), 1000) == pytest.approx(1)
 
 
 def test_entropy_and_gap_are_over_tokens():

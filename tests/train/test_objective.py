@@ -335,8 +335,8 @@ def test_presets_are_the_recorded_losses_of_verl(preset):
     batch, whose ratios are 1, and one after the policy has moved, where some are clipped.
     """
     config = compose("train", f"objective={preset}")
-    kind, rule = config.objective, config.baseline
-    advantage_PG = advantages(rule.name, REWARDS_PG, BaselineContext(), rule.options)
+    kind, baseline = config.objective, config.baseline
+    advantage_PG = advantages(baseline.name, REWARDS_PG, BaselineContext(), baseline.options)
     _, mask = batch()
     weight_N = token_weights(kind.loss_type, LENGTHS, 4)
     recorded = np.split(np.array(RECORD["losses"][preset]), 2)

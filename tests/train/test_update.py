@@ -156,7 +156,7 @@ def test_silent_completions_are_skipped_only_where_that_is_exact(tmp_path, monke
     run, batch = first_batch(tmp_path, *EXACT)
     skipped, found = gradient_of(run, batch.rollouts, advantages)
     assert found.sums["skipped"] == 10 and found.sums["rows"] == 16
-    monkeypatch.setattr(update_module.objectives, "skips_silent", lambda objective: False)
+    monkeypatch.setattr(update_module.objectives, "skips_zero_variance", lambda objective: False)
     all_read, found = gradient_of(run, batch.rollouts, advantages)
     assert found.sums["skipped"] == 0
     assert_same(skipped, all_read)

@@ -1,13 +1,14 @@
-r"""Baselines: the rules that turn a group's rewards into advantages.
+r"""Baselines: functions that turn a group's rewards into advantages.
 
 One signature for the whole family, so that adding one changes no caller:
 
-    rule(rewards_PG, context, **options) -> advantage_PG
+    baseline(rewards_PG, context, **options) -> advantage_PG
 
 The gradient estimate is always `1/(P G) sum_i s_i advantage_i`, linear in the scores s_i, so a
 baseline never sees the model. It owns centring and scale; nothing downstream normalises again.
-Rules are pure and work in float64; their options are keyword arguments with defaults. The decorator
-of a rule of ours holds all else that command line and studies know of it, see `registry.rule`.
+Baselines are pure and work in float64; their options are keyword arguments with defaults. The
+decorator of a baseline of ours holds all else that command line and studies know of it, see
+`registry.baseline`.
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards
@@ -45,10 +46,10 @@ from grpo_ustat.estimators.baselines.registry import (
     BASELINES,
     PLUGIN_GROUP,
     advantages,
+    baseline,
     check_options,
     check_shape,
-    own_rules,
-    rule,
+    plugin_baselines,
 )
 from grpo_ustat.estimators.baselines.several import gdpo, weighted_sum
 from grpo_ustat.estimators.baselines.stateful import (
@@ -94,13 +95,13 @@ __all__ = [
     "opo_self",
     "optimal",
     "oracle",
-    "own_rules",
+    "plugin_baselines",
     "pods",
     "quantile",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
-    "rule",
+    "baseline",
     "running_mean",
     "running_update",
     "spo",

@@ -1,4 +1,4 @@
-"""Definition of a rule, and the arithmetic that several rules share."""
+"""Definition of a baseline, and the arithmetic that several baselines share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OF_THE_BATCH = frozenset({"lengths_PG", "history", "rewards_PGF", "reward_weight
 
 
 class UnfitRewards(ValueError):
-    """Rewards outside the range that a rule is defined for.
+    """Rewards outside the range that a baseline is defined for.
 
-    Its message is one line that names the rule, the rewards and the fix.
+    Its message is one line that names the baseline, the rewards and the fix.
     """
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A named rule.
+    """A named baseline.
 
-    As groups grow a prompt's mean goes to its `target`, with epsilon the rule's option:
+    As groups grow a prompt's mean goes to its `target`, with epsilon the baseline's option:
 
         expected_reward      g
         g_over_sigma         g / (sigma + epsilon); for 0/1 rewards and a small epsilon the gradient
@@ -38,7 +38,7 @@ class Baseline:
         kept_part            0/1 rewards: g / (V (1-V)) sigma_m^2 / (sigma_m + epsilon), sigma_m
                              the std of the part of the group that is kept
 
-    and, up to one number of the rule or of the batch that is the same for all prompts, to
+    and, up to one number of the baseline or of the batch that is the same for all prompts, to
 
         multiple_of_g        g
         g_over_density       g / f(V), f a density fitted to the batch
@@ -48,25 +48,25 @@ class Baseline:
 
     # The word used in configurations and tables.
     name: str
-    # The rule itself, `rule(rewards_PG, context, **options) -> advantage_PG`, each option with a
-    # default.
+    # The baseline itself, `baseline(rewards_PG, context, **options) -> advantage_PG`, each option
+    # with a default.
     advantage: Callable[..., Array]
     # True if E[estimate] is the gradient of the expected reward, given the past.
     unbiased: bool
-    # The smallest group that the rule is defined for.
+    # The smallest group that the baseline is defined for.
     min_group_size: int
-    # Names of the `BaselineContext` fields that the rule reads.
+    # Names of the `BaselineContext` fields that the baseline reads.
     needs: frozenset[str] = frozenset()
-    # Options, with their defaults, that the rule itself does not take: those of the memory behind
-    # it, see `train.baseline_state`.
+    # Options, with their defaults, that the baseline itself does not take: those of the memory
+    # behind it, see `train.baseline_state`.
     memory: Mapping[str, float] = field(default_factory=dict[str, float])
-    # Limit of the rule's mean as groups grow, see above.
+    # Limit of the baseline's mean as groups grow, see above.
     target: str = "expected_reward"
     # True if a prompt's advantages depend on other prompts' rewards or lengths.
     couples_prompts: bool = False
     # True if `A_i = r_i - b(x)` with b independent of the group.
     prompt_only: bool = False
-    # The fewest prompts that the rule is defined for.
+    # The fewest prompts that the baseline is defined for.
     min_prompts: int = 1
     # Description in `--help`.
     words: str = ""
@@ -75,35 +75,37 @@ class Baseline:
     def options(self) -> dict[str, float]:
         """Options and their defaults.
 
-        They are the rule's parameters behind the first two, then those of its memory.
+        They are the baseline's parameters behind the first two, then those of its memory.
         """
         _, _, *parameters = inspect.signature(self.advantage).parameters.values()
         return {each.name: each.default for each in parameters} | dict(self.memory)
 
     @property
     def needs_value(self) -> bool:
-        """True if the rule reads `context.value_P`."""
+        """True if the baseline reads `context.value_P`."""
         return "value_P" in self.needs
 
     @property
     def only_trains(self) -> bool:
-        """True if the rule remembers each prompt or a fit of many batches: a study has no past."""
+        """True if the baseline remembers prompts or a fit of many batches: a study has no past."""
         return bool(self.needs & {"tracker_P", "critic_P"})
 
 
-def require(value: Value | None, name: str, rule: str) -> Value:
-    """Return the value of a `BaselineContext` field that a rule cannot do without.
+def require(value: Value | None, name: str, baseline: str) -> Value:
+    """Return the value of a `BaselineContext` field that a baseline cannot do without.
 
     Args:
         value: value of the field.
         name: name of the field, for the message.
-        rule: name of the baseline, for the message.
+        baseline: name of the baseline, for the message.
 
     Raises:
         ValueError: the value is None.
     """
     if value is None:
-        raise ValueError(f"baseline {rule} needs BaselineContext.{name}, got None: pass {name}=...")
+        raise ValueError(
+            f"baseline {baseline} needs BaselineContext.{name}, got None: pass {name}=..."
+        )
     return value
 
 

@@ -1,4 +1,4 @@
-"""Rules that read the rewards of the whole batch of prompts."""
+"""Baselines that read the rewards of the whole batch of prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines.base import UnfitRewards, quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
-from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext, Integers
 
@@ -16,7 +16,7 @@ from grpo_ustat.records import Array, BaselineContext, Integers
 NO_SPREAD = 1e-12
 
 
-@rule(
+@baseline(
     "(r - group mean) / (std of all rewards of the batch + epsilon). Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
     return quotient(centred(rewards_PG), (rewards_PG - rewards_PG[0, 0]).std(ddof=1) + epsilon)
 
 
-@rule(
+@baseline(
     "REINFORCE++: whitened over the tokens of the batch, epsilon under the root. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
@@ -53,7 +53,7 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float 
     return _whiten(rewards_PG - rewards_PG[0, 0], lengths_PG, epsilon)
 
 
-@rule(
+@baseline(
     "r - group mean, then whitened over the tokens of the batch. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
@@ -85,7 +85,7 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
     return quotient(deviation_PG, math.sqrt(variance + epsilon))
 
 
-@rule(
+@baseline(
     "VL-Norm: GRPO's advantage times weights length^-power, whose mean in the batch is 1. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="weighted_by_length",
@@ -113,7 +113,7 @@ def length_weighted(
     return weight_PG / weight_PG.mean() * group_std(rewards_PG, context, epsilon=epsilon)
 
 
-@rule(
+@baseline(
     "leave_one_out shrunk towards the other prompts, which decide how far (arXiv "
     "2511.03710). Unbiased.",
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
@@ -142,7 +142,7 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
     return _shrink(rewards_PG, (count - 1) / count, epsilon)
 
 
-@rule(
+@baseline(
     "james_stein as its authors' code has it, without the factor (P-1)/P on P prompts. Unbiased.",
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
@@ -171,7 +171,7 @@ def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
     return rewards_PG - (1 - shrink_P1) * loo_PG - shrink_P1 * pooled_P1
 
 
-@rule(
+@baseline(
     "BNPO: (r - group mean) over a Beta density of it; rewards from [minimum, maximum]. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="g_over_density",
 )  # fmt: skip

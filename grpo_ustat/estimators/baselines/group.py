@@ -1,4 +1,4 @@
-"""Rules that read only the rewards of the completion's own group."""
+"""Baselines that read only the rewards of the completion's own group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import UnfitRewards, quotient, require
-from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext
 
@@ -15,7 +15,7 @@ from grpo_ustat.records import Array, BaselineContext
 ROUNDING = 1e-12
 
 
-@rule(
+@baseline(
     "The paper's GRPO: the mean reward of the group's other completions. Unbiased.",
     unbiased=True, min_group_size=2,
 )  # fmt: skip
@@ -33,7 +33,7 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - others / (group_size - 1)
 
 
-@rule(
+@baseline(
     "The group's own mean: (G-1)/G times leave_one_out. Biased by shrinking.",
     unbiased=False, min_group_size=2,
 )  # fmt: skip
@@ -42,7 +42,7 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
 
     This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). Biased by shrinking: it is (G-1)/G
     times leave_one_out on every sample, so its direction is right and its length short; it can beat
-    unbiased rules on raw MSE for that reason alone.
+    unbiased baselines on raw MSE for that reason alone.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[0.75, -0.25, -0.25, -0.25]]
@@ -50,7 +50,7 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - np.mean(rewards_PG, axis=-1, keepdims=True)
 
 
-@rule(
+@baseline(
     "GRPO as published: (r - mean) / (std with divisor G-1 + epsilon). Biased; for large G "
     "towards g/sigma, with 0/1 rewards the gradient of E[2 arcsin sqrt V].",
     unbiased=False, min_group_size=2, target="g_over_sigma",
@@ -69,7 +69,7 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
     return quotient(centred_PG, centred_PG.std(axis=1, ddof=1, keepdims=True) + epsilon)
 
 
-@rule(
+@baseline(
     "GRPO's advantage less its bias of order 1/G, by the jackknife; groups of 3 or more. "
     "Biased by order 1/G^2 against g/sigma.",
     unbiased=False, min_group_size=3, target="g_over_sigma",
@@ -101,7 +101,7 @@ def group_std_jackknife(
     return result
 
 
-@rule(
+@baseline(
     "(r - mean of the others) / (std of the others + epsilon), groups of 3 or more. Exact "
     "in direction for each prompt; a small epsilon makes it explode near groups of equal "
     "rewards.",
@@ -115,8 +115,8 @@ def leave_one_out_std(
     The std has divisor G-2. No number in it but r_i holds completion i, so a prompt's mean is g
     times a number, `g E[1 / (std of G-1 + epsilon)]`: the direction is exact prompt by prompt, the
     weights of prompts are not. A completion unlike others that are all equal is divided by epsilon
-    alone: near silent groups its variance grows like `1/epsilon^2`, so epsilon must not be small.
-    No published rule is known to us that leaves the completion out of the std too.
+    alone: near zero-variance groups its variance grows like `1/epsilon^2`, so epsilon must not be
+    small. No published baseline is known to us that leaves the completion out of the std too.
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()
@@ -131,7 +131,7 @@ def leave_one_out_std(
     return result
 
 
-@rule(
+@baseline(
     "QAE: (r - quantile of the group's rewards) / (std + epsilon). Biased.",
     unbiased=False, min_group_size=2, target="g_over_sigma",
 )  # fmt: skip
@@ -161,7 +161,7 @@ def quantile(
     return quotient(rewards_PG - base_P1, spread_P1 + epsilon)
 
 
-@rule(
+@baseline(
     "PODS: GRPO's advantage within the part of the group whose rewards vary most. Biased.",
     unbiased=False, min_group_size=2, target="kept_part",
 )  # fmt: skip
@@ -209,7 +209,7 @@ def pods(
     return result
 
 
-@rule(
+@baseline(
     "(r - group mean) / (group mean + epsilon). Biased; for large G towards g/V, the "
     "gradient of E[log V].",
     unbiased=False, min_group_size=2, target="g_over_v",
@@ -235,7 +235,7 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
     return quotient(centred(rewards_PG), rewards_PG.mean(axis=1, keepdims=True) + epsilon)
 
 
-@rule(
+@baseline(
     "Length-weighted mean reward of the group's other completions. Unbiased.",
     unbiased=True, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
@@ -255,7 +255,7 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - others_PG / (lengths_PG.sum(axis=1, keepdims=True) - lengths_PG)
 
 
-@rule(
+@baseline(
     "Length-weighted mean reward of the whole group, as OPO is shipped. Biased.",
     unbiased=False, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
@@ -274,7 +274,7 @@ def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - mean_P1 / lengths_PG.sum(axis=1, keepdims=True)
 
 
-@rule(
+@baseline(
     "KRPO: rewards less a Kalman filter that runs through the group, over its std (arXiv "
     "2505.07527). Biased by one factor alone.",
     unbiased=False, min_group_size=2, target="multiple_of_g",

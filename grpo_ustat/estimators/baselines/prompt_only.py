@@ -1,4 +1,4 @@
-"""Rules `A_i = r_i - b(x)` whose b does not depend on the group: unbiased, closed forms exist.
+"""Baselines `A_i = r_i - b(x)` whose b does not depend on the group: unbiased, closed forms exist.
 
 E[S | x] = 0, so any b that is independent of the group's completions drops out of E[S (r - b)].
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import require
-from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.records import Array, BaselineContext
 
 
-@rule(
+@baseline(
     "REINFORCE: no baseline. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
@@ -27,7 +27,7 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG.copy()
 
 
-@rule(
+@baseline(
     "One number for all prompts. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
@@ -42,7 +42,7 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
     return rewards_PG - value
 
 
-@rule(
+@baseline(
     "V(x) from budget.value_completions fresh completions per prompt. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
 )  # fmt: skip
@@ -58,7 +58,7 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - require(context.value_P, "value_P", "oracle")[:, None]
 
 
-@rule(
+@baseline(
     "E[q Z]/E[q] from budget.value_completions fresh completions per prompt. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
@@ -87,7 +87,7 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
     return np.divide(weighted_P, total_P, out=np.zeros_like(total_P), where=total_P > 0)
 
 
-@rule(
+@baseline(
     "The reward of one greedy completion per prompt. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Registry of all rules by name: their declaration, and the function that calls them."""
+"""Registry of all baselines by name: their declaration, and the function that calls them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import numpy as np
 from grpo_ustat.estimators.baselines.base import Baseline
 from grpo_ustat.records import Array, BaselineContext
 
-Rule = TypeVar("Rule", bound=Callable[..., Array])
+Function = TypeVar("Function", bound=Callable[..., Array])
 
 # Group of entry points, each a `Baseline` of the same name.
 PLUGIN_GROUP = "grpo_ustat.baselines"
 
 
-class _Rules(dict[str, Baseline]):
-    """Our rules by name.
+class _Baselines(dict[str, Baseline]):
+    """Our baselines by name.
 
-    A lookup also gives a rule of an installed package, which is none of the keys.
+    A lookup also gives a baseline of an installed package, which is none of the keys.
 
     Raises:
-        KeyError: no rule has this name.
-        TypeError: the entry point is no `Baseline` of this name, or cannot be called as rules are.
+        KeyError: no baseline has this name.
+        TypeError: the entry point is no `Baseline` of this name, or cannot be called as baselines
+        are.
     """
 
     def __init__(self) -> None:
@@ -39,14 +40,14 @@ class _Rules(dict[str, Baseline]):
 
 
 def _load(name: str) -> Baseline:
-    """Load the rule that an installed package offers by this name, see `_Rules`."""
-    rule = entry_points(group=PLUGIN_GROUP)[name].load()
-    if not isinstance(rule, Baseline) or rule.name != name:
+    """Load the baseline that an installed package offers by this name, see `_Baselines`."""
+    baseline = entry_points(group=PLUGIN_GROUP)[name].load()
+    if not isinstance(baseline, Baseline) or baseline.name != name:
         raise TypeError(
-            f"entry point {name} of {PLUGIN_GROUP} is {rule!r:.80}: it must be a Baseline of "
+            f"entry point {name} of {PLUGIN_GROUP} is {baseline!r:.80}: it must be a Baseline of "
             f"name {name!r}"
         )
-    takes = inspect.signature(rule.advantage)
+    takes = inspect.signature(baseline.advantage)
     try:
         takes.bind("rewards_PG", "context")
     except TypeError as error:
@@ -54,19 +55,19 @@ def _load(name: str) -> Baseline:
             f"{name} takes {takes!s:.120}: write it as (rewards_PG, context), options behind these "
             "as option=default"
         ) from error
-    defaults: dict[str, object] = {**rule.options}
+    defaults: dict[str, object] = {**baseline.options}
     for option, default in defaults.items():
         if not isinstance(default, (int, float)):
             raise TypeError(
                 f"option {option} of {name} is {default!r:.80}: its default is a number"
             )
-    return rule
+    return baseline
 
 
-BASELINES = _Rules()
+BASELINES = _Baselines()
 
 
-def rule(
+def baseline(
     words: str,
     *,
     unbiased: bool,
@@ -77,10 +78,10 @@ def rule(
     needs: Collection[str] = (),
     memory: Mapping[str, float] | None = None,
     target: str = "expected_reward",
-) -> Callable[[Rule], Rule]:
+) -> Callable[[Function], Function]:
     """Return a decorator that puts a function, unchanged, among `BASELINES` by its own name.
 
-    A rule of ours needs nothing else: command line, `--help` and studies read it there. Another
+    A baseline of ours needs nothing else: command line, `--help` and studies read it there. Another
     package offers a `Baseline`.
 
     Args:
@@ -89,8 +90,8 @@ def rule(
             see `Baseline`.
     """
 
-    def declare(advantage: Rule) -> Rule:
-        """Enter a rule in `BASELINES`, and return it."""
+    def declare(advantage: Function) -> Function:
+        """Enter a baseline in `BASELINES`, and return it."""
         name = advantage.__name__
         BASELINES[name] = Baseline(
             name,
@@ -110,8 +111,8 @@ def rule(
     return declare
 
 
-def own_rules(names: Iterable[str] | None = None) -> set[str]:
-    """Return the rules of installed packages, of these names or all; ours cannot be replaced."""
+def plugin_baselines(names: Iterable[str] | None = None) -> set[str]:
+    """Return baselines of installed packages, of these names or all; ours are never replaced."""
     if names is not None and BASELINES.keys() >= set(names):
         return set()
     offered = entry_points(group=PLUGIN_GROUP).names.difference(BASELINES)
@@ -127,24 +128,24 @@ def advantages(
     """Compute the advantages of a baseline by name, shape [P, G], float64.
 
     Args:
-        name: a key of `BASELINES`, or a rule of an installed package.
+        name: a key of `BASELINES`, or a baseline of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
-        context: the other numbers that the rule reads.
-        options: the rule's options, exactly those of `Baseline.options`.
+        context: the other numbers that the baseline reads.
+        options: the baseline's options, exactly those of `Baseline.options`.
 
     Raises:
-        ValueError: too few completions or prompts, or other options than the rule's.
+        ValueError: too few completions or prompts, or other options than the baseline's.
     """
-    rule, options = BASELINES[name], dict(options or {})
+    baseline, options = BASELINES[name], dict(options or {})
     assert rewards_PG.ndim == 2 and rewards_PG.dtype == np.float64
     check_options(name, options)
     check_shape(name, *rewards_PG.shape)
-    rule_options = {key: value for key, value in options.items() if key not in rule.memory}
-    return rule.advantage(rewards_PG, context, **rule_options)
+    function_options = {key: value for key, value in options.items() if key not in baseline.memory}
+    return baseline.advantage(rewards_PG, context, **function_options)
 
 
 def check_options(name: str, options: Mapping[str, float]) -> None:
-    """Refuse options that are not exactly the rule's.
+    """Refuse options that are not exactly the baseline's.
 
     Raises:
         ValueError: it names the unknown or missing options.
@@ -163,22 +164,22 @@ def check_options(name: str, options: Mapping[str, float]) -> None:
 
 
 def check_shape(name: str, num_prompts: int, group_size: int) -> None:
-    """Refuse fewer completions or prompts than the rule is defined for.
+    """Refuse fewer completions or prompts than the baseline is defined for.
 
     Raises:
         ValueError: it names both numbers.
     """
-    rule = BASELINES[name]
-    if group_size < rule.min_group_size:
+    baseline = BASELINES[name]
+    if group_size < baseline.min_group_size:
         raise ValueError(
-            f"baseline {name} needs groups of at least {rule.min_group_size} completions, "
+            f"baseline {name} needs groups of at least {baseline.min_group_size} completions, "
             f"got group_size={group_size}"
         )
-    if num_prompts < rule.min_prompts:
+    if num_prompts < baseline.min_prompts:
         raise ValueError(
-            f"baseline {name} needs at least {rule.min_prompts} prompts, got {num_prompts}"
+            f"baseline {name} needs at least {baseline.min_prompts} prompts, got {num_prompts}"
         )
-    if rule.couples_prompts and num_prompts * group_size < 2:
+    if baseline.couples_prompts and num_prompts * group_size < 2:
         raise ValueError(
             f"baseline {name} scales by the batch's spread and needs 2 completions, got 1"
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines.base import quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
-from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.records import Array, BaselineContext
 
 
@@ -34,9 +34,9 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
     function's rewards separately, and their weighted sum is divided by the std of the whole batch
     (divisor P G - 1) plus epsilon. TRL also subtracts the batch's mean, which is 0 up to rounding;
-    left in place, a group that is silent under every function has advantages of exactly 0. A
-    function that is silent in a group counts nothing there, and the others as much as ever. Biased,
-    function by function as `group_std`: with many completions its mean goes to that of
+    left in place, a group of zero variance under every function has advantages of exactly 0. A
+    function of zero variance in a group counts nothing there, and the others as much as ever.
+    Biased, function by function as `group_std`: with many completions its mean goes to that of
     sum_f w_f g_f/sigma_f, times one number for the batch.
 
     Args:
@@ -58,7 +58,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     return quotient(total_PG, total_PG.std(ddof=1) + epsilon)
 
 
-@rule(
+@baseline(
     "Each reward function over its own std in the group, their weighted sum over the std of "
     "the batch: TRL's multi_objective_aggregation=normalize_then_sum. Needs at least two "
     "reward_funcs. Biased.",
@@ -66,7 +66,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     needs={"reward_weights_F", "rewards_PGF"}, target="sum_g_over_sigma",
 )  # fmt: skip
 def gdpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Return `normalise_then_sum` as a rule: it reads the functions' rewards, never their sum.
+    """Return `normalise_then_sum` as a baseline: it reads the functions' rewards, never their sum.
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])
     >>> context = BaselineContext(rewards_PGF=z, reward_weights_F=np.ones(2))

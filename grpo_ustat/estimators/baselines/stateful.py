@@ -1,4 +1,4 @@
-"""Rules whose baseline was learned from past batches, and the weights of the past.
+"""Baselines whose baseline was learned from past batches, and the weights of the past.
 
 The memory itself is in `train.baseline_state`, where batches follow each other; this module has its
 arithmetic. A memory is read before the batch at hand is added to it: given the past, b is then
@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import quotient, require
-from grpo_ustat.estimators.baselines.registry import rule
+from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.records import Array, BaselineContext
 
 
-@rule(
+@baseline(
     "Moving average of past batches, from 0, used before the update. Unbiased given the past.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"running"}, memory={"decay": 0.95},
 )  # fmt: skip
@@ -38,7 +38,7 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
     return decay * running + (1 - decay) * float(rewards_PG.mean())
 
 
-@rule(
+@baseline(
     "Linear value head fitted on past batches, discounted by decay; training only. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"critic_P"},
     memory={"decay": 0.9, "ridge": 1.0},
@@ -54,7 +54,7 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     return rewards_PG - require(context.critic_P, "critic_P", "critic")[:, None]
 
 
-@rule(
+@baseline(
     "Per-prompt tracker of past rewards, then whitened over the batch; training only. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"tracker_P"},
     memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
@@ -78,7 +78,7 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
     return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
 
 
-@rule(
+@baseline(
     "EBPO: the group's mean shrunken to that of the batch, by variances of all rewards so "
     "far, then over the batch's std (arXiv 2602.05165). Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"history"},

@@ -13,8 +13,8 @@ from importlib import metadata
 
 from packaging.version import Version
 
-LEAST_TRL = "1.16"
-INSTALL = f'pip install "trl>={LEAST_TRL}"'
+MIN_TRL = "1.16"
+INSTALL = f'pip install "trl>={MIN_TRL}"'
 
 try:
     _installed = metadata.version("trl")
@@ -22,9 +22,9 @@ except metadata.PackageNotFoundError:
     raise ImportError(
         f"grpo_ustat.integrations.trl needs TRL, which is not installed: {INSTALL}"
     ) from None
-if Version(_installed).release < Version(LEAST_TRL).release:
+if Version(_installed).release < Version(MIN_TRL).release:
     raise ImportError(
-        f"grpo_ustat.integrations.trl needs TRL {LEAST_TRL} or newer, {_installed} is installed: "
+        f"grpo_ustat.integrations.trl needs TRL {MIN_TRL} or newer, {_installed} is installed: "
         f"{INSTALL}"
     )
 

@@ -17,7 +17,7 @@ from grpo_ustat.estimators.applied_gradient import (
     NOT_OF_ROWS,
     Fault,
     GradientAudit,
-    advantages_by_rule,
+    advantages_by_baseline,
     divided,
     judged,
     other_losses,
@@ -146,13 +146,13 @@ class UpdateAudit:
                 rewards_PGF=np.stack([group.rewards_GF for group in groups]),
                 reward_weights_F=self.trainer.reward_weights.double().cpu().numpy(),
             )
-            by_rule = advantages_by_rule(self.loss, rewards_PG, context)
+            by_baseline = advantages_by_baseline(self.loss, rewards_PG, context)
         except Exception as error:  # as in `_update`
             self._fault = f"{type(error).__name__}: {error}"
             return
         for p, group in enumerate(groups):
             for i, one in enumerate(group.completions):
-                own = {rule: float(values[p, i]) for rule, values in by_rule.items()}
+                own = {baseline: float(values[p, i]) for baseline, values in by_baseline.items()}
                 self._advantages[digest(one.prompt_ids, one.completion_ids)].append(own)
 
     def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +320,9 @@ class UpdateAudit:
             )
         by_row = [places[row.key].pop(0) if len(places[row.key]) > 1 else places[row.key][0]
                   for row in row_N]  # fmt: skip
-        advantage_N = {rule: np.array([one[rule] for one in by_row]) for rule in by_row[0]}
+        advantage_N = {
+            baseline: np.array([one[baseline] for one in by_row]) for baseline in by_row[0]
+        }
         size, loss = len(rows[0]), self.loss
         if any(len(micro_batch) != size for micro_batch in rows):
             raise NotComparedError("its micro-batches are of several sizes")
@@ -329,7 +331,7 @@ class UpdateAudit:
             loss.loss_type, length_N, loss.max_completion_length,
             size if loss.loss_type == "bnpo" else None,
         )  # fmt: skip
-        weights = {loss.name: advantage_N[loss.rule] * weight_N}
+        weights = {loss.name: advantage_N[loss.baseline] * weight_N}
         args = self.trainer.args
         if loss.loss_type in BY_TOKENS_OF_ALL:
             share = len(rows) / self.trainer.accelerator.num_processes / args.steps_per_generation
@@ -339,7 +341,7 @@ class UpdateAudit:
                 "(steps_per_generation), and not by those of the update's "
                 f"{len(rows) // self.trainer.accelerator.num_processes}"
             )
-            weights[says] = advantage_N[loss.rule] * own_N * (length_N > 0)
+            weights[says] = advantage_N[loss.baseline] * own_N * (length_N > 0)
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
     def _faults(self) -> list[Fault]:

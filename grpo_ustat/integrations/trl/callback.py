@@ -75,7 +75,7 @@ from grpo_ustat.policy.scores.groups import GroupScores
 from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import visible
 
-LEAST_WINDOWS = 4  # that an average is over, where there are so many
+MIN_WINDOWS = 4  # that an average is over, where there are so many
 POOL_BYTES = 2**27  # of the sketches that are kept for the run's own loss
 PREFIX = "grpo_ustat"
 TRL_POSITIONS = (
@@ -124,7 +124,7 @@ class AuditProgress:
 class GradientNoiseCallback(TrainerCallback):
     """Measurement of the gradient noise of a `GRPOTrainer` during training.
 
-    It reports how noisy the gradient is, the worth of a rollout of the run's own loss, any
+    It reports how noisy the gradient is, the relative efficiency of the run's own loss, any
     difference between the applied and the declared gradient, and the best group size.
 
     One of every `every` generation batches is scored: one more forward and backward pass over the
@@ -138,10 +138,10 @@ class GradientNoiseCallback(TrainerCallback):
     Added to TRL's own metrics are `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`
     (in rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
     `seconds`; all but the last are running means over the second half of the windows, at least four
-    of them. `grpo_ustat/step/...` are the constants of only one window, `loss/...` the worth of the
-    run's own loss, `audit/ratio` and `audit/cosine` compare the applied and the declared gradient;
-    `sampler_gap` is the mean difference of vLLM's and the model's log-probabilities of a token of
-    the batch, in nats.
+    of them. `grpo_ustat/step/...` are the constants of only one window, `loss/...` the relative
+    efficiency of the run's own loss, `audit/ratio` and `audit/cosine` compare the applied and the
+    declared gradient; `sampler_gap` is the mean difference of vLLM's and the model's log-
+    probabilities of a token of the batch, in nats.
 
     Args:
         trainer: a `trl.GRPOTrainer`, before `train()`; its method `_generate_and_score_completions`
@@ -445,14 +445,14 @@ class GradientNoiseCallback(TrainerCallback):
             first = self.recent()[0].first
             self._kept = [one for one in [*self._kept, *groups] if one.step >= first][-most:]
             count = len(self.windows)
-            if count >= LEAST_WINDOWS and count & (count - 1) == 0:
+            if count >= MIN_WINDOWS and count & (count - 1) == 0:
                 self.judge_own_loss()
         self._log(self.windows[-1])
 
     def judge_own_loss(self, draws: int = 100) -> None:
-        """Estimate the worth of a rollout of the run's own loss, from the groups that are kept.
+        """Estimate the relative efficiency of the run's own loss, from the groups that are kept.
 
-        This is done on the main process. An error becomes the reason why the worth is unknown,
+        This is done on the main process. An error becomes the reason why the efficiency is unknown,
         because other ranks train on.
 
         Args:
@@ -483,7 +483,7 @@ class GradientNoiseCallback(TrainerCallback):
             return []
         last = self.windows[-1].last
         half = [one for one in self.windows if 2 * one.first >= last]
-        return max(half, self.windows[-LEAST_WINDOWS:], key=len)
+        return max(half, self.windows[-MIN_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
         """Return averages over `recent()`, with intervals; None if nothing was measured.
@@ -538,8 +538,8 @@ class GradientNoiseCallback(TrainerCallback):
     def summary(self) -> list[str]:
         """Summarise the present estimates in lines; on the main process.
 
-        They give the worth of a rollout of the run's loss, advice to keep, raise or lower the group
-        size, its basis, and the cost.
+        They give the relative efficiency of the run's loss, advice to keep, raise or lower the
+        group size, its basis, and the cost.
         """
         estimate = self.estimate()
         if estimate is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from grpo_ustat.estimators.groups import NoiseEstimate
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.scaling import LEAST_GSTAR
+from grpo_ustat.estimators.scaling import MIN_GSTAR
 from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
@@ -18,8 +18,9 @@ FAR = 100  # times an estimate, from where on an upper end says nothing
 def step_line(intervals: Mapping[str, Interval], own: OwnLoss | None) -> str:
     """Summarise the present estimates, without a full stop."""
     line = numbers(intervals)
-    if own is not None and own.decided and own.worth is not None:
-        line += f", a rollout of your loss is worth {in_words(own.worth.worth, digits=2)}"
+    if own is not None and own.decided and own.efficiency is not None:
+        efficiency = in_words(own.efficiency.efficiency_same_g, digits=2)
+        line += f", relative efficiency of your loss {efficiency}"
     return line
 
 
@@ -37,7 +38,7 @@ def end_lines(
     Args:
         estimate: of these windows.
         windows: the recent ones.
-        own: worth of a rollout of the run's loss.
+        own: relative efficiency of the run's loss.
         group_size, rollouts: G and n of the run.
         scores: description of the scores and their precision.
         cost: cost of measuring.
@@ -68,10 +69,10 @@ def end_lines(
 
 def numbers(intervals: Mapping[str, Interval]) -> str:
     """State G*, the noise scale and the share of groups of equal rewards, in words."""
-    silent = intervals["zero_variance"]
-    if silent.estimate == 1:
+    share = intervals["zero_variance"]
+    if share.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
-    best = in_words(intervals["gstar"], LEAST_GSTAR, digits=1)
+    best = in_words(intervals["gstar"], MIN_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
         _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
         assumed = intervals["gstar_assumption2"].estimate
@@ -79,7 +80,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
     scale = in_words(intervals["noise_scale"])
     return (
         f"G* {best}, noise scale {scale}{' rollouts' * (scale != 'unknown')}, "
-        f"{100 * silent.estimate:.0f} % of groups have equal rewards"
+        f"{100 * share.estimate:.0f} % of groups have equal rewards"
     )
 
 

@@ -1,4 +1,4 @@
-"""Worth of a rollout of a run's own loss: the loss of TRL's arguments, and its worth in words.
+"""Relative efficiency of a run's own loss: the loss of TRL's arguments, and the result in words.
 
 TRL 1.16 applies, at the first update of a batch, the row weights of `estimators.row_weights`; other
 effects of its arguments on the gradient are named by `unmeasured` or `described`.
@@ -14,17 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_ustat.estimators.efficiency import RelativeEfficiency, between_sizes, relative_efficiency
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
-from grpo_ustat.estimators.worth import Worth, between_sizes, worth
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
 EPSILON = 1e-4  # that TRL adds to a std
 EACH_REWARD = "normalize_then_sum"
 DRAWS = 100  # pairs of batches behind losses that weigh by the whole batch
-RULES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}  # by `scale_rewards`
+BASELINE_NAMES = {
+    "none": "group_mean",
+    "group": "group_std",
+    "batch": "batch_std",
+}  # by `scale_rewards`
 WORDS = {
     "group_mean": "no std", "group_std": "std of the group", "batch_std": "std of the batch",
     "gdpo": "std of each reward",
@@ -42,11 +46,11 @@ def loss_of(trainer: Any) -> Loss:
     """
     args = trainer.args
     each = args.multi_objective_aggregation == EACH_REWARD
-    rule = "gdpo" if each else RULES[args.scale_rewards]
+    baseline = "gdpo" if each else BASELINE_NAMES[args.scale_rewards]
     return Loss(
         name=args.loss_type,
-        rule=rule,
-        options={} if rule == "group_mean" else {"epsilon": EPSILON},
+        baseline=baseline,
+        options={} if baseline == "group_mean" else {"epsilon": EPSILON},
         loss_type=args.loss_type,
         max_completion_length=args.max_completion_length,
         micro_batch_size=args.per_device_train_batch_size if args.loss_type == "bnpo" else None,
@@ -55,7 +59,7 @@ def loss_of(trainer: Any) -> Loss:
 
 
 def unmeasured(trainer: Any) -> str | None:
-    """Return the reason why the worth of a trainer's loss cannot be measured; None if it can."""
+    """Return the reason why a trainer's loss cannot be measured, or None if it can."""
     args = trainer.args
     for method in ("_compute_loss", "_generate_and_score_completions"):
         owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
@@ -63,8 +67,8 @@ def unmeasured(trainer: Any) -> str | None:
             return f"{owners[0]} has a {method} of its own"
     if args.loss_type not in LOSS_TYPES:
         return f"loss_type={args.loss_type} is none of those of TRL 1.16"
-    if args.scale_rewards not in RULES:
-        return f"scale_rewards={args.scale_rewards} is none of {', '.join(RULES)}"
+    if args.scale_rewards not in BASELINE_NAMES:
+        return f"scale_rewards={args.scale_rewards} is none of {', '.join(BASELINE_NAMES)}"
     if args.top_entropy_quantile < 1:
         return (
             f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
@@ -108,7 +112,7 @@ def described(trainer: Any) -> str:
     'dapo, std of the group, truncated completions masked, without its penalty of beta = 0.04'
     """
     loss, args = loss_of(trainer), trainer.args
-    words = [loss.loss_type, WORDS[loss.rule]]
+    words = [loss.loss_type, WORDS[loss.baseline]]
     if loss.mask_truncated_completions:
         words.append("truncated completions masked")
     if args.beta:
@@ -120,7 +124,7 @@ def described(trainer: Any) -> str:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Worth of a rollout of a run's loss, from groups on which it trained."""
+    """Relative efficiency of a run's loss, from groups on which it trained."""
 
     # The loss, see `described`.
     words: str
@@ -136,22 +140,24 @@ class OwnLoss:
     # Names what the unbiased gradient is of, if not of the one reward.
     compared: str = ""
     # At G; None if `reason` explains why not.
-    worth: Worth | None = None
-    # Rollouts in groups of G that are worth one in groups of g, by g < G; the intervals are
-    # simultaneous, 95 % (Bonferroni).
+    efficiency: RelativeEfficiency | None = None
+    # Efficiency of groups of g against groups of G, by g < G; the intervals are simultaneous, 95 %
+    # (Bonferroni).
     against: dict[int, Interval] = field(default_factory=dict[int, Interval])
 
     @property
     def decided(self) -> bool:
-        """True if the worth has an interval with two ends."""
-        return self.worth is not None and math.isfinite(self.worth.worth.estimate)
+        """True if the efficiency has an interval with two ends."""
+        return self.efficiency is not None and math.isfinite(
+            self.efficiency.efficiency_same_g.estimate
+        )
 
     @property
     def cosine(self) -> Interval:
         """The cosine of its mean and the gradient; NaN if its sign is unknown."""
-        if self.worth is None or not self.decided:
+        if self.efficiency is None or not self.decided:
             return Interval(math.nan, 0.0, 1.0)
-        return Interval(*(math.sqrt(max(0.0, square)) for square in self.worth.direction))
+        return Interval(*(math.sqrt(max(0.0, square)) for square in self.efficiency.direction))
 
     @property
     def better(self) -> int | None:
@@ -167,19 +173,19 @@ class OwnLoss:
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._known.values())
 
     def line(self) -> str:
-        """State the worth and the direction, in a sentence; without a worth, the reason."""
+        """State the efficiency and the direction, or why there is none, in a sentence."""
         loss = f"Your loss ({self.words})"
-        if self.worth is None:
+        if self.efficiency is None:
             return f"{loss}: {self.reason}."
         if not self.decided:
             return (
-                f"{loss}: what a rollout is worth is not decided from {self.groups} groups"
+                f"{loss}: its relative efficiency is not decided from {self.groups} groups"
                 f"{self._noise()}."
             )
         direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
         return (
-            f"{loss}: a rollout is worth {_two_digits(self.worth.worth)} of an unbiased one"
-            f"{self.compared}, direction {direction}."
+            f"{loss}: relative efficiency {_two_digits(self.efficiency.efficiency_same_g)} against "
+            f"the unbiased gradient{self.compared}, direction {direction}."
         )
 
     def smaller_sizes(self) -> str:
@@ -197,18 +203,18 @@ class OwnLoss:
             verdict = "none is significantly better for it"
         each = ", ".join(f"{_two_digits(x)} in groups of {g}" for g, x in self._known.items())
         return (
-            f"A rollout of your loss in smaller groups is worth, of one in groups of "
+            f"Relative efficiency of smaller groups with your loss, against groups of "
             f"{self.group_size}: {each}; {verdict}."
         )
 
     def numbers(self) -> dict[str, float]:
         """Return the known numbers, by name, for a tracker."""
-        if self.worth is None:
+        if self.efficiency is None:
             return {}
         found = {
-            "loss/worth": self.worth.worth.estimate,
+            "loss/relative_efficiency": self.efficiency.efficiency_same_g.estimate,
             "loss/cosine": self.cosine.estimate,
-            "loss/noise": self.worth.noise.estimate,
+            "loss/noise": self.efficiency.noise.estimate,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -219,8 +225,8 @@ class OwnLoss:
 
     def _noise(self) -> str:
         """State the share of an update that is noise, in words; empty if it is unknown."""
-        assert self.worth is not None
-        share, low, high = (100 * x for x in self.worth.noise)
+        assert self.efficiency is not None
+        share, low, high = (100 * x for x in self.efficiency.noise)
         if not math.isfinite(share):
             return ""
         ends = f"[{low:.0f}, {high:.0f}]"
@@ -228,7 +234,7 @@ class OwnLoss:
 
 
 def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:
-    """Estimate the worth of a rollout of a loss at the group size of a pool, and in smaller groups.
+    """Estimate the efficiency of a loss at the group size of a pool, and in smaller groups.
 
     Args:
         pool: groups on which a run trained, G = N; scores may be 0 for groups whose rewards are
@@ -253,8 +259,8 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     return OwnLoss(
         words, size, rollouts, groups,
         unbiased=loss.scale(size) is not None,
-        compared=" of the rewards' weighted sum" if loss.rule == "gdpo" else "",
-        worth=worth(at_size, size, unbiased),
+        compared=" of the rewards' weighted sum" if loss.baseline == "gdpo" else "",
+        efficiency=relative_efficiency(at_size, size, unbiased),
         against=against,
     )  # fmt: skip
 
@@ -264,7 +270,7 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
 
     A function that returned None for all completions of a group has no part in it, like one whose
     rewards are equal. If it returned None for some, TRL normalises the others among themselves:
-    this is no rule of whole groups, so the group is left out.
+    this is no baseline of whole groups, so the group is left out.
 
     Args:
         pool: with the functions' rewards, NaN where one returned None.

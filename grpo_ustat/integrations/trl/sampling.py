@@ -17,7 +17,7 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.records import Array
 
-LEAST_GROUPS = 8  # of fewer, intervals of a policy's own completions were above 0 too often
+MIN_GROUPS = 8  # of fewer, intervals of a policy's own completions were above 0 too often
 CUT = "leaves tokens out when TRL samples"
 MOVED = "moves probabilities when TRL samples"
 NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, values that do nothing
@@ -110,7 +110,7 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
         return Interval(np.nan, -np.inf, np.inf)
     share = float(above_P.sum() / below_P.sum())
     rest_P = below_P.sum() - below_P
-    if len(sizes_P) < LEAST_GROUPS or not (rest_P > 0).all():
+    if len(sizes_P) < MIN_GROUPS or not (rest_P > 0).all():
         return Interval(share, -np.inf, np.inf)
     interval = jackknife_interval(share, ((above_P.sum() - above_P) / rest_P)[None])
     return interval._replace(high=max(0.0, interval.high))

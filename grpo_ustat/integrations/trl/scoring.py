@@ -126,7 +126,7 @@ class GroupScorer:
     def _scores(
         self, model: Any, group: Group, place: int, layers: LayersInStep | None
     ) -> GroupScores:
-        """Score a group with the masks of its place; the first time, the rules are checked."""
+        """Score a group with the masks of its place; the first time, the baselines are checked."""
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_ustat.estimators.groups import GroupTerms, group_terms
-from grpo_ustat.estimators.intervals import LEAST_UNITS
+from grpo_ustat.estimators.intervals import MIN_UNITS
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.integrations.trl.generation import Group
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram
 from grpo_ustat.records import Array, Integers, Mask, ScorePool
 
-WINDOW_GROUPS = 16  # of a window, where a generation batch has fewer than LEAST_UNITS groups
+WINDOW_GROUPS = 16  # of a window, where a generation batch has fewer than MIN_UNITS groups
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def window_batches(groups: int) -> int:
     >>> window_batches(8), window_batches(2), window_batches(1)
     (1, 8, 16)
     """
-    return 1 if groups >= LEAST_UNITS else math.ceil(WINDOW_GROUPS / groups)
+    return 1 if groups >= MIN_UNITS else math.ceil(WINDOW_GROUPS / groups)
 
 
 def window_of(

@@ -17,7 +17,7 @@ import hashlib
 import numpy as np
 import torch
 
-LARGEST_UNPACKED = 2**18  # entries of a parameter up to which its signs stay unpacked
+MAX_UNPACKED = 2**18  # entries of a parameter up to which its signs stay unpacked
 ENTRIES_AT_ONCE = 2**26  # entries that are sketched at a time
 
 
@@ -38,7 +38,7 @@ class Signs:
         """Return +-1 for entries `start ... stop` of a parameter, int8."""
         if name in self._kept:
             return self._kept[name][start:stop]
-        if self.sizes[name] <= LARGEST_UNPACKED:
+        if self.sizes[name] <= MAX_UNPACKED:
             self._kept[name] = _unpacked(self._packed(name), 0, self.sizes[name]).to(device)
             return self._kept[name][start:stop]
         if name not in self._bits:

@@ -22,9 +22,9 @@ import numpy as np
 from counting import Asked, Cell, Kind
 from populations import FITTED, POPULATIONS, UNSEEN, Population
 
-from grpo_ustat.advise.sources import LEAST_STEPS
+from grpo_ustat.advise.sources import MIN_STEPS
 from grpo_ustat.estimators.group_size import USUAL_SIZES
-from grpo_ustat.estimators.scaling import LEAST_GSTAR, ScalingLaw
+from grpo_ustat.estimators.scaling import MIN_GSTAR, ScalingLaw
 from grpo_ustat.measurements.group_size import NEIGHBOUR_OFFSETS
 from grpo_ustat.pages.advice import (
     KEEP,
@@ -42,7 +42,7 @@ SENTENCES = (
 )  # fmt: skip
 SIZE = 8
 # Share of a step of 256 rollouts below which "at least so much is noise" is not worth printing.
-LEAST_SHARE, STEP = 0.05, 256
+MIN_SHARE, STEP = 0.05, 256
 IN_USE = (4, 8, 16, 32, 64)
 # Of monitored runs: numbers of steps, rollouts of a step x group size.
 STEPS = (4, 8, 20)
@@ -70,7 +70,7 @@ def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
             if 0 <= place + step < len(USUAL_SIZES)
         } & set(extra)
         yield "costs", any(not extra[x].low <= true[x] <= extra[x].high for x in near)
-    elif interval.low > LEAST_GSTAR:
+    elif interval.low > MIN_GSTAR:
         yield "at least", gstar < interval.low
     worse = [other for other, (_, low, _) in extra.items() if low > 0]
     if worse:
@@ -78,7 +78,7 @@ def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
     scale, true_scale = study.noise_scale(SIZE), truth.noise_scale(SIZE).estimate
     if math.isfinite(scale.high):
         yield "noise", not scale.low <= true_scale <= scale.high
-    elif scale.low / (scale.low + STEP) > LEAST_SHARE:
+    elif scale.low / (scale.low + STEP) > MIN_SHARE:
         yield "noise at least", true_scale < scale.low
     share = study.prompt_share(SIZE)
     if math.isfinite(share.low):
@@ -197,7 +197,7 @@ def advice(name: str, asked: Asked) -> Iterator[Cell]:
 def verdict_of(truth: ScalingLaw, run_4S: Array, size: int, rollouts: int) -> dict[str, bool]:
     """The verdict on a run and whether it is wrong; none of too few steps."""
     measured_4S = run_4S[:, np.isfinite(run_4S[0])]
-    if measured_4S.shape[1] < LEAST_STEPS:
+    if measured_4S.shape[1] < MIN_STEPS:
         return {}
     law = ScalingLaw.of_steps(measured_4S, rollouts // size)
     verdict, is_wrong = judged_advice(truth, law, size, rollouts)

@@ -1,8 +1,9 @@
-"""What a rollout of a loss is worth: its intervals, and what is said of smaller groups.
+"""Relative efficiency of a loss: its intervals, and what is said of smaller groups.
 
 Of a loss at a G, where its mean points elsewhere than the gradient, too:
 
-    worth, worth_best   the worth at the same G, and at the unbiased estimate's best G
+    efficiency_same_g   against the unbiased estimate at the same G
+    efficiency_best_g   against the unbiased estimate at its best G
     direction, noise    cos^2 of its mean, and the share of its error that is noise
     best G              the loss's best measured G is called worse, said once for each loss
 """
@@ -31,13 +32,13 @@ from populations import (
 from scipy.special import gammaln
 
 from grpo_ustat.estimators.baselines import advantages
+from grpo_ustat.estimators.efficiency import RelativeEfficiency
 from grpo_ustat.estimators.group_terms import compositions
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_worths
+from grpo_ustat.estimators.losses import UNBIASED, LossRow, loss_efficiencies
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import EXACT, TokenWeights, token_factors
-from grpo_ustat.estimators.worth import Worth
-from grpo_ustat.measurements.recipes import recipe_worths
+from grpo_ustat.measurements.recipes import recipe_efficiencies
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, BaselineContext, ScorePool
 
@@ -84,29 +85,34 @@ BLOCK = 500
 
 
 def losses(name: str, asked: Asked) -> Iterator[Cell]:
-    """Intervals of the worth of losses, each and of all decided recipes at once.
+    """Intervals of the relative efficiency of losses, each and of all decided recipes at once.
 
     The truth is the estimate from all prompts of the population with 64 completions each.
     """
     population = POPULATIONS[name]()
     large = population.pool(np.arange(len(population.p_PY)), 64, np.random.default_rng(9))
-    rows = loss_worths(large, LOSSES, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1)
+    rows = loss_efficiencies(large, LOSSES, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1)
     truth = numbers_of(rows)
     best = {row.loss.name: row.group_size for row in rows if row.best}
-    recipes = against_best(recipe_worths(large, LONGEST, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1))
+    recipes = against_best(recipe_efficiencies(large, LONGEST, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1))
 
     def said(pool: ScorePool, number: int) -> Iterator[tuple[str, bool | float]]:
         """What a study says of losses and of recipes."""
-        rows = loss_worths(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number)
-        yield from judged_worths(rows, truth)
+        rows = loss_efficiencies(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number)
+        yield from judged_efficiencies(rows, truth)
         for row in rows:
-            decided = row.worth is not None and math.isfinite(row.worth.worth.high)
+            decided = row.efficiency is not None and math.isfinite(
+                row.efficiency.efficiency_same_g.high
+            )
             if decided and row.group_size == best[row.loss.name]:
-                yield f"{place_of(row)}: best G", not row.alike
-        found = recipe_worths(pool, LONGEST, SIZES, ROLLOUTS, asked.draws, seed=number)
-        if worths := against_best(found):
-            yield "all recipes", any(not covers(worths[x], recipes[x].estimate) for x in worths)
-            yield "recipes decided", float(len(worths))
+                yield f"{place_of(row)}: best G", not row.may_be_best
+        found = recipe_efficiencies(pool, LONGEST, SIZES, ROLLOUTS, asked.draws, seed=number)
+        if efficiencies := against_best(found):
+            yield (
+                "all recipes",
+                any(not covers(efficiencies[x], recipes[x].estimate) for x in efficiencies),
+            )
+            yield "recipes decided", float(len(efficiencies))
 
     for prompts, completions in asked.cells:
         rng = np.random.default_rng(10)
@@ -133,40 +139,50 @@ def place_of(row: LossRow) -> str:
 
 
 def numbers_of(rows: list[LossRow]) -> dict[str, float]:
-    """The finite estimates of all worths, by loss, G and number."""
+    """The finite estimates of all relative efficiencies, by loss, G and number."""
     numbers = {
-        f"{place_of(row)}: {field.name}": getattr(row.worth, field.name).estimate
-        for row in rows if row.worth is not None
-        for field in fields(Worth)
+        f"{place_of(row)}: {field.name}": getattr(row.efficiency, field.name).estimate
+        for row in rows if row.efficiency is not None
+        for field in fields(RelativeEfficiency)
     }  # fmt: skip
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
-def judged_worths(rows: list[LossRow], truth: Mapping[str, float]) -> Iterator[tuple[str, bool]]:
-    """Each interval of a worth, and whether it misses; those of a worth where it has two ends."""
+def judged_efficiencies(
+    rows: list[LossRow], truth: Mapping[str, float]
+) -> Iterator[tuple[str, bool]]:
+    """Each interval of an efficiency that has two ends, and whether it misses."""
     for row in rows:
-        if row.worth is None:
+        if row.efficiency is None:
             continue
-        decided = math.isfinite(row.worth.worth.high)
-        for field in fields(Worth):
+        decided = math.isfinite(row.efficiency.efficiency_same_g.high)
+        for field in fields(RelativeEfficiency):
             name = f"{place_of(row)}: {field.name}"
-            if name in truth and (decided or "worth" not in field.name):
-                yield name, not covers(getattr(row.worth, field.name), truth[name])
+            if name in truth and (decided or "efficiency_same_g" not in field.name):
+                yield name, not covers(getattr(row.efficiency, field.name), truth[name])
 
 
 def against_best(rows: list[LossRow]) -> dict[str, Interval]:
-    """Worths against the unbiased estimate's best G, where they are decided."""
-    found = {row.loss.name: row.worth.worth_best for row in rows if row.worth is not None}
-    return {name: worth for name, worth in found.items() if math.isfinite(worth.estimate)}
+    """Relative efficiencies against the unbiased estimate's best G, where they are decided."""
+    found = {
+        row.loss.name: row.efficiency.efficiency_best_g
+        for row in rows
+        if row.efficiency is not None
+    }
+    return {
+        name: efficiency for name, efficiency in found.items() if math.isfinite(efficiency.estimate)
+    }
 
 
 def stale(name: str, asked: Asked) -> Iterator[Cell]:
-    """The worth of completions that another policy wrote, against as many fresh ones."""
+    """The efficiency of completions that another policy wrote, against as many fresh ones."""
     population = POPULATIONS[name]()
     every = np.arange(PROMPTS)
     fresh, pools = lagged(population, every, 64, np.random.default_rng(9))
-    truth = numbers_of(loss_worths(fresh, LAGGED, LAGGED_SIZES, ROLLOUTS, TRUE_DRAWS, 1, pools))
-    truth = {x: y for x, y in truth.items() if x.endswith((": worth", ": direction"))}
+    truth = numbers_of(
+        loss_efficiencies(fresh, LAGGED, LAGGED_SIZES, ROLLOUTS, TRUE_DRAWS, 1, pools)
+    )
+    truth = {x: y for x, y in truth.items() if x.endswith((": efficiency_same_g", ": direction"))}
 
     def studies(prompts: int, completions: int) -> Iterator[dict[str, bool]]:
         """What studies say."""
@@ -175,7 +191,7 @@ def stale(name: str, asked: Asked) -> Iterator[Cell]:
             chosen = rng.integers(PROMPTS, size=prompts)
             fresh, pools = lagged(population, chosen, completions, rng)
             arguments = LAGGED, LAGGED_SIZES, ROLLOUTS, asked.draws, number, pools
-            yield dict(judged_worths(loss_worths(fresh, *arguments), truth))
+            yield dict(judged_efficiencies(loss_efficiencies(fresh, *arguments), truth))
 
     for prompts, completions in asked.cells:
         facts = {"prompts": prompts, "completions": completions}
@@ -221,7 +237,7 @@ def lagged(
 
 
 def turned(name: str, asked: Asked) -> Iterator[Cell]:
-    """Worth and direction of a mean over each completion's tokens, which these populations turn."""
+    """Efficiency and direction of a mean over each completion's tokens, which these turn."""
     population = POPULATIONS[name]()
     truth = truth_by_tokens(population, TURNED_SIZE, ROLLOUTS)
     for count, completions in asked.cells:
@@ -237,8 +253,8 @@ def turned(name: str, asked: Asked) -> Iterator[Cell]:
 
 def judged_by_tokens(pool: ScorePool, truth: Mapping[str, float], seed: int) -> dict[str, bool]:
     """What a study prints of the mean over tokens, and whether it is wrong."""
-    (row,) = loss_worths(pool, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, seed)
-    printed = {name: getattr(row.worth, name) for name in truth}
+    (row,) = loss_efficiencies(pool, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, seed)
+    printed = {name: getattr(row.efficiency, name) for name in truth}
     return {
         name: not covers(x, truth[name]) for name, x in printed.items() if math.isfinite(x.estimate)
     }
@@ -259,7 +275,7 @@ def smaller(name: str, asked: Asked) -> Iterator[Cell]:
         truth = {g: errors[size] / error for g, error in errors.items() if g < size}
         rng = np.random.default_rng([10 + asked.seed, count, size])
         pools = pools_of(population, count, size, asked.studies, rng)
-        numbers = {f"groups of {g}": worth for g, worth in truth.items()}
+        numbers = {f"groups of {g}": efficiency for g, efficiency in truth.items()}
         numbers |= dict.fromkeys(("any", "better", "none better"), max(truth.values()))
         yield Cell(
             {"loss": loss.name, "groups": count, "size": size},
@@ -274,7 +290,7 @@ def judged_sizes(found: OwnLoss, truth: Mapping[int, float]) -> Iterator[tuple[s
 
     Args:
         found: by the callback.
-        truth: the worth of a rollout in smaller groups, by g.
+        truth: the relative efficiency of a rollout in smaller groups, by g.
     """
     decided = {g: x for g, x in found.against.items() if math.isfinite(x.estimate)}
     if not (found.decided and decided):
@@ -305,7 +321,7 @@ def group_moments(
     Args:
         population: of prompts and outcomes, which are enumerated.
         vectors_PYD: u of every outcome.
-        loss: whose rule gives equal rewards equal advantages a_l.
+        loss: whose baseline gives equal rewards equal advantages a_l.
         size: G.
     """
     p_PY = population.p_PY
@@ -318,7 +334,7 @@ def group_moments(
     inner_PLL = mean_PLD @ mean_PLD.transpose(0, 2, 1)
     counts_CL = compositions(len(level_L), size)
     rewards_CG = np.array([np.repeat(level_L, counts) for counts in counts_CL])
-    advantage_CG = advantages(loss.rule, rewards_CG, BaselineContext(), loss.options)
+    advantage_CG = advantages(loss.baseline, rewards_CG, BaselineContext(), loss.options)
     first_CL = np.minimum(np.cumsum(counts_CL, axis=1) - counts_CL, size - 1)
     a_CL = np.take_along_axis(advantage_CG, first_CL, axis=1)
     pairs_CLL = counts_CL[:, :, None] * (counts_CL[:, None] - np.eye(len(level_L)))
@@ -348,10 +364,10 @@ def true_error(population: Population, loss: Loss, size: int, rollouts: int) -> 
 
 
 def truth_by_tokens(population: Population, size: int, rollouts: int) -> dict[str, float]:
-    """Worth and direction of the mean over each completion's tokens, all outcomes enumerated."""
+    """Efficiency and direction of the mean over each completion's tokens, by enumeration."""
     error, direction = true_error(population, BY_TOKENS, size, rollouts)
     unbiased, _ = true_error(population, UNBIASED, size, rollouts)
-    return {"worth": unbiased / error, "direction": direction}
+    return {"efficiency_same_g": unbiased / error, "direction": direction}
 
 
 KINDS = {

@@ -132,7 +132,7 @@ class Questions:
 
 
 def row_of(name: str, questions: int) -> CurvePoint:
-    """The error of a rule, every question once in a batch."""
+    """The error of a baseline, every question once in a batch."""
     return CurvePoint(name, GROUP_SIZE, "all_questions_once", questions)
 
 

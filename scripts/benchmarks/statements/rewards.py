@@ -137,7 +137,7 @@ def proxies(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_proxy(pool: ScorePool, truth: float) -> dict[str, bool | float]:
-    """Whether the interval misses; the estimate, that of the whole pool and silent prompts."""
+    """Misses of the interval, estimates of halves and whole pool, zero-variance prompts."""
     halves, whole = halves_of(pool)
     noise, of_pool = (group_error(part["first"], part["second"], 8) for part in (halves, whole))
     interval = corrected_correlation(halves["variance"], noise)

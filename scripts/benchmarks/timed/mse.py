@@ -36,7 +36,7 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.mse import pool
 from grpo_ustat.mse.monte_carlo import (
-    MOST_ROWS,
+    MAX_ROWS,
     SKETCH_SIZE,
     _gradients,
     _value_excess,
@@ -226,7 +226,7 @@ class BruteForce:
         sizes = self.config.group_sizes
         rollouts, rewards_PG = self._draw("replicate", max(sizes), step=number)
         context = BaselineContext(value_P=self.value_P, lengths_PG=rollouts.lengths_PG)
-        options = {name: rule.options for name, rule in self.config.rules.items()}
+        options = self.config.baseline_options
         weights = [
             group_weights(rewards_PG, *key, context, options.get(key[0], {})) for key in keys
         ]
@@ -267,7 +267,7 @@ def _add_block(
 ) -> None:
     count, size = rollouts.mask_PGT.shape[:2]
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
-    per_call = max(1, min(MOST_ROWS, rows_that_fit(policy, tokens) // 4) // len(block))
+    per_call = max(1, min(MAX_ROWS, rows_that_fit(policy, tokens) // 4) // len(block))
     for first in range(0, count, per_call) if inside else ():
         questions = np.arange(first, min(first + per_call, count))
         index = (questions[:, None] * size + block).ravel()

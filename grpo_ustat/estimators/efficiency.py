@@ -1,4 +1,4 @@
-r"""Worth of a rollout of a loss: its gradient's error against that of the unbiased estimate.
+r"""Relative efficiency of a loss: its gradient's error against that of the unbiased estimate.
 
 A loss's update is a random vector ghat of mean `mu = E ghat`. The learning rate sets its length, so
 it is judged by the multiple of it that is as long as the true gradient along it,
@@ -11,7 +11,7 @@ same in all directions, the best step gains `e = ||grad J||^2 / (||grad J||^2 + 
 true gradient's would; so two losses of one error serve alike. With the error of n rollouts of the
 unbiased estimate, `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` of leave-one-out,
 
-    worth = MSE(n, G) / error
+    relative efficiency = MSE(n, G) / error
 
 rollouts of the unbiased estimate at the same G do what one rollout of the loss does; with the least
 of the measured `MSE(n, G)`, at its best G. Two parts of the error are given separately:
@@ -20,8 +20,8 @@ of the measured `MSE(n, G)`, at its best G. Two parts of the error are given sep
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
 If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, no signal
-is needed, and the worth is a ratio of variances. Inner products of means are taken over pairs of
-different prompts, whose terms are independent; second moments are exact within a prompt. Every
+is needed, and the efficiency is a ratio of variances. Inner products of means are taken over pairs
+of different prompts, whose terms are independent; second moments are exact within a prompt. Every
 number is a function of such means and has a delete-one-prompt jackknife, paired among losses.
 """
 
@@ -83,26 +83,26 @@ class LossError:
     # E||ghat / kappa - grad J||^2.
     error_D: Array
     # ||mu - kappa grad J||^2; 0 for losses of known scale.
-    apart_D: Array
+    off_direction_sq_D: Array
     # ||mu||^2.
     mean_sq_D: Array
     # E||ghat||^2.
     energy_D: Array
     # True if kappa differs from 0 significantly, or is known.
-    known: bool
+    kappa_known: bool
     # Numerator and denominator of an estimated kappa; None if kappa is known.
     cross_D: Array | None = None
     signal_D: Array | None = None
 
 
 @dataclass(frozen=True)
-class Worth:
-    """Worth of a rollout of a loss at one group size."""
+class RelativeEfficiency:
+    """Relative efficiency of a loss at one group size."""
 
     # Rollouts of the unbiased estimate at the same G that do as much as one rollout of the loss.
-    worth: Interval
+    efficiency_same_g: Interval
     # Rollouts of the unbiased estimate at its own best G.
-    worth_best: Interval
+    efficiency_best_g: Interval
     # cos^2 of the loss's mean and the gradient.
     direction: Interval
     # Share of an update's squared norm that is noise.
@@ -191,33 +191,39 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
         variance_D = moments.energy_D - moments.mean_sq_D
         return LossError(
             error_D=variance_D / moments.scale**2,
-            apart_D=np.zeros_like(signal_D),
+            off_direction_sq_D=np.zeros_like(signal_D),
             mean_sq_D=moments.mean_sq_D,
             energy_D=moments.energy_D,
-            known=True,
+            kappa_known=True,
         )
     kappa = ratio(moments.cross_D, signal_D, metrics)
     with np.errstate(divide="ignore", invalid="ignore"):
         kappa_D = moments.cross_D / signal_D
         error_D = moments.energy_D / kappa_D**2 - signal_D
-        apart_D = moments.mean_sq_D - kappa_D * moments.cross_D
-    known = kappa.low > 0 and math.isfinite(kappa.high)
+        off_direction_sq_D = moments.mean_sq_D - kappa_D * moments.cross_D
+    kappa_known = kappa.low > 0 and math.isfinite(kappa.high)
     return LossError(
-        error_D, apart_D, moments.mean_sq_D, moments.energy_D, known, moments.cross_D, signal_D
+        error_D,
+        off_direction_sq_D,
+        moments.mean_sq_D,
+        moments.energy_D,
+        kappa_known,
+        moments.cross_D,
+        signal_D,
     )
 
 
-def worth(
+def relative_efficiency(
     loss: LossError,
     group_size: int,
     unbiased: Mapping[int, Array],
     metrics: int = 1,
     level: float = CONFIDENCE,
-) -> Worth:
-    """Estimate the worth of a rollout of a loss.
+) -> RelativeEfficiency:
+    """Estimate the relative efficiency of a loss.
 
-    The best G of the unbiased estimate is chosen by the data that judge it, so a loss of little
-    worth against it looks better. The interval against its best G therefore reaches down to the
+    The best G of the unbiased estimate is chosen by the data that judge it, so a loss of low
+    efficiency looks better. The interval against its best G therefore reaches down to the
     lowest of the intervals against any G that may be its best.
 
     Args:
@@ -228,12 +234,12 @@ def worth(
         level: coverage of each interval.
     """
     against = {size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()}
-    best, others = alike(unbiased, metrics)
+    best, others = best_sizes(unbiased, metrics)
     at_best = against[best]._replace(low=min(against[size].low for size in others))
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
-    return Worth(
-        worth=against[group_size] if loss.known else UNKNOWN,
-        worth_best=at_best if loss.known else UNKNOWN,
+    return RelativeEfficiency(
+        efficiency_same_g=against[group_size] if loss.kappa_known else UNKNOWN,
+        efficiency_best_g=at_best if loss.kappa_known else UNKNOWN,
         direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
@@ -272,7 +278,7 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss over its own in smaller groups, the worth of a rollout in these.
+    """Estimate the error of a loss over its own in smaller groups, the efficiency in these.
 
     The interval is on the log scale, with Student's t of the effective number of prompts behind the
     standard error: if few of them carry the signal, the standard error is too short, and with t of
@@ -286,7 +292,7 @@ def between_sizes(
         metrics: K, see `ScorePool.metrics`.
         level: coverage of the interval.
     """
-    if not (loss.known and smaller.known):
+    if not (loss.kappa_known and smaller.kappa_known):
         return UNKNOWN
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio_D = loss.error_D / smaller.error_D
@@ -311,20 +317,20 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
         metrics: K, see `ScorePool.metrics`.
         level: coverage of the interval.
     """
-    if not loss.apart_D.any():
+    if not loss.off_direction_sq_D.any():
         return Interval(1.0, 1.0, 1.0)
-    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
+    off = ratio(loss.off_direction_sq_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
     with np.errstate(divide="ignore", invalid="ignore"):
-        square_D = 1 - loss.apart_D / loss.mean_sq_D
-    if not (math.isfinite(apart.estimate) and np.isfinite(square_D).all()):
+        square_D = 1 - loss.off_direction_sq_D / loss.mean_sq_D
+    if not (math.isfinite(off.estimate) and np.isfinite(square_D).all()):
         return UNKNOWN_DIRECTION
     variance, dof = effective_variance(square_D, metrics)
     whole = t_interval(square_D[0], variance, dof, level)
-    low = max(0.0, min(1 - apart.high, whole.low))
-    high = min(1.0, max(1 - apart.low, whole.high))
+    low = max(0.0, min(1 - off.high, whole.low))
+    high = min(1.0, max(1 - off.low, whole.high))
     if low <= 0 and high >= 1:
         return UNKNOWN_DIRECTION
-    return Interval(min(1.0, max(0.0, 1 - apart.estimate)), low, high)
+    return Interval(min(1.0, max(0.0, 1 - off.estimate)), low, high)
 
 
 def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
@@ -338,7 +344,7 @@ def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]
     return variance, max(1.0, dof)
 
 
-def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
+def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
     """Return the G of the smallest error, and all G that are not significantly worse.
 
     A G is worse if the paired interval of its error less the smallest one's is above 0, the level

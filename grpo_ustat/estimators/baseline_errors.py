@@ -1,8 +1,8 @@
-r"""The error of any rule's update of n rollouts, for new questions: no closed form is needed.
+r"""The error of any baseline's update of n rollouts, for new questions: no closed form is needed.
 
-A rule is the loss whose rows weigh 1/n, so that the moments of its update ghat are those of
+A baseline is the loss whose rows weigh 1/n, so that the moments of its update ghat are those of
 `estimators.losses`: over all groups of G of the pool where their levels can be counted, over drawn
-groups else, over drawn batches of rules that couple the questions of a batch. With B = n / G
+groups else, over drawn batches of baselines that couple the questions of a batch. With B = n / G
 questions drawn independently,
 
     MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
@@ -16,52 +16,52 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from grpo_ustat.estimators.efficiency import UpdateMoments, without
 from grpo_ustat.estimators.intervals import jackknife_interval
 from grpo_ustat.estimators.losses import LossRow, draws_behind, loss_moments, refusal
 from grpo_ustat.estimators.minibatch import GradientError, scale_free
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.worth import UpdateMoments, without
 from grpo_ustat.records import Array, ScorePool
 
 
-def rule_rows(
+def baseline_rows(
     pool: ScorePool,
-    rules: Mapping[str, Mapping[str, float]],
+    baselines: Mapping[str, Mapping[str, float]],
     group_sizes: Sequence[int],
     rollouts: int,
 ) -> list[LossRow]:
-    """Return rules as losses at every G, those that the pool does not tell with the reason.
+    """Return baselines as losses at every G, those that the pool does not tell with the reason.
 
     Args:
-        rules: options by rule.
+        baselines: options by baseline.
         rollouts: n of an update.
     """
-    losses = [Loss(name, name, options, "sum", 1) for name, options in rules.items()]
+    losses = [Loss(name, name, options, "sum", 1) for name, options in baselines.items()]
     rows = [LossRow(loss, size, rollouts, None) for loss in losses for size in group_sizes]
     return [replace(x, reason=refusal(pool, x.loss, x.group_size, rollouts)) for x in rows]
 
 
-def rule_errors(
+def baseline_errors(
     pool: ScorePool,
-    rules: Mapping[str, Mapping[str, float]],
+    baselines: Mapping[str, Mapping[str, float]],
     group_sizes: Sequence[int],
     rollouts: int,
     draws: int,
     seed: int,
 ) -> dict[tuple[str, int], GradientError]:
-    """Compute the errors of rules, by rule and G, where the pool tells them, see `rule_rows`.
+    """Compute errors by baseline and G, where the pool tells them, see `baseline_rows`.
 
     Args:
-        draws: pairs of batches behind rules that couple the questions of a batch.
+        draws: pairs of batches behind baselines that couple the questions of a batch.
     """
     measured: dict[Loss, list[int]] = {}
-    for row in rule_rows(pool, rules, group_sizes, rollouts):
+    for row in baseline_rows(pool, baselines, group_sizes, rollouts):
         sizes = measured.setdefault(row.loss, [])
         if row.reason is None:
             sizes.append(row.group_size)
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed)
     return {
-        (loss.rule, size): _rule_error(
+        (loss.baseline, size): _baseline_error(
             moments[loss, size], signal_D, pool.metrics, draws_behind(pool, loss, size, draws)
         )
         for loss, sizes in measured.items()
@@ -69,7 +69,7 @@ def rule_errors(
     }
 
 
-def _rule_error(
+def _baseline_error(
     moments: UpdateMoments, signal_D: Array, metrics: int, draws: int | None
 ) -> GradientError:
     mse_D = moments.energy_D - 2 * moments.cross_D + signal_D

@@ -1,9 +1,9 @@
-"""Whether what a rollout of a loss is worth predicts what training with the loss gains.
+"""Whether what the relative efficiency is predicts what training with the loss gains.
 
-    python scripts/benchmarks/worth_and_training.py --results runs.jsonl
-    python scripts/benchmarks/worth_and_training.py --only-analysis runs.jsonl --record runs.csv
-    python scripts/benchmarks/worth_and_training.py --only-analysis \
-        docs/examples/worth_and_training.csv
+    python scripts/benchmarks/efficiency_and_training.py --results runs.jsonl
+    python scripts/benchmarks/efficiency_and_training.py --only-analysis runs.jsonl --record
+    runs.csv python scripts/benchmarks/efficiency_and_training.py --only-analysis \
+        docs/examples/efficiency_and_training.csv
 
 Six losses, two policies (`tiny` on sums with a digit, `tiny_base` on arithmetic), SGD and AdamW,
 three learning rates, five seeds: 360 runs of equal rollouts, in one process of one thread. A run
@@ -12,9 +12,9 @@ penalty, no clipping of gradients, and by seed the same orders of prompts at a G
 completions and evaluations (all test questions, several completions each, before and after
 training). A run whose numbers are not finite gains what it had, with a minus sign.
 
-Worth is measured in the policy as it starts, at the n of training, from the study questions with
-32 completions each, against the unbiased leave-one-out gradient at G = 8; so losses at another G
-are worth what that G costs too.
+The efficiency is measured in the policy as it starts, at the n of training, from the study
+questions with 32 completions each, against the unbiased leave-one-out gradient at G = 8; so losses
+at another G are worth what that G costs too.
 
 Learning rates are multiples of one that pilots with other seeds found good for the reference. With
 SGD a loss's rate is this times the root of E||ghat||^2 of the reference over that of the loss, so
@@ -24,15 +24,19 @@ are the same for all.
     gain        held-out accuracy after training less before; each seed at the learning rate that
                 is best by the mean of the other seeds, so no seed chooses for itself
     difference  of a loss's gain to the reference's, by seed; t interval, Holm's correction over all
-    rank        Spearman's correlation of the losses' mean gain with their worth: an interval by
+    rank        Spearman's correlation of the losses' mean gain with their efficiency: an interval
+    by
                 drawing seeds, and the exact p of all orders, two-sided, as it is and after Holm's
                 correction over policies and optimizers: the only p for which losses are the sample
-    slope       of gain on log2 worth, one of each seed; t interval, p after Holm's correction over
+    slope       of gain on log2 efficiency, one of each seed; t interval, p after Holm's correction
+    over
                 policies and optimizers: of seeds, given these losses
-    pairs       of two losses in which the one of more worth gains more on average: of those whose
-                worths differ by a quarter or more, and of the others
-    could see   the loss of worth that 80 % of such experiments would find at 5 %, uncorrected and
-                at Holm's first step, if a loss gained in proportion to its worth
+    pairs       of two losses in which the one of higher efficiency gains more on average: of those
+    whose
+                relative efficiencies differ by a quarter or more, and of the others
+    could see   the loss of efficiency that 80 % of such experiments would find at 5 %, uncorrected
+    and
+                at Holm's first step, if a loss gained in proportion to its efficiency
 
 360 runs took 56 minutes on a core of an x86 CPU that other programs used too, pools two more.
 """
@@ -56,10 +60,10 @@ import torch
 from scipy import stats
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.estimators.efficiency import relative_efficiency
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.worth import worth
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.policy.tokenizer import configured_tokenizer
@@ -68,7 +72,10 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import setup, trainer
 from grpo_ustat.train.evaluate import sample_eval
 
-REFERENCE, UNIT = "trl_dr_grpo", 8  # the loss of the differences, and the G of the unit of worth
+REFERENCE, UNIT = (
+    "trl_dr_grpo",
+    8,
+)  # the loss of the differences, and the G of the unit of efficiency
 LOSSES = {
     REFERENCE: ["objective=trl_dr_grpo"],
     "trl_dapo": ["objective=trl_dapo"],
@@ -78,9 +85,9 @@ LOSSES = {
     "trl_dr_grpo, filter .2": ["objective=trl_dr_grpo", "objective.reward_variance_share=0.2"],
 }
 FACTORS = (0.5, 1.0, 2.0)  # learning rates of a loss, in multiples of the middle one
-APART = 1.25  # ratio of two worths that counts as large
-WORTHS = ("worth", "worth_low", "worth_high")  # columns of a record
-DRAWS = 1000  # pairs of batches behind the worth of losses that couple their rows
+APART = 1.25  # ratio of two relative efficiencies that counts as large
+EFFICIENCIES = ("efficiency", "efficiency_low", "efficiency_high")  # columns of a record
+DRAWS = 1000  # pairs of batches behind the relative efficiency of losses that couple their rows
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class Cell:
 
 
 def measured_losses(name: str, folder: Path) -> dict[str, dict]:
-    """Worth, and the root of E||ghat||^2, of every loss in a bed, from a pool below `folder`."""
+    """Efficiency, and the root of E||ghat||^2, of every loss in a bed, from a pool in `folder`."""
     bed, names = BEDS[name], list(LOSSES)
     study = compose_config("mse", [*bed.data, "launch.workers=1"])
     task = configured_task(study.task_options, study.model, configured_tokenizer(study.model))
@@ -165,10 +172,10 @@ def measured_losses(name: str, folder: Path) -> dict[str, dict]:
     found = {}
     for loss, (size,) in keys.items():
         error = errors[loss, size]
-        of_loss = worth(error, UNIT, unit)
+        of_loss = relative_efficiency(error, UNIT, unit)
         found[loss.name] = {
-            "worth": float(unit[UNIT][0] / error.error_D[0]),  # also where it is not decided
-            "interval": list(of_loss.worth),
+            "efficiency": float(unit[UNIT][0] / error.error_D[0]),  # also where it is not decided
+            "interval": list(of_loss.efficiency_same_g),
             "noise": list(of_loss.noise),
             "length": math.sqrt(error.energy_D[0]),
         }
@@ -208,20 +215,22 @@ def accuracy(run: trainer.TrainContext) -> float:
     return float(sample_eval(run, "sampled").rewards_PG.mean())
 
 
-def run_missing(file: Path, cells: Sequence[Cell], worths: dict[str, dict[str, dict]]) -> None:
+def run_missing(
+    file: Path, cells: Sequence[Cell], efficiencies: dict[str, dict[str, dict]]
+) -> None:
     """Train what the file does not have, and add a line for each run as it ends."""
     done = {cell for cell, _ in read(file)} if file.exists() else set()
     starts: dict[tuple[str, int], float] = {}
     with file.open("a") as out:
         for cell in cells:
             if cell not in done:
-                lengths = {loss: found["length"] for loss, found in worths[cell.bed].items()}
+                lengths = {loss: found["length"] for loss, found in efficiencies[cell.bed].items()}
                 print(json.dumps(vars(cell) | train(cell, lengths, starts)), file=out, flush=True)
 
 
 def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
-    """The runs and the worths of a record, see `record`."""
-    runs, worths = [], {bed: {} for bed in BEDS}
+    """The runs and the relative efficiencies of a record, see `record`."""
+    runs, efficiencies = [], {bed: {} for bed in BEDS}
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
             cell = Cell(
@@ -232,23 +241,23 @@ def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
                 {"before": 0.0, "after": float(row["gain"]), "seconds": 0.0,
                  "learning_rate": float(row["learning_rate"])},
             ))  # fmt: skip
-            interval = [float(row[name]) for name in WORTHS]
-            worths[cell.bed][cell.loss] = {"worth": interval[0], "interval": interval}
-    return runs, worths
+            interval = [float(row[name]) for name in EFFICIENCIES]
+            efficiencies[cell.bed][cell.loss] = {"efficiency": interval[0], "interval": interval}
+    return runs, efficiencies
 
 
-def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], worths: dict) -> None:
-    """Write a line for each run: worth of its loss, its rate in multiples of the middle one, and
+def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> None:
+    """Write a line for each run: efficiency of its loss, its rate over the middle one, and
     the accuracy that it gained.
     """
     with file.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(
-            ["policy", "optimizer", "loss", *WORTHS, "learning_rate", "rate", "seed", "gain"]
+            ["policy", "optimizer", "loss", *EFFICIENCIES, "learning_rate", "rate", "seed", "gain"]
         )
         for cell, row in runs:
-            of_loss = worths[cell.bed][cell.loss]
-            numbers = [of_loss["worth"], *of_loss["interval"][1:], row["learning_rate"]]
+            of_loss = efficiencies[cell.bed][cell.loss]
+            numbers = [of_loss["efficiency"], *of_loss["interval"][1:], row["learning_rate"]]
             writer.writerow(
                 [cell.bed, cell.optimizer, cell.loss, *(f"{x:.4g}" for x in numbers),
                  f"{cell.factor:g}", cell.seed, f"{row['after'] - row['before']:.4g}"]
@@ -270,13 +279,13 @@ class Side:
     Attributes:
         bed, optimizer: names.
         gain_LMS: accuracy gained.
-        worth_L: of the losses in the policy at its start.
+        efficiency_L: of the losses in the policy at its start.
     """
 
     bed: str
     optimizer: str
     gain_LMS: np.ndarray
-    worth_L: np.ndarray
+    efficiency_L: np.ndarray
 
     @property
     def chosen_LS(self) -> np.ndarray:
@@ -296,12 +305,12 @@ class Side:
 
     @property
     def slope_S(self) -> np.ndarray:
-        """Slope of gain on log2 worth over the losses, of each seed."""
-        x_L = np.log2(self.worth_L) - np.log2(self.worth_L).mean()
+        """Slope of gain on log2 efficiency over the losses, of each seed."""
+        x_L = np.log2(self.efficiency_L) - np.log2(self.efficiency_L).mean()
         return x_L @ self.gain_LS / (x_L @ x_L)
 
 
-def sides(rows: list[tuple[Cell, dict[str, float]]], worths: dict) -> list[Side]:
+def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list[Side]:
     """The runs by policy and optimizer, of the seeds that have all losses and rates."""
     gains = {cell: row["after"] - row["before"] for cell, row in rows}
     found = []
@@ -320,8 +329,8 @@ def sides(rows: list[tuple[Cell, dict[str, float]]], worths: dict) -> list[Side]
              for factor in FACTORS]
             for loss in LOSSES
         ])  # fmt: skip
-        worth_L = np.array([worths[bed][loss]["worth"] for loss in LOSSES])
-        found.append(Side(bed, optimizer, gain_LMS, worth_L))
+        efficiency_L = np.array([efficiencies[bed][loss]["efficiency"] for loss in LOSSES])
+        found.append(Side(bed, optimizer, gain_LMS, efficiency_L))
     return found
 
 
@@ -333,8 +342,8 @@ def t_interval(values_S: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
-    """Spearman's of mean gain and worth: its interval over drawn seeds, and the exact p."""
-    rank_L = stats.rankdata(side.worth_L)
+    """Spearman's of mean gain and efficiency: its interval over drawn seeds, and the exact p."""
+    rank_L = stats.rankdata(side.efficiency_L)
     orders = list(itertools.permutations(rank_L))
 
     def correlation(gain_LX: np.ndarray) -> np.ndarray:
@@ -351,11 +360,11 @@ def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
 
 
 def ordered_pairs(side: Side) -> tuple[str, str]:
-    """In how many pairs of losses more worth gains more: of worths apart, and of the others."""
+    """Number of pairs in which the more efficient loss gains more: distinct ones, and others."""
     right: dict[bool, list[bool]] = {True: [], False: []}
     gain_L = side.gain_LS.mean(axis=1)
     for one, other in itertools.combinations(range(len(gain_L)), 2):
-        ratio = side.worth_L[one] / side.worth_L[other]
+        ratio = side.efficiency_L[one] / side.efficiency_L[other]
         right[max(ratio, 1 / ratio) >= APART].append((ratio > 1) == (gain_L[one] > gain_L[other]))
     apart, close = (f"{sum(right[kind])} of {len(right[kind])}" for kind in (True, False))
     return apart, close
@@ -393,7 +402,7 @@ def span(interval: Sequence[float], digits: int = 3) -> str:
 
 
 def tests(found: Sequence[Side]) -> list[dict[str, Any]]:
-    """What is tested of each policy and optimizer: rank correlation and slope of gain with worth,
+    """Tests of each policy and optimizer: rank correlation and slope of gain with efficiency,
     each with its p and that after Holm's correction over all.
     """
     ranks = [rank_correlation(side) for side in found]
@@ -407,9 +416,11 @@ def tests(found: Sequence[Side]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def report(rows: list[tuple[Cell, dict[str, float]]], worths: dict[str, dict[str, dict]]) -> None:
+def report(
+    rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict[str, dict[str, dict]]
+) -> None:
     """Print the tables as Markdown."""
-    found = sides(rows, worths)
+    found = sides(rows, efficiencies)
     seconds = sum(row["seconds"] for _, row in rows)
     print(f"{len(rows)} runs, {seconds / 60:.0f} minutes\n")
     p_values = [
@@ -418,13 +429,15 @@ def report(rows: list[tuple[Cell, dict[str, float]]], worths: dict[str, dict[str
         for difference_S in side.difference_LS
     ]
     holm = iter(holm_adjust(p_values))
-    print("| policy, optimizer | loss | worth | gain | less the reference's | p, corrected |")
+    print("| policy, optimizer | loss | efficiency | gain | less the reference's | p, corrected |")
     print("|---|---|---|---|---|---|")
     for side in found:
         for row, loss in enumerate(LOSSES):
-            of_loss, gain = worths[side.bed][loss], t_interval(side.gain_LS[row])
+            of_loss, gain = efficiencies[side.bed][loss], t_interval(side.gain_LS[row])
             decided = math.isfinite(of_loss["interval"][2])
-            unit = span(of_loss["interval"], 2) if decided else f"({number(of_loss['worth'], 2)})"
+            unit = (
+                span(of_loss["interval"], 2) if decided else f"({number(of_loss['efficiency'], 2)})"
+            )
             text = f"| {side.bed}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
             if row:
                 text += f" {span(t_interval(side.difference_LS[row - 1]))} |"
@@ -481,16 +494,16 @@ def main() -> None:
         parser.error("give --results FILE or --only-analysis FILE")
     torch.set_num_threads(1)
     if file.suffix == ".csv":
-        runs, worths = recorded(file)
-        report([(cell, row) for cell, row in runs if cell.seed in asked.seeds], worths)
+        runs, efficiencies = recorded(file)
+        report([(cell, row) for cell, row in runs if cell.seed in asked.seeds], efficiencies)
         return
-    measured = file.with_suffix(".worth.json")
+    measured = file.with_suffix(".efficiency.json")
     if not measured.exists():
         with tempfile.TemporaryDirectory() as folder:
             pools = asked.pools or Path(folder)
             found = {bed: measured_losses(bed, pools) for bed in BEDS}
         measured.write_text(json.dumps(found, indent=1))
-    worths = json.loads(measured.read_text())
+    efficiencies = json.loads(measured.read_text())
     if not asked.only_analysis:
         cells = [
             Cell(bed, optimizer, loss, factor, seed)
@@ -500,11 +513,11 @@ def main() -> None:
             for loss in asked.losses
             for factor in FACTORS
         ]
-        run_missing(file, cells, worths)
+        run_missing(file, cells, efficiencies)
     runs = list(read(file))
     if asked.record:
-        record(asked.record, runs, worths)
-    report([(cell, row) for cell, row in runs if cell.seed in asked.seeds], worths)
+        record(asked.record, runs, efficiencies)
+    report([(cell, row) for cell, row in runs if cell.seed in asked.seeds], efficiencies)
 
 
 if __name__ == "__main__":

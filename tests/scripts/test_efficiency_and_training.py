@@ -1,4 +1,4 @@
-"""Worth and training: the numbers of the page are those of the recorded runs."""
+"""Efficiency and training: the numbers of the page are those of the recorded runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts/benchmarks"))
-import worth_and_training as benchmark  # noqa: E402
+import efficiency_and_training as benchmark  # noqa: E402
 
-RUNS, WORTHS = benchmark.recorded(ROOT / "docs/examples/worth_and_training.csv")
+RUNS, EFFICIENCIES = benchmark.recorded(ROOT / "docs/examples/efficiency_and_training.csv")
 NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def sides(seeds):
-    return benchmark.sides([(cell, row) for cell, row in RUNS if cell.seed in seeds], WORTHS)
+    return benchmark.sides([(cell, row) for cell, row in RUNS if cell.seed in seeds], EFFICIENCIES)
 
 
 def table_rows():
@@ -57,7 +57,7 @@ def test_losses_as_the_sample_show_nothing_after_correction():
 def test_what_the_page_says_beside_the_table_is_so():
     tiny_sgd, tiny_adamw, base_sgd, base_adamw = sides(range(5))
     for side, slope in ((tiny_sgd, (-0.04, -0.38, 0.30)), (tiny_adamw, (0.10, -0.24, 0.44))):
-        x_L = np.log2(side.worth_L[:3]) - np.log2(side.worth_L[:3]).mean()
+        x_L = np.log2(side.efficiency_L[:3]) - np.log2(side.efficiency_L[:3]).mean()
         found = benchmark.t_interval(x_L @ side.gain_LS[:3] / (x_L @ x_L))
         assert found == pytest.approx(slope, abs=0.01)
     assert benchmark.t_interval(base_sgd.difference_LS[0]) == pytest.approx(
@@ -71,5 +71,5 @@ def test_what_the_page_says_beside_the_table_is_so():
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
     runs = [(cell, row) for cell, row in RUNS if cell.seed == 3]
-    benchmark.record(tmp_path / "runs.csv", runs, WORTHS)
-    assert benchmark.recorded(tmp_path / "runs.csv") == (runs, WORTHS)
+    benchmark.record(tmp_path / "runs.csv", runs, EFFICIENCIES)
+    assert benchmark.recorded(tmp_path / "runs.csv") == (runs, EFFICIENCIES)

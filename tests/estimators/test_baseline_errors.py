@@ -1,4 +1,4 @@
-"""Errors of rules without a closed form: against every group of a pool, and fresh updates."""
+"""Errors of baselines without a closed form: against every group of a pool, and fresh updates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from reference import BASELINE_OPTIONS
 
 from grpo_ustat.config.mse import CLOSED_FORMS
 from grpo_ustat.estimators import losses
+from grpo_ustat.estimators.baseline_errors import baseline_errors, baseline_rows
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, advantages
 from grpo_ustat.estimators.closed_form import CurvePoint, Request, closed_form
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.row_weights import Loss
-from grpo_ustat.estimators.rule_errors import rule_errors, rule_rows
 from grpo_ustat.records import BaselineContext
 
 MEASURED = [
     name
-    for name, rule in BASELINES.items()
-    if not rule.only_trains and not rule.needs - OF_THE_BATCH
+    for name, baseline in BASELINES.items()
+    if not baseline.only_trains and not baseline.needs - OF_THE_BATCH
 ]
 APART = [name for name in MEASURED if not BASELINES[name].couples_prompts]
 COUPLED = [name for name in MEASURED if BASELINES[name].couples_prompts]
@@ -44,7 +44,7 @@ def drawn_pool(rng, questions, completions=6, graded=False):
 
 
 def every_update(pool, name):
-    """The MSE of a rule that treats questions apart: all groups of each question, all pairs of
+    """The MSE of a baseline that treats questions apart: all groups of each question, all pairs of
     questions.
     """
     questions, completions = pool.rewards_PN.shape
@@ -80,7 +80,7 @@ def test_all_groups_of_a_pool_count(rng, monkeypatch, name, graded):
     """Exactly where they can be counted, to 2 % where 4000 are drawn of each question."""
     monkeypatch.setattr(losses, "DRAWN_GROUPS", 4000)
     pool = drawn_pool(rng, 7, graded=graded)
-    errors = rule_errors(pool, {name: BASELINE_OPTIONS.get(name, {})}, [SIZE], ROLLOUTS, 2, 0)
+    errors = baseline_errors(pool, {name: BASELINE_OPTIONS.get(name, {})}, [SIZE], ROLLOUTS, 2, 0)
     mse, bias2 = every_update(pool, name)
     assert list(errors) == [(name, SIZE)]
     found = errors[name, SIZE]
@@ -114,7 +114,7 @@ def test_a_coupled_rule_has_the_energy_of_drawn_updates(rng, name, size):
     noise = np.std(energies) * (1 / 4000 + 1 / 600) ** 0.5
     found = float(moments[loss, size].energy_D[0])
     assert found == pytest.approx(np.mean(energies), abs=4 * noise)
-    (error,) = rule_errors(pool, {name: options}, [size], 4 * size, 600, 0).values()
+    (error,) = baseline_errors(pool, {name: options}, [size], 4 * size, 600, 0).values()
     assert error.draws == 600
 
 
@@ -124,7 +124,7 @@ def test_rules_with_a_closed_form_have_that_error(rng):
     outcomes, rows = policy.sample(100, rng), np.arange(20)[:, None]
     scores, rewards = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
     pool = whole_pool(scores, rewards, np.ones_like(outcomes))
-    errors = rule_errors(pool, {"leave_one_out": {}, "group_mean": {}}, [2, 4], 8, 2, 0)
+    errors = baseline_errors(pool, {"leave_one_out": {}, "group_mean": {}}, [2, 4], 8, 2, 0)
     points = [CurvePoint(name, size, "with_replacement", 8 // size) for name, size in errors]
     formulas = closed_form(pool, Request(points, {}, 20, True, {}), "questions")
     for error, point in zip(errors.values(), points, strict=True):
@@ -140,12 +140,12 @@ def test_rules_with_a_closed_form_have_that_error(rng):
 
 
 def test_what_a_pool_does_not_tell_is_said(rng):
-    rules = {"batch_std": BASELINE_OPTIONS["batch_std"], "opo": {}, "remax": {}}
+    baselines = {"batch_std": BASELINE_OPTIONS["batch_std"], "opo": {}, "remax": {}}
     pool, sizes = drawn_pool(rng, 12), [2, 3, 4, 12]
-    measured = list(rule_errors(pool, rules, sizes, 12, 2, 0))
+    measured = list(baseline_errors(pool, baselines, sizes, 12, 2, 0))
     assert measured == [("batch_std", 3), ("batch_std", 4), *(("opo", g) for g in (2, 3, 4))]
-    rows = [row for row in rule_rows(pool, rules, sizes, 12) if row.reason is not None]
-    reasons = {(row.loss.rule, row.group_size): row.reason.line for row in rows}
+    rows = [row for row in baseline_rows(pool, baselines, sizes, 12) if row.reason is not None]
+    reasons = {(row.loss.baseline, row.group_size): row.reason.line for row in rows}
     assert "need a study of 18, got 12" in reasons["batch_std", 2]
     assert "groups of 12 need as many completions" in reasons["opo", 12]
     assert all("reads greedy_P" in reasons["remax", size] for size in (2, 3, 4, 12))
@@ -153,6 +153,6 @@ def test_what_a_pool_does_not_tell_is_said(rng):
 
 
 def test_every_rule_of_a_study_has_a_closed_form_or_is_measured_by_groups():
-    assert {name for name, rule in BASELINES.items() if not rule.only_trains} == {
+    assert {name for name, baseline in BASELINES.items() if not baseline.only_trains} == {
         *CLOSED_FORMS, *MEASURED
     }  # fmt: skip

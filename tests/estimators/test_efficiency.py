@@ -1,4 +1,4 @@
-"""What a rollout of a loss is worth: by the definition, on all joint batches of three prompts."""
+"""What the relative efficiency is: by the definition, on all joint batches of three prompts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.group_terms import GroupTerms
-from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
-from grpo_ustat.estimators.worth import (
+from grpo_ustat.estimators.efficiency import (
     UNKNOWN,
     LossError,
     UpdateMoments,
-    alike,
+    best_sizes,
     between_sizes,
     direction,
     loss_error,
@@ -22,9 +20,11 @@ from grpo_ustat.estimators.worth import (
     product_of_means,
     ratio,
     relative,
+    relative_efficiency,
     update_moments,
-    worth,
 )
+from grpo_ustat.estimators.group_terms import GroupTerms
+from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.records import BaselineContext
 
 CHANCES = np.array([[0.5, 0.3, 0.2], [0.7, 0.3, 0.0], [0.2, 0.4, 0.4]])
@@ -68,7 +68,7 @@ def exact(value):
 
 
 @pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.baseline}-{loss.loss_type}"
 )
 def test_the_error_is_that_of_all_joint_batches(loss):
     updates, chances = joint_batches(loss, prompts=2)
@@ -76,7 +76,7 @@ def test_the_error_is_that_of_all_joint_batches(loss):
     signal = TRUE @ TRUE
     moments = UpdateMoments(*map(exact, (energy, mean @ mean, mean @ TRUE)), scale=None)
     found = loss_error(moments, exact(signal))
-    assert found.known
+    assert found.kappa_known
     kappa = mean @ TRUE / signal
     by_definition = chances @ np.square(updates / kappa - TRUE).sum(axis=1)
     assert found.error_D[0] == pytest.approx(by_definition, rel=1e-12)
@@ -86,7 +86,7 @@ def test_the_error_is_that_of_all_joint_batches(loss):
         np.testing.assert_allclose(mean, loss.scale(2) * TRUE, rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES[:3], ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=lambda loss: f"{loss.baseline}-{loss.loss_type}")
 def test_an_additive_update_is_the_mean_of_terms(loss):
     """From exact terms of three prompts: what pairs of different prompts say of the population."""
     terms = []
@@ -110,12 +110,12 @@ def test_an_additive_update_is_the_mean_of_terms(loss):
     assert moments.energy_D[0] == pytest.approx(of_pair, rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["leave_one_out", "none"])
-def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
+@pytest.mark.parametrize("baseline", ["leave_one_out", "none"])
+def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(baseline):
     """All joint batches given that the rewards of each group differ; the terms are those of a
     population of the three prompts, copied so that pairs of different ones are nearly all pairs.
     """
-    loss = Loss("own", rule, {}, "sum", 9, rows=RowFilter("replace"))
+    loss = Loss("own", baseline, {}, "sum", 9, rows=RowFilter("replace"))
     prompts = 2
     rows = itertools.product(itertools.product(range(3), repeat=2), repeat=prompts)
     updates, chances = [], []
@@ -153,7 +153,7 @@ def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
     assert found.energy_D[0] == pytest.approx(energy, rel=1e-3)
     assert found.mean_sq_D[0] == pytest.approx(mean @ mean, rel=1e-3)
     assert found.cross_D[0] == pytest.approx(mean @ TRUE, rel=1e-3)
-    if rule == "leave_one_out":  # 0 on groups of equal rewards: E ghat = grad J / K
+    if baseline == "leave_one_out":  # 0 on groups of equal rewards: E ghat = grad J / K
         np.testing.assert_allclose(mean, TRUE / np.mean(kept), rtol=1e-12)
         error = loss_error(found, product_of_means(gradient, gradient)).error_D[0]
         by_definition = chances @ np.square(updates * np.mean(kept) - TRUE).sum(axis=1)
@@ -196,11 +196,11 @@ def test_the_unbiased_estimate_is_worth_itself_and_half_as_noisy_a_one_twice():
     terms, gradient = sample_of(40, 4, 0)
     signal = product_of_means(gradient, gradient)
     error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
-    itself = worth(error, 4, {4: error.error_D})
-    assert itself.worth == pytest.approx((1, 1, 1)) and itself.direction == (1, 1, 1)
-    better = worth(error, 4, {4: 2 * error.error_D, 8: error.error_D})
-    assert better.worth == pytest.approx((2, 2, 2))
-    assert better.worth_best == pytest.approx((1, 1, 1))
+    itself = relative_efficiency(error, 4, {4: error.error_D})
+    assert itself.efficiency_same_g == pytest.approx((1, 1, 1)) and itself.direction == (1, 1, 1)
+    better = relative_efficiency(error, 4, {4: 2 * error.error_D, 8: error.error_D})
+    assert better.efficiency_same_g == pytest.approx((2, 2, 2))
+    assert better.efficiency_best_g == pytest.approx((1, 1, 1))
     assert 0 < itself.noise.low < itself.noise.estimate < itself.noise.high < 1
 
 
@@ -210,10 +210,12 @@ def test_where_the_best_size_may_be_another_the_interval_reaches_down_to_it():
     signal = product_of_means(gradient, gradient)
     error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
     noisy = np.concatenate([[1.01], 1.01 + 0.02 * np.random.default_rng(1).normal(size=40)])
-    found = worth(error, 4, {4: error.error_D, 8: noisy * error.error_D})
-    assert found.worth == pytest.approx((1, 1, 1))
-    assert found.worth_best.estimate == pytest.approx(1) and found.worth_best.low < 0.95
-    assert found.worth_best.high == pytest.approx(1)
+    found = relative_efficiency(error, 4, {4: error.error_D, 8: noisy * error.error_D})
+    assert found.efficiency_same_g == pytest.approx((1, 1, 1))
+    assert (
+        found.efficiency_best_g.estimate == pytest.approx(1) and found.efficiency_best_g.low < 0.95
+    )
+    assert found.efficiency_best_g.high == pytest.approx(1)
 
 
 def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
@@ -223,11 +225,11 @@ def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
     one = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
     three = loss_error(update_moments(tripled, gradient, 16, scale=3.0), signal)
     np.testing.assert_allclose(three.error_D, one.error_D, rtol=1e-9)
-    assert three.known
+    assert three.kappa_known
     unknown = loss_error(update_moments(terms, gradient, 16, scale=None), signal)
-    assert not unknown.known
-    said = worth(unknown, 4, {4: one.error_D})
-    assert np.isnan(said.worth.estimate) and said.worth[1:] == (0, np.inf)
+    assert not unknown.kappa_known
+    said = relative_efficiency(unknown, 4, {4: one.error_D})
+    assert np.isnan(said.efficiency_same_g.estimate) and said.efficiency_same_g[1:] == (0, np.inf)
 
 
 def test_sizes_that_are_not_worse_are_named_with_the_best():
@@ -236,7 +238,7 @@ def test_sizes_that_are_not_worse_are_named_with_the_best():
         size: np.concatenate([[value], value + noise[number]])
         for number, (size, value) in enumerate({2: 2.0, 4: 1.0, 8: 1.01}.items())
     }
-    assert alike(errors) == (4, [4, 8])
+    assert best_sizes(errors) == (4, [4, 8])
 
 
 def turned_sample(prompts, seed):
@@ -314,7 +316,7 @@ def test_what_few_prompts_decide_of_smaller_groups_is_known_less_well():
 
     def error(deviations_P):
         values_D = 1 + np.concatenate([[0.0], deviations_P])
-        return LossError(values_D, values_D, values_D, values_D, known=True)
+        return LossError(values_D, values_D, values_D, values_D, kappa_known=True)
 
     flat = error(np.zeros(60))
     few_P, every_P = np.zeros(60), np.resize([1.0, -1.0], 60)
@@ -324,5 +326,5 @@ def test_what_few_prompts_decide_of_smaller_groups_is_known_less_well():
     )
     assert every == pytest.approx((1.0, 0.9805, 1.0199), abs=2e-4)
     assert few == pytest.approx((1.0, 0.9688, 1.0322), abs=2e-4)
-    assert between_sizes(replace(flat, known=False), flat).high == np.inf
+    assert between_sizes(replace(flat, kappa_known=False), flat).high == np.inf
     assert between_sizes(flat, error(np.full(60, -1.0))).high == np.inf

@@ -1,4 +1,4 @@
-"""The worth of a rollout of a loss: its record, and how any losses are said, tabled and drawn."""
+"""The relative efficiency of a loss: its record, and how any losses are said, tabled and drawn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.row_weights import RowFilter
 from grpo_ustat.pages.figures import FONTS, legend_label, line_style, log_sizes, note, plt, save
-from grpo_ustat.pages.tables import MOST_BASELINES, Table, enumeration
+from grpo_ustat.pages.tables import MAX_BASELINES, Table, enumeration
 from grpo_ustat.runs.contents import Size, Sometimes
 
 ADVANTAGE_WORDS = {
@@ -47,24 +47,26 @@ FILTER_WORDS = {
     "reward_variance_share": "groups that hold {:g} of the reward variance",
     "advantage_threshold": "|advantage| of {:g} or more",
 }
-WORTH_NOTE = (
-    "Worth: rollouts of the unbiased leave-one-out gradient that do as much as one of the loss, at "
-    "a batch's first update; 95 % intervals for new questions, paired among losses and G."
+EFFICIENCY_NOTE = (
+    "Relative efficiency: rollouts of the unbiased leave-one-out gradient that do as much as one "
+    "of the loss, at a batch's first update; 95 % intervals for new questions, paired among losses "
+    "and G."
 )
 NOISE_NOTE = "The share of noise is that of an update's squared norm."
 BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
 # Octaves of G: between losses at one G, and of all of them at most.
 APART, ASIDE = 0.12, 0.6
-AT_BEST = "unbiased ones at their best G"
+UNBIASED_SAME_G = "the unbiased gradient at the same G"
+UNBIASED_BEST_G = "the unbiased gradient at its best G"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossWorth:
-    """Efficiency of a rollout of a loss at one G, for new questions, see `estimators.worth`."""
+class LossEfficiency:
+    """Relative efficiency of a loss at one G, for new questions, see `estimators.efficiency`."""
 
     # Its name.
     loss: str
-    # The rule of the advantages.
+    # The baseline of the advantages.
     baseline: str
     # The divisor of the tokens.
     loss_type: str
@@ -81,9 +83,9 @@ class LossWorth:
     kept: Sometimes[Interval] = None
     unbiased_direction: bool
     # Rollouts of the unbiased estimate, at the same G, that do as much as one of the loss.
-    worth: Sometimes[Interval] = None
+    efficiency_same_g: Sometimes[Interval] = None
     # Rollouts of the unbiased estimate at its best G that do as much.
-    worth_best: Sometimes[Interval] = None
+    efficiency_best_g: Sometimes[Interval] = None
     # cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
     direction: Sometimes[Interval] = None
     # Share of an update's squared norm that is noise.
@@ -91,7 +93,7 @@ class LossWorth:
     # True if this G is the loss's best of the measured ones.
     best: bool
     # True if this G is not worse than the best.
-    alike: bool
+    may_be_best: bool
     # Why it is not measured.
     reason: Sometimes[str] = None
 
@@ -102,17 +104,17 @@ class LossWorth:
 
     @property
     def is_decided(self) -> bool:
-        """True if its worth is known."""
-        return self.worth is not None and self.worth.is_known
+        """True if its relative efficiency is known."""
+        return self.efficiency_same_g is not None and self.efficiency_same_g.is_known
 
 
-def loss_records(rows: Sequence[LossRow]) -> list[LossWorth]:
+def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
     """Return measured losses as a file holds them."""
     every = asdict(RowFilter())
     return [
-        LossWorth(
+        LossEfficiency(
             loss=row.loss.name,
-            baseline=row.loss.rule,
+            baseline=row.loss.baseline,
             loss_type=row.loss.loss_type,
             **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
             rollouts=row.rollouts,
@@ -120,44 +122,44 @@ def loss_records(rows: Sequence[LossRow]) -> list[LossWorth]:
             kept=row.kept,
             unbiased_direction=row.loss.scale(row.group_size) is not None,
             best=row.best,
-            alike=row.alike,
+            may_be_best=row.may_be_best,
             reason=row.reason and row.reason.line,
-            **({} if row.worth is None else vars(row.worth)),
+            **({} if row.efficiency is None else vars(row.efficiency)),
         )
         for row in rows
     ]
 
 
-def by_loss(rows: Sequence[LossWorth]) -> list[list[LossWorth]]:
+def by_loss(rows: Sequence[LossEfficiency]) -> list[list[LossEfficiency]]:
     """Group rows by loss, each in the order of G."""
-    losses: dict[str, list[LossWorth]] = {}
+    losses: dict[str, list[LossEfficiency]] = {}
     for row in rows:
         losses.setdefault(row.loss, []).append(row)
     return list(losses.values())
 
 
-def measured_rows(rows: Sequence[LossWorth]) -> list[LossWorth]:
+def measured_rows(rows: Sequence[LossEfficiency]) -> list[LossEfficiency]:
     """Return the rows with numbers."""
     return [row for row in rows if row.is_measured]
 
 
-def nearest_usual(rows: Sequence[LossWorth]) -> LossWorth:
+def nearest_usual(rows: Sequence[LossEfficiency]) -> LossEfficiency:
     """Return the row of G = 8, or of the nearest."""
     return min(rows, key=lambda row: abs(math.log(row.group_size / USUAL_SIZE)))
 
 
-def worth_sentences(
-    rows: Sequence[LossWorth], wrote: str = "", compared: str = "an unbiased one"
+def efficiency_sentences(
+    rows: Sequence[LossEfficiency], wrote: str = "", compared: str = UNBIASED_SAME_G
 ) -> list[str]:
-    """Return sentences on the worth of a rollout of each loss, its direction and its best G.
+    """Return sentences on the relative efficiency of each loss, its direction and its best G.
 
-    The worth is that at G = 8 or the nearest. Losses with the same result share a sentence.
+    The efficiency is that at G = 8 or the nearest. Losses with the same result share a sentence.
 
     Args:
         wrote: the policy that wrote the rollout, in words.
-        compared: the rollouts in which worth is counted, in words.
+        compared: what it is compared with, in words.
     """
-    same: dict[str, list[list[LossWorth]]] = {}
+    same: dict[str, list[list[LossEfficiency]]] = {}
     for own in by_loss(rows):
         same.setdefault(_sentence("", own, wrote, compared), []).append(own)
     return [
@@ -166,22 +168,22 @@ def worth_sentences(
     ]
 
 
-def _sentence(names: str, rows: Sequence[LossWorth], wrote: str, compared: str) -> str:
+def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: str) -> str:
     name = f"{names} ({loss_words(rows[0])}){wrote}"
     measured = measured_rows(rows)
     if not measured:
-        return f"What a rollout of {name} is worth is not measured: {rows[0].reason}."
+        return f"The relative efficiency of {name} is not measured: {rows[0].reason}."
     row = nearest_usual(measured)
-    assert row.worth is not None and row.noise is not None
+    assert row.efficiency_same_g is not None and row.noise is not None
     where = f"At n = {row.rollouts} and G = {row.group_size}"
-    if not row.worth.is_known:
+    if not row.efficiency_same_g.is_known:
         share = ""
         if row.noise.is_known:
             percents = [f"{100 * x:.0f} %" for x in row.noise]
             share = f"; an update is {percents[0]} noise [{percents[1]}, {percents[2]}]"
         return (
-            f"{where} it is not decided what a rollout of {name} is worth: its direction is not "
-            f"known from these questions{share}."
+            f"{where} the relative efficiency of {name} is not decided: its direction is not known "
+            f"from these questions{share}."
         )
     direction = "its direction is unbiased"
     if not row.unbiased_direction:
@@ -192,16 +194,16 @@ def _sentence(names: str, rows: Sequence[LossWorth], wrote: str, compared: str) 
     drawn = ""
     if row.kept is not None:
         drawn = (
-            f"; {worth_text(row.kept)} of the groups that are drawn are in an update, and what the "
-            "others cost is not in its worth"
+            f"; {efficiency_text(row.kept)} of the groups that are drawn are in an update, and "
+            "the cost of the others is not counted"
         )
     return (
-        f"{where} a rollout of {name} is worth {worth_text(row.worth)} of {compared}; "
-        f"{direction}; {_best_size_text(rows, measured)}{drawn}."
+        f"{where} the relative efficiency of {name} is {efficiency_text(row.efficiency_same_g)} "
+        f"against {compared}; {direction}; {_best_size_text(rows, measured)}{drawn}."
     )
 
 
-def _best_size_text(rows: Sequence[LossWorth], measured: Sequence[LossWorth]) -> str:
+def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEfficiency]) -> str:
     """Return the best G of a loss in words; beyond an end of the measured ones it may be better."""
     if len(measured) == 1:
         return "no other G was measured"
@@ -210,30 +212,32 @@ def _best_size_text(rows: Sequence[LossWorth], measured: Sequence[LossWorth]) ->
     text = f"its best G is {best}"
     if len(measured) < len(rows) or best in (min(sizes), max(sizes)):
         text = f"of the measured G {best} is its best"
-    others = [str(row.group_size) for row in measured if row.alike and row.group_size != best]
+    others = [str(row.group_size) for row in measured if row.may_be_best and row.group_size != best]
     return f"{text} ({enumeration(others)} may be as good)" if others else text
 
 
-def worth_tables(
-    rows: Sequence[LossWorth], wrote: str = "", notes: Sequence[str] = (WORTH_NOTE,)
+def efficiency_tables(
+    rows: Sequence[LossEfficiency], wrote: str = "", notes: Sequence[str] = (EFFICIENCY_NOTE,)
 ) -> list[Table]:
-    """Return tables of the worth of each loss at each G, some losses side by side, and of all else.
+    """Return tables of the losses' relative efficiency by G, side by side, and of all else.
 
     There are none where no loss was measured.
 
     Args:
         wrote: the policy that wrote the rollout, in words.
-        notes: the definition of worth.
+        notes: the definition of relative efficiency.
     """
     measured = [own for own in by_loss(rows) if measured_rows(own)]
     side_by_side = [
-        _worth_table(measured[first : first + MOST_BASELINES], wrote, notes)
-        for first in range(0, len(measured), MOST_BASELINES)
+        _efficiency_table(measured[first : first + MAX_BASELINES], wrote, notes)
+        for first in range(0, len(measured), MAX_BASELINES)
     ]
     return [*side_by_side, _details_table(measured, wrote, notes)] if measured else []
 
 
-def _worth_table(losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Sequence[str]) -> Table:
+def _efficiency_table(
+    losses: Sequence[Sequence[LossEfficiency]], wrote: str, notes: Sequence[str]
+) -> Table:
     known = {
         (row.group_size, column): row
         for column, rows in enumerate(losses)
@@ -243,7 +247,7 @@ def _worth_table(losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Seque
     cells = [
         [
             str(size),
-            *(worth_text(known[size, i].worth_best, "\n") if (size, i) in known else "-"
+            *(efficiency_text(known[size, i].efficiency_best_g, "\n") if (size, i) in known else "-"
               for i in range(len(losses))),
         ]
         for size in sizes
@@ -251,10 +255,11 @@ def _worth_table(losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Seque
     marks = {
         (sizes.index(size), column + 1): row.best
         for (size, column), row in known.items()
-        if row.alike
+        if row.may_be_best
     }
     return Table(
-        title=f"Worth of a rollout{wrote} at n = {losses[0][0].rollouts}, in {AT_BEST}",
+        title=f"Relative efficiency{wrote} at n = {losses[0][0].rollouts}, "
+        f"against {UNBIASED_BEST_G}",
         columns=["G", *(rows[0].loss for rows in losses)],
         rows=cells,
         notes=[*notes, *not_measured([row for rows in losses for row in rows])],
@@ -262,7 +267,7 @@ def _worth_table(losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Seque
     )
 
 
-def not_measured(rows: Sequence[LossWorth]) -> list[str]:
+def not_measured(rows: Sequence[LossEfficiency]) -> list[str]:
     """Return a line for every reason why losses are not measured at some G."""
     missing: dict[str, dict[int, None]] = {}
     for row in rows:
@@ -274,35 +279,35 @@ def not_measured(rows: Sequence[LossWorth]) -> list[str]:
 
 
 def _details_table(
-    losses: Sequence[Sequence[LossWorth]], wrote: str, notes: Sequence[str]
+    losses: Sequence[Sequence[LossEfficiency]], wrote: str, notes: Sequence[str]
 ) -> Table:
     rows = [
         [row.loss, loss_words(row), str(row.group_size), *number_cells(row, " ")]
         for own in losses
         for row in measured_rows(own)
     ]
-    columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth in {AT_BEST}",
-               "cos of its mean and the gradient", "share of noise"]  # fmt: skip
+    columns = ["loss", "advantage and tokens", "G", f"efficiency against {UNBIASED_SAME_G}",
+               "at its best G", "cos of its mean and the gradient", "share of noise"]  # fmt: skip
     of = f", a rollout{wrote}" if wrote else ""
     return Table(
         f"Losses at every G{of}", columns, rows, [*notes, NOISE_NOTE], page_only=True
     )  # fmt: skip
 
 
-def number_cells(row: LossWorth, gap: str) -> list[str]:
-    """Return cells of both worths, the direction and the noise."""
+def number_cells(row: LossEfficiency, gap: str) -> list[str]:
+    """Return cells of both relative efficiencies, the direction and the noise."""
     return [
-        worth_text(row.worth, gap),
-        worth_text(row.worth_best, gap),
+        efficiency_text(row.efficiency_same_g, gap),
+        efficiency_text(row.efficiency_best_g, gap),
         cosine_text(row, gap),
-        worth_text(row.noise, gap),
+        efficiency_text(row.noise, gap),
     ]
 
 
-def draw_worths(
-    folder: Path, name: str, title: str, rows: Sequence[LossWorth], lines: Sequence[str]
+def draw_efficiencies(
+    folder: Path, name: str, title: str, rows: Sequence[LossEfficiency], lines: Sequence[str]
 ) -> None:
-    """Draw the worth of each loss's rollout against G, with its interval, if any is measured."""
+    """Draw the measured relative efficiency of each loss against G, with its interval."""
     losses = {own[0].loss: own for own in by_loss(rows)}
     if not measured_rows(rows):
         return
@@ -313,13 +318,13 @@ def draw_worths(
 
 
 # A title, and the rows of each loss by its name.
-Panel = tuple[str, Mapping[str, Sequence[LossWorth]]]
+Panel = tuple[str, Mapping[str, Sequence[LossEfficiency]]]
 
 
 def draw_panels(
     folder: Path, name: str, grids: Mapping[str, list[list[Panel]]], lines: Sequence[str]
 ) -> None:
-    """Draw panels of worths.
+    """Draw panels of relative efficiencies.
 
     Args:
         grids: lines of panels by data set.
@@ -334,20 +339,22 @@ def draw_panels(
         figure, axes = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
         for line, (dataset, panels) in zip(axes, grid, strict=True):
             for one, (title, losses) in zip(line, panels, strict=False):
-                worth_panel(one, losses, names)
+                efficiency_panel(one, losses, names)
                 one.set_title(title, fontsize=8, loc="left")
             for one in line[len(panels) :]:
                 one.set_visible(False)
-            line[0].set_ylabel(f"worth of a rollout,\nin {AT_BEST}\n{dataset}".rstrip())
+            line[0].set_ylabel(
+                f"relative efficiency against\n{UNBIASED_BEST_G}\n{dataset}".rstrip()
+            )
         _add_legend(figure, size[0])
         note(figure, lines, size[0])
         save(figure, folder, name)
 
 
-def worth_panel(
-    axes: Axes, losses: Mapping[str, Sequence[LossWorth]], names: Sequence[str]
+def efficiency_panel(
+    axes: Axes, losses: Mapping[str, Sequence[LossEfficiency]], names: Sequence[str]
 ) -> None:
-    """Draw lines of worth against G, where they are decided.
+    """Draw lines of relative efficiency against G, where they are decided.
 
     Args:
         losses: the rows of each loss by its name.
@@ -355,10 +362,12 @@ def worth_panel(
     """
     lines: dict[str, dict[int, Interval]] = {}
     for name, rows in losses.items():
-        known = {row.group_size: row.worth_best for row in rows if row.is_decided}
+        known = {row.group_size: row.efficiency_best_g for row in rows if row.is_decided}
         if known:
-            lines[name] = {size: worth for size, worth in known.items() if worth is not None}
-    shown = [(size, worth) for line in lines.values() for size, worth in line.items()]
+            lines[name] = {
+                size: efficiency for size, efficiency in known.items() if efficiency is not None
+            }
+    shown = [(size, efficiency) for line in lines.values() for size, efficiency in line.items()]
     least = min([1.0, *(x.low for _, x in shown)])
     most = max([1.0, *(x.estimate for _, x in shown)])
     # Wider intervals leave the picture, some have no end.
@@ -399,7 +408,7 @@ def _add_legend(figure: Figure, width: float) -> None:
         )  # fmt: skip
 
 
-def described(rows: Sequence[LossWorth]) -> str:
+def described(rows: Sequence[LossEfficiency]) -> str:
     """Describe every loss of the rows, those of equal words together."""
     by_words: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -408,12 +417,12 @@ def described(rows: Sequence[LossWorth]) -> str:
     return f"{words}."
 
 
-def any_decided(rows: Sequence[LossWorth]) -> bool:
-    """Return True if the worth is known at any G."""
+def any_decided(rows: Sequence[LossEfficiency]) -> bool:
+    """Return True if the relative efficiency is known at any G."""
     return any(row.is_decided for row in rows)
 
 
-def loss_words(row: LossWorth) -> str:
+def loss_words(row: LossEfficiency) -> str:
     """Describe a loss by its advantage, the divisor of its tokens, and the rows that count."""
     words = [ADVANTAGE_WORDS.get(row.baseline, row.baseline), LOSS_TYPE_WORDS[row.loss_type]]
     if row.zero_variance_groups is not None:
@@ -424,11 +433,13 @@ def loss_words(row: LossWorth) -> str:
     return ", ".join(words)
 
 
-def worth_text(value: Interval | None, gap: str = " ", digits: int = 2) -> str:
-    """Format a worth or a share with its interval, with so many digits after the point.
+def efficiency_text(value: Interval | None, gap: str = " ", digits: int = 2) -> str:
+    """Format an efficiency or a share with its interval, with so many digits after the point.
 
-    >>> worth_text(Interval(0.981, 0.961, 1.0021)), worth_text(Interval(math.nan, 0, math.inf))
-    ('0.98 [0.96, 1.00]', 'not decided')
+    >>> efficiency_text(Interval(0.981, 0.961, 1.0021))
+    '0.98 [0.96, 1.00]'
+    >>> efficiency_text(Interval(math.nan, 0, math.inf))
+    'not decided'
     """
     if value is None or not value.is_known:
         return "not decided"
@@ -436,7 +447,7 @@ def worth_text(value: Interval | None, gap: str = " ", digits: int = 2) -> str:
     return f"{value.estimate:.{digits}f}{gap}[{value.low:.{digits}f}, {high}]"
 
 
-def cosine_text(row: LossWorth, gap: str = " ") -> str:
+def cosine_text(row: LossEfficiency, gap: str = " ") -> str:
     """Format the cosine of a loss's mean and the gradient, with its interval."""
     if row.unbiased_direction:
         return "unbiased"

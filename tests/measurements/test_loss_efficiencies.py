@@ -1,4 +1,4 @@
-"""Worth of losses in a study: sentences, tables and the figure, and a whole study."""
+"""Relative efficiency of losses in a study: sentences, tables and the figure, and a whole study."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import re
 import matplotlib.pyplot as plt
 import pytest
 from commands import run
-from folders import loss_row, refused_loss, study_of, worths
+from folders import efficiencies, loss_row, refused_loss, study_of
 
-from grpo_ustat.measurements.loss_worths import (
+from grpo_ustat.measurements.loss_efficiencies import (
     BARS_NOTE,
-    worth_panel,
-    worth_sentences,
-    worth_tables,
+    efficiency_panel,
+    efficiency_sentences,
+    efficiency_tables,
 )
 from grpo_ustat.measurements.losses import LOSSES, draw
 from grpo_ustat.runs.library import load_run
 
-NOT_DECIDED = {"worth": (None, 0.0, None), "direction": (None, 0.0, None)}
+NOT_DECIDED = {"efficiency_same_g": (None, 0.0, None), "direction": (None, 0.0, None)}
 DECIDED = [
-    loss_row("decided", 4, alike=True),
+    loss_row("decided", 4, may_be_best=True),
     loss_row("decided", 8),
-    loss_row("decided", 16, alike=True),
+    loss_row("decided", 16, may_be_best=True),
 ]
 ANSWERS = {
     "decided": (
@@ -35,7 +35,7 @@ ANSWERS = {
         ["0.90 [0.80, no end]", "of the measured G 8 is its best"],
     ),
     "the largest measured, of a pool of 32, where 64 is the best": (
-        [loss_row("long", 8, best=False, alike=False), loss_row("long", 32, best=True),
+        [loss_row("long", 8, best=False, may_be_best=False), loss_row("long", 32, best=True),
          refused_loss("long", 64, "the pool has 32")],
         ["G = 8", "of the measured G 32 is its best"],
     ),
@@ -64,35 +64,35 @@ ANSWERS = {
         ["not measured: study.rollouts=20 is no multiple of 8."],
     ),
     "the nearest size": (
-        [loss_row("far", 16, best=True, baseline="own_rule"), loss_row("far", 64)],
-        ["G = 16", "own_rule", "of the measured G 16 is its best"],
+        [loss_row("far", 16, best=True, baseline="own_baseline"), loss_row("far", 64)],
+        ["G = 16", "own_baseline", "of the measured G 16 is its best"],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("rows, said", ANSWERS.values(), ids=ANSWERS)
 def test_a_sentence_says_what_was_found(rows, said):
-    (sentence,) = worth_sentences(worths(*rows))
+    (sentence,) = efficiency_sentences(efficiencies(*rows))
     assert all(text in sentence for text in said), sentence
 
 
 def test_nothing_is_said_of_noise_that_is_not_known():
     row = loss_row("unknown", 8, **NOT_DECIDED, noise=None, noise_low=0.0, noise_high=None)
-    assert "noise" not in worth_sentences(worths(row))[0]
+    assert "noise" not in efficiency_sentences(efficiencies(row))[0]
 
 
 def test_losses_of_which_the_same_is_said_share_a_sentence():
     losses = [loss_row(name, 8) for name in ("a", "b", "c")]
     losses[1] = losses[1] | {"loss_type": "grpo"}
-    one, other = worth_sentences(worths(*losses))
-    assert "a rollout of a or c (std of the group, mean over the update's" in one
-    assert "a rollout of b (std of the group, mean over each" in other
+    one, other = efficiency_sentences(efficiencies(*losses))
+    assert "the relative efficiency of a or c (std of the group, mean over the update's" in one
+    assert "the relative efficiency of b (std of the group, mean over each" in other
 
 
 def test_a_study_without_losses_shows_nothing(tmp_path):
     study = study_of(tmp_path)
     assert study.of(LOSSES) is None
-    rows = worths(refused_loss("absent", 8, "why"))
+    rows = efficiencies(refused_loss("absent", 8, "why"))
     assert LOSSES.tables({study: rows}) == []
     draw(tmp_path, {study: rows}, [])
     assert not list(tmp_path.iterdir())
@@ -101,7 +101,7 @@ def test_a_study_without_losses_shows_nothing(tmp_path):
 def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
     undecided = loss_row("undecided", 8, **NOT_DECIDED), refused_loss("undecided", 16, "too few")
     losses = [*DECIDED, *undecided, refused_loss("absent", 8, "no")]
-    table, _ = worth_tables(worths(*losses))
+    table, _ = efficiency_tables(efficiencies(*losses))
     assert table.columns == ["G", "decided", "undecided"] and "n = 256" in table.title
     assert table.rows == [
         ["4", "0.45\n[0.40, 0.50]", "-"],
@@ -114,7 +114,7 @@ def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
 
 def test_many_losses_are_tables_side_by_side_of_four():
     losses = [loss_row(f"loss{number}", 8) for number in range(6)]
-    *tables, details = worth_tables(worths(*losses))
+    *tables, details = efficiency_tables(efficiencies(*losses))
     assert details.page_only and not any(table.page_only for table in tables)
     assert [table.columns for table in tables] == [
         ["G", "loss0", "loss1", "loss2", "loss3"], ["G", "loss4", "loss5"]
@@ -126,7 +126,7 @@ def test_details_have_both_worths_direction_and_noise_of_each_loss_at_each_size(
               loss_row("known", 8, direction=(None, 0.25, None)),
               loss_row("sum", 8, unbiased_direction=True),
               refused_loss("absent", 8, "no")]  # fmt: skip
-    *_, table = worth_tables(worths(*losses))
+    *_, table = efficiency_tables(efficiencies(*losses))
     words = "std of the group, mean over the update's tokens"
     assert table.rows[0] == [
         "decided", words, "8", "0.90 [0.80, 1.00]", "0.45 [0.40, 0.50]", "0.900 [0.800, 0.950]",
@@ -147,19 +147,19 @@ def test_the_figure_has_a_line_a_loss_that_is_decided_and_names_the_others(tmp_p
         refused_loss("absent", 8, "no"),
     ]
     study = study_of(tmp_path, policy=policy)
-    draw(tmp_path, {study: worths(*losses)}, [])
+    draw(tmp_path, {study: efficiencies(*losses)}, [])
     drawn = (tmp_path / "losses.svg").read_text()
     for text in (">decided<", "> _open<", "tiny: accuracy 0.50, n = 256", BARS_NOTE):
         assert text in drawn
     assert "Not decided or not measured: undecided and absent." in drawn
-    draw(tmp_path, {study: worths(loss_row("undecided", 8, **NOT_DECIDED))}, [])
+    draw(tmp_path, {study: efficiencies(loss_row("undecided", 8, **NOT_DECIDED))}, [])
     assert "not decided from these questions" in (tmp_path / "losses.svg").read_text()
 
 
 def test_bars_are_the_intervals_and_leave_the_picture_where_they_are_wide_or_have_no_end():
     rows = [loss_row("a", 4), loss_row("a", 8, (0.9, 0.8, None)), loss_row("a", 16, (0.9, 0.8, 50))]
     figure, axes = plt.subplots()
-    worth_panel(axes, {"a": worths(*rows)}, ["a"])
+    efficiency_panel(axes, {"a": efficiencies(*rows)}, ["a"])
     (bars,) = axes.collections
     known, endless, wide = ([y for _, y in bar] for bar in bars.get_segments())
     assert known == [0.4, 0.5] and [endless[0], wide[0]] == [0.4, 0.4]
@@ -189,5 +189,5 @@ def test_a_study_says_and_shows_what_a_rollout_of_its_losses_is_worth(tmp_path):
     for name in names:
         assert re.search(rf"a rollout of [^(]*\b{name}\b", said)
         assert name in page
-    assert "Worth of a rollout at n = 16" in said and "Losses at every" in page
+    assert "Relative efficiency at n = 16" in said and "Losses at every" in page
     assert (file.parent / "losses.svg").is_file()
