@@ -16,7 +16,7 @@ from collections.abc import Callable
 LINES = (
     "mse --help", "train --help", "gap --help", "mse --help all", "mse --help clip",
     "mse --cfg job", "mse study.questionz=3", "mse budget=nope", "mse policy=tiny",
-    "train group_size=abc", "--help",
+    "train group_size=abc",
 )  # fmt: skip
 BASE = "import hydra"
 
