@@ -85,7 +85,7 @@ class Evidence:
     # Limits, surprises and reasons, a line each.
     notes: Sequence[str] = ()
     # The policy and its exact truth: names and values.
-    bed: Mapping[str, float | str] = field(default_factory=dict)
+    problem: Mapping[str, float | str] = field(default_factory=dict)
     # Completions that were drawn; 0 if all was enumerated.
     rollouts: int = 0
 
@@ -102,7 +102,7 @@ class Evidence:
 class Theorem:
     """One of the paper's results and its study: all that the command asks of a module."""
 
-    # Of its configuration, with its title and the kinds of bed that it runs on.
+    # Of its configuration, with its title and the kinds of problem that it runs on.
     schema: type[TheoryConfig]
     # The paper's claim, in one or two sentences.
     statement: str

@@ -19,8 +19,8 @@ MAX_ROWS = 200
 
 def title(run: RunRecord) -> str:
     """Return the study's result, test problem and seed."""
-    kind, bed = str(run.value("study.kind")), run.value("bed.name")
-    return f"{TITLES.get(kind, kind)}, on {bed}, seed {run.value('seed')}"
+    kind, problem = str(run.value("theorem.kind")), run.value("problem.name")
+    return f"{TITLES.get(kind, kind)}, on {problem}, seed {run.value('seed')}"
 
 
 def answer(run: RunRecord) -> str:
@@ -34,10 +34,12 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
     """Return test problem and cost."""
     if run.result is None:
         return []
-    bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
+    problem = "\n".join(
+        f"{name}: {number_text(value)}" for name, value in run.result["problem"].items()
+    )
     rollouts = run.result["cost"]["rollouts"]
     return [
-        ("Test problem", bed),
+        ("Test problem", problem),
         ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
     ]
 

@@ -39,7 +39,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
     if result is None:
-        theorem(config.study.kind).check(config.experiment)
+        theorem(config.theorem.kind).check(config.experiment)
         with folder.lock():  # which another process may have finished just now
             result = main_only(folder.result) or run_study(config, folder)
     else:
@@ -64,7 +64,7 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
         The content of result.json.
     """
     main_only(folder.open)
-    start, record = time.perf_counter(), theorem(config.study.kind)
+    start, record = time.perf_counter(), theorem(config.theorem.kind)
     try:
         evidence = record.study(config.experiment)
     except Stopped:
@@ -75,9 +75,9 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     counts = verdict_counts([claim.verdict for claim in evidence.claims])
     words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     result = TheoremResult(
-        study=config.study.kind,
+        theorem=config.theorem.kind,
         statement=record.statement,
-        bed=evidence.bed,
+        problem=evidence.problem,
         claims=list(evidence.claims),
         answer=evidence.answer,
         notes=list(evidence.notes),
@@ -121,17 +121,19 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
 def show_plan(runs: Sequence[PlannedRun]) -> None:
     """Print a line for each run, and their total."""
     table = Table(box=SIMPLE, pad_edge=False)
-    for name in ("study", "bed", "replicates", "steps", "completions", "time"):
-        side = "left" if name in ("study", "bed") else "right"
+    for name in ("study", "problem", "replicates", "steps", "completions", "time"):
+        side = "left" if name in ("study", "problem") else "right"
         table.add_column(name, justify=side, no_wrap=name in ("completions", "time"))
     times = []
     for planned in runs:
         config = planned.config
-        completions = theorem(config.study.kind).completions(config.experiment)
+        completions = theorem(config.theorem.kind).completions(config.experiment)
         times.append(earlier_seconds(planned, completions))
-        sizes = [_size_text(getattr(config.study, name, None)) for name in ("replicates", "steps")]
+        sizes = [
+            _size_text(getattr(config.theorem, name, None)) for name in ("replicates", "steps")
+        ]
         millions = f"{completions / 1e6:,.1f} M" if completions else "-"
-        cells = [config.study.kind, config.bed.name, *sizes, millions, time_text(times[-1])]
+        cells = [config.theorem.kind, config.problem.name, *sizes, millions, time_text(times[-1])]
         table.add_row(*cells)
     known = [seconds for seconds in times if seconds is not None]
     if len(runs) > 1:
@@ -143,12 +145,12 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     notes = []
     if known:
         notes.append(
-            "Time, about: at the rate of the newest finished study of this kind, bed and "
+            "Time, about: at the rate of the newest finished study of this kind, problem and "
             "launch.workers here."
         )
     if len(known) < len(times):
         notes.append(
-            "Time unknown: no study of this kind, bed and launch.workers has finished here; "
+            "Time unknown: no study of this kind, problem and launch.workers has finished here; "
             "the first that does says it."
         )
     console.print(*notes, "Folders hold less than 10 MB each.")
@@ -157,13 +159,13 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
 def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
     """Return the expected seconds of a study, from an earlier one on this machine.
 
-    It is the rate of the newest finished study of the same kind, bed and workers, or its time if
+    It is the rate of the newest finished study of the same kind, problem and workers, or its time if
     nothing is drawn; None if there is no such study.
     """
     config, own = planned.config, planned.folder
     same = {
-        "study.kind": config.study.kind,
-        "bed.name": config.bed.name,
+        "theorem.kind": config.theorem.kind,
+        "problem.name": config.problem.name,
         "launch.workers": config.launch.workers,
     }
     earlier = finished_runs("gap", same, Path(config.output_root) / "gap", own and own.path)

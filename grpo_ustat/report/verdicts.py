@@ -59,8 +59,8 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
             outcome["rollouts"] = run.result["cost"].get("rollouts")
         cells = ["-" if outcome[name] is None else str(outcome[name]) for name in COUNT_COLUMNS]
         result, _, about = identity["result"].partition(", ")
-        bed = _bed_text(identity, "\n")
-        rows.append([result, about or "-", bed, *cells, outcome["verdict"], outcome["answer"]])
+        problem = _problem_text(identity, "\n")
+        rows.append([result, about or "-", problem, *cells, outcome["verdict"], outcome["answer"]])
         data.append(identity | outcome)
     return Table(
         name="theorems",
@@ -108,8 +108,8 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
     """
     figures, lines = [], []
     for run, identity in zip(studies, _identities(studies), strict=True):
-        bed = _bed_text(identity, ", ")
-        title = identity["result"] if bed == "-" else f"{identity['result']}, on {bed}"
+        problem = _problem_text(identity, ", ")
+        title = identity["result"] if problem == "-" else f"{identity['result']}, on {problem}"
         figure, wrong = read_figure(
             run.folder / "figure.svg", title, f"{PREDICTED_CAPTION}. {run.label}"
         )
@@ -155,20 +155,20 @@ def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
             {
                 "result": TITLES.get(kind, kind),
                 "study": kind,
-                "bed": run.policy,
-                "differs_in": key_label(run.keys, [key for key in keys if key != "bed.name"]),
+                "problem": run.policy,
+                "differs_in": key_label(run.keys, [key for key in keys if key != "problem.name"]),
                 "run": run.label,
             }
         )
     return identities
 
 
-def _bed_text(identity: dict[str, Any], separator: str) -> str:
+def _problem_text(identity: dict[str, Any], separator: str) -> str:
     """Name the test problem and the difference from other studies of its kind; "-" without both."""
-    return separator.join(filter(None, (identity["bed"], identity["differs_in"]))) or "-"
+    return separator.join(filter(None, (identity["problem"], identity["differs_in"]))) or "-"
 
 
 def _study_name(identity: dict[str, Any]) -> str:
     """Name a study, as in `Theorem 8 (coins)`."""
-    result, bed = identity["result"].partition(", ")[0], _bed_text(identity, ", ")
-    return result if bed == "-" else f"{result} ({bed})"
+    result, problem = identity["result"].partition(", ")[0], _problem_text(identity, ", ")
+    return result if problem == "-" else f"{result} ({problem})"

@@ -165,7 +165,7 @@ class TheoremResult(RunResult):
     study: str
     statement: str
     # The policy with its exact truth.
-    bed: Mapping[str, float | str]
+    problem: Mapping[str, float | str]
     claims: list[Claim]
     answer: str
     notes: list[str]

@@ -130,7 +130,7 @@ MSE = {
     ("study=figure",): "study=figure: it has fields of its own, see --help study",
     ("study=3",): "study=3: it has fields of its own, see --help study",
     ("study=figure4",): "study=figure4: write experiment=figure4",
-    ("study=lemma6",): "study=lemma6 is one of gap's, grpo-ustat gap",
+    ("theorem=lemma6",): "theorem=lemma6 is one of gap's, grpo-ustat gap",
 }
 GAP = {
     ("study.replicates=1e3",): (
@@ -140,10 +140,10 @@ GAP = {
         "study.constant_rates=0.5: a list is needed: study.constant_rates=[0.5]"
     ),
     (
-        "bed.parameters=true",
-    ): "bed.parameters=true: a whole number is needed, such as bed.parameters=8",
-    ("bed.kind=coin",): (
-        "unknown bed.kind 'coin': did you mean coins? "
+        "problem.parameters=true",
+    ): "problem.parameters=true: a whole number is needed, such as problem.parameters=8",
+    ("problem.kind=coin",): (
+        "unknown problem.kind 'coin': did you mean coins? "
         "choose from coins, ridge_coins, softmax, sequences"
     ),
 }

@@ -37,11 +37,11 @@ def test_a_readers_own_file_may_say_anything(text, tmp_path):
 
 
 MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
-    "In 'study/lemma6': Could not override 'bed'. No match in the defaults list.": (
-        "mse", "study=lemma6 is one of gap's, grpo-ustat gap"
+    "In 'study/lemma6': Could not override 'problem'. No match in the defaults list.": (
+        "mse", "theorem=lemma6 is one of gap's, grpo-ustat gap"
     ),
-    "In 'mine/own': Could not override 'bed'. No match in the defaults list.": (
-        "mse", "In 'mine/own': Could not override 'bed'. No match in the defaults list."
+    "In 'mine/own': Could not override 'problem'. No match in the defaults list.": (
+        "mse", "In 'mine/own': Could not override 'problem'. No match in the defaults list."
     ),
     "Could not override 'model'. No match in the defaults list.": (
         "gap", "unknown key model: it is one of mse's or train's, "
@@ -62,14 +62,14 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"
     ),
-    "Could not find 'bed/x' Available options in 'bed': coins none softmax Config search path": (
-        "gap", "unknown bed 'x': choose from coins, none, softmax"
+    "Could not find 'problem/x' Available options in 'problem': coins none softmax Config search path": (
+        "gap", "unknown problem 'x': choose from coins, none, softmax"
     ),
     "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config s": (
         "gap", "unknown experiment 'x': choose from theorems"
     ),
     "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (
-        "gap", "study=corollary5 is shown by grpo-ustat mse"
+        "gap", "theorem=corollary5 is shown by grpo-ustat mse"
     ),
     "Could not find 'study/best_group_size' Available options in 'study': lemma6 Config search": (
         "gap",

@@ -1,4 +1,4 @@
-"""The page of a study of a theorem: verdict, statement, bed, claims beside measurements."""
+"""The page of a study of a theorem: verdict, statement, problem, claims beside measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.pages.page import render, visible
 
 CONFIG = {
     "seed": 2, "study": {"kind": "theorem8", "steps": [10, 100]},
-    "bed": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
+    "problem": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
 }  # fmt: skip
 CLAIMS = [
     {"what": "T times the gap", "predicted": 0.123456, "measured": 0.12, "low": 0.1, "high": 0.14,
@@ -25,7 +25,7 @@ CLAIMS = [
 ]  # fmt: skip
 RESULT = {
     "study": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
-    "bed": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
+    "problem": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
     "answer": "The limit is there, the bound is not.", "notes": ["3 replicates left the set"],
     "verdict": "disagrees", "cost": {"rollouts": 1234567, "seconds": 12.25},
     "summary": "not shown", "versions": {"grpo-ustat": "0.1"}, "config_hash": "0123456789ab",
@@ -70,7 +70,7 @@ def test_predictions_stand_beside_measurements(folder):
 
 
 def test_a_study_that_enumerates_says_so(tmp_path):
-    result = RESULT | {"bed": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
+    result = RESULT | {"problem": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
     page = page_of(folder_of(tmp_path, CONFIG, result))
     assert dict(page.facts)["Completions drawn"] == "0: enumerated"
 
@@ -94,8 +94,16 @@ def test_hostile_claims_show_their_texts(tmp_path):
     """Claims, answer, notes, statement and facts of the test problem add no tag to the page."""
     texts = [text.replace("\ud800", "") for text in hostile.TEXTS]
     claims = [CLAIMS[1] | {"what": text, "predicted": text, "how": text} for text in texts]
-    told = {"statement": texts[0], "answer": texts[1], "notes": texts, "bed": {texts[2]: texts[3]}}
-    config = CONFIG | {"bed": {"name": texts[4], "kind": "softmax"}, "study": {"kind": texts[5]}}
+    told = {
+        "statement": texts[0],
+        "answer": texts[1],
+        "notes": texts,
+        "problem": {texts[2]: texts[3]},
+    }
+    config = CONFIG | {
+        "problem": {"name": texts[4], "kind": "softmax"},
+        "study": {"kind": texts[5]},
+    }
     found = Skeleton(
         render(page_of(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))
     )

@@ -43,7 +43,7 @@ def theorems(*folders):
 def two(path):
     """Theorem 8 agrees in two claims; Lemma 6 disagrees in one of three."""
     proved(path / "a", "theorem8", AGREES, BOUND, answer="The laws are the same.")
-    proved(path / "b", "lemma6", DISAGREES, AGREES, OPEN, bed="softmax", answer="It is looser.")
+    proved(path / "b", "lemma6", DISAGREES, AGREES, OPEN, problem="softmax", answer="It is looser.")
     return path
 
 
@@ -94,7 +94,7 @@ def test_every_claim_has_prediction_measurement_interval_and_verdict(tmp_path):
     tested = {"p_value": 0.001, "holm_p": 0.003, "alternatives": {"half": 0.2, "twice": 1e-9}}
     tested |= {"severity": "1 of 2 alternatives would also have agreed"}
     proved(tmp_path / "a", "theorem8", AGREES, BOUND)
-    proved(tmp_path / "b", "lemma6", DISAGREES | tested, AGREES, OPEN, bed="softmax")
+    proved(tmp_path / "b", "lemma6", DISAGREES | tested, AGREES, OPEN, problem="softmax")
     sheet = claims_table(theorems(tmp_path))
     assert "alternatives" not in sheet.data[0] and sheet.data[0]["holm_p"] == 0.003
     assert sheet.rows[:2] == [
@@ -136,8 +136,8 @@ def test_the_answer_is_one_sentence_that_names_what_does_not_agree(tmp_path, cla
 
 def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_differ_in(tmp_path):
     proved(tmp_path / "a", "lemma6", AGREES)
-    proved(tmp_path / "b", "lemma6", DISAGREES, bed="softmax")
-    proved(tmp_path / "c", "lemma6", DISAGREES, bed="softmax", seed=1)
+    proved(tmp_path / "b", "lemma6", DISAGREES, problem="softmax")
+    proved(tmp_path / "c", "lemma6", DISAGREES, problem="softmax", seed=1)
     runs = theorems(tmp_path)
     assert [row[2] for row in theorems_table(runs).rows] == [
         "coins\nseed=0", "softmax\nseed=0", "softmax\nseed=1",
@@ -150,14 +150,14 @@ def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_diffe
 def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     two(tmp_path)
     proved(tmp_path / "c", "theorem7", done=False)
-    torn = proved(tmp_path / "d", "theorem12", AGREES, bed="sequences")
+    torn = proved(tmp_path / "d", "theorem12", AGREES, problem="sequences")
     (torn / "result.json").write_text('{"claims": [')
     old = proved(tmp_path / "e", "lemma11", AGREES) / "result.json"
     old.write_text(old.read_text().replace('"statement"', '"said"'))
-    bare = proved(tmp_path / "f", "proposition13", AGREES, bed="unequal_coins") / "result.json"
+    bare = proved(tmp_path / "f", "proposition13", AGREES, problem="unequal_coins") / "result.json"
     bare.write_text(bare.read_text().replace('"measured"', '"meant"'))
     null = claim("agrees", measured=None)
-    proved(tmp_path / "h", "proposition13", null, bed="unequal_coins", seed=1)
+    proved(tmp_path / "h", "proposition13", null, problem="unequal_coins", seed=1)
     (proved(tmp_path / "g", "theorem8", AGREES, seed=1) / "figure.svg").write_text("<svg>")
     got = found(tmp_path)
     notes = {run.label: run.notes[0] for run in got.runs if run.notes}
@@ -229,7 +229,7 @@ def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
     ]
     report_sweep(entries, tmp_path / "theorems", None)
     text = (tmp_path / "theorems/report.html").read_text()
-    assert "missing: study=theorem7: not begun" in text and "some claims of Lemma 6" in text
+    assert "missing: theorem=theorem7: not begun" in text and "some claims of Lemma 6" in text
 
 
 @pytest.mark.slow(minutes=0.02)

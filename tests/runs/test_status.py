@@ -260,9 +260,9 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
     assert any(line.split() == ["wall"] for line in out)
     rows = [line.split() for line in out if line.startswith(" study=")]
     assert rows == [
-        ["study=lemma6", "done", "1", "1:23", "12", "1", "0"],
-        ["study=theorem7", "stopped", "1"],
-        ["study=theorem8", "missing"],
+        ["theorem=lemma6", "done", "1", "1:23", "12", "1", "0"],
+        ["theorem=theorem7", "stopped", "1"],
+        ["theorem=theorem8", "missing"],
     ]
     text = " ".join(" ".join(out).split())
     assert "1 done, 1 stopped, 1 missing of 3 runs; predictions that agree" in text
@@ -271,7 +271,7 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
 def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch):
     """One whose configuration is lost is shown beside those that come first."""
     for name, config, result in (
-        ("gap/x", {"bed": {}, "study": {}}, OF_THEOREM),
+        ("gap/x", {"problem": {}, "study": {}}, OF_THEOREM),
         ("mse/x", {"group_sizes": [2], "study": {"rollouts": 64}}, OF_STUDY),
         ("other/x", None, None),
         ("train/x", {"max_steps": 4}, RESULT),

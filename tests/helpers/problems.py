@@ -1,17 +1,17 @@
-"""Small beds for tests."""
+"""Small problems for tests."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.gap.testbeds import CoinTestbed, RidgeCoinTestbed, SoftmaxTestbed
+from grpo_ustat.gap.problems import CoinTestbed, RidgeCoinTestbed, SoftmaxTestbed
 
 SLOPES = np.array([[0.25, 0.125], [-0.25, 0.125], [0.125, -0.25], [-0.125, 0.0]])
 STYLES = np.array([[0.63, 0.09], [-0.63, 0.09], [0.63, -0.09], [-0.63, -0.09]])
 
 
 def coins(prompts: int = 4, **changes) -> CoinTestbed:
-    """As conf/bed/coins.yaml, unless changed."""
+    """As conf/problem/coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (prompts, 1)),
         parameters=8,
@@ -36,7 +36,7 @@ def unequal(**changes) -> CoinTestbed:
 
 
 def ridge(**changes) -> RidgeCoinTestbed:
-    """As conf/bed/ridge_coins.yaml, unless changed."""
+    """As conf/problem/ridge_coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (4, 1)),
         parameters=8,
@@ -52,7 +52,7 @@ def ridge(**changes) -> RidgeCoinTestbed:
 
 
 def softmax(**changes) -> SoftmaxTestbed:
-    """As conf/bed/softmax.yaml, unless changed."""
+    """As conf/problem/softmax.yaml, unless changed."""
     features = np.array([[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0], [0.0, -2.0], [0.0, 0.0]])
     centres = np.array([[0.4, 0.0], [-0.4, 0.0], [0.0, 0.3], [0.0, -0.3]])
     given = dict(
