@@ -1,6 +1,6 @@
-"""Typed schemas of the studies of the paper's theorems.
+"""Typed schemas of the paper's theorems, with the numbers by which each is tested.
 
-A study's node is typed by its `kind`, see `STUDIES`. Values live in `conf/theorem/`.
+A theorem's node is typed by its `kind`, see `THEOREMS`. Values live in `conf/theorem/`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
+OTHER_COMMANDS = {  # that show the results of the paper which gap does not test
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
     "figure4": "mse experiment=figure4_offline",
@@ -27,20 +27,20 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 
 @dataclass
 class TheoryConfig:
-    """Fields that every study of a theorem has."""
+    """Fields that every theorem has."""
 
     title: ClassVar[str] = ""  # of pages, figures and tables; not a field
-    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that the study can run on
+    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that it can be tested on
 
     kind: str = field("which of the paper's results; choose by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse a study that cannot be run."""
+        """Refuse numbers with which it cannot be tested."""
 
 
 @dataclass
 class SimulatedConfig(TheoryConfig):
-    """Fields of studies that run Algorithm 1."""
+    """Fields of theorems that are tested by runs of Algorithm 1."""
 
     replicates: int = field("runs of Algorithm 1 behind each number", "replicates", at_least=10)
     decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
@@ -87,7 +87,7 @@ class Lemma6Config(SimulatedConfig):
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse a group size that does not divide n, and a study without baselines."""
+        """Refuse a group size that does not divide n, and no baselines."""
         super().check()
         _check_divisors("theorem.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
@@ -181,7 +181,7 @@ class CorollariesConfig(SimulatedConfig):
 
 @dataclass
 class Proposition13Config(SimulatedConfig):
-    """Options of the study of the maximisers that normalised advantages lead to."""
+    """The maximisers that normalised advantages lead to."""
 
     title = "Proposition 13, what normalised advantages maximise"
     problems = ("coins",)
@@ -269,7 +269,7 @@ class Theorem12Config(TheoryConfig):
     shift: float = field("of a token's logit there")
 
     def check(self) -> None:
-        """Refuse sizes that do not fit each other, and a study without normalisations."""
+        """Refuse sizes that do not fit each other, and no normalisations."""
         if not self.normalisations:
             raise ConfigError(
                 f"theorem.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
@@ -286,13 +286,13 @@ class Theorem12Config(TheoryConfig):
         _check_minibatches(self.num_prompts, self.minibatches)
         if self.group_size not in self.group_sizes:
             raise ConfigError(
-                f"theorem.group_size={self.group_size} with theorem.group_sizes={self.group_sizes}: "
-                "use one of them"
+                f"theorem.group_size={self.group_size} with "
+                f"theorem.group_sizes={self.group_sizes}: use one of them"
             )
         _check_doubling(self.limit_sizes)
 
 
-STUDIES = {
+THEOREMS = {
     "lemma6": Lemma6Config,
     "theorem7": Theorem7Config,
     "theorem8": Theorem8Config,
@@ -305,7 +305,7 @@ STUDIES = {
 
 @dataclass
 class GapLaunch(ProcessConfig):
-    """`ProcessConfig` of studies of theorems."""
+    """`ProcessConfig` of tests of theorems."""
 
     workers: int = field(
         "that share the replicates, with the same results; under torchrun its ranks do",
@@ -316,9 +316,9 @@ class GapLaunch(ProcessConfig):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Input of a theorem's study."""
+    """Input of a theorem's test."""
 
-    # The result to study, with its numbers; a class of this module.
+    # The result to test, with its numbers; a class of this module.
     theorem: Any
     # The test problem, a class of `config.problems`.
     problem: Any
@@ -336,34 +336,34 @@ class GapConfig(Shared):
     )
     theorem: Any = field("which result; fields of others: theorem=NAME --help")
     problem: Any = field(
-        "the test problem: a policy whose truth is enumerated; fields of others: problem=NAME --help"
+        "the test problem: a policy whose truth is enumerated; fields of others: "
+        "problem=NAME --help"
     )
 
     @property
     def experiment(self) -> Experiment:
-        """Input of its theorem's study."""
+        """Input of its theorem's test."""
         return Experiment(self.theorem, self.problem, self.seed, self.launch.workers)
 
     @property
     def run_name(self) -> str:
-        """Name of the study and its test problem."""
+        """Name of the theorem and the test problem."""
         return re.sub(r"[^\w.=-]+", "_", f"{self.theorem.kind}-{self.problem.name}")
 
     @property
     def plan(self) -> str:
-        """Study, test problem and replicates."""
+        """Theorem, test problem and replicates."""
         replicates = getattr(self.theorem, "replicates", None)
         words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")
 
     def check(self) -> None:
-        """Refuse a test problem on which the study cannot run; see `Shared.check`."""
+        """Refuse a test problem on which the theorem cannot be tested; see `Shared.check`."""
         super().check()
         if self.problem.kind not in self.theorem.problems:
             raise ConfigError(
-                f"theorem={self.theorem.kind} with problem.kind={self.problem.kind}: choose a test problem "
-                "of kind "
-                f"{' or '.join(self.theorem.problems)}"
+                f"theorem={self.theorem.kind} with problem.kind={self.problem.kind}: choose a test "
+                f"problem of kind {' or '.join(self.theorem.problems)}"
             )
         self.problem.check()
         self.theorem.check()

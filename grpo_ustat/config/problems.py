@@ -1,4 +1,4 @@
-"""Typed schemas of the test problems (`problem=`): small policies on which studies of theorems run.
+"""Typed schemas of the test problems (`problem=`): policies that theorems are tested on.
 
 A test problem's node is typed by its `kind`, see `PROBLEMS`. Values live in `conf/problem/`.
 """
@@ -14,7 +14,7 @@ MAX_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
 
 
 @dataclass
-class BedConfig:
+class ProblemConfig:
     """Fields that every kind of test problem has."""
 
     name: str = field("of the test problem, in the run folder's name")
@@ -28,7 +28,7 @@ class BedConfig:
 
 
 @dataclass
-class PlaneConfig(BedConfig):
+class PlaneConfig(ProblemConfig):
     """A policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
@@ -45,8 +45,8 @@ class PlaneConfig(BedConfig):
             raise ConfigError("problem.start=[] has no coordinate: give one number for each of u")
         if self.parameters < len(self.start):
             raise ConfigError(
-                f"problem.parameters={self.parameters} with {len(self.start)} coordinates in problem.start"
-                f": use problem.parameters={len(self.start)} or more"
+                f"problem.parameters={self.parameters} with {len(self.start)} coordinates in "
+                f"problem.start: use problem.parameters={len(self.start)} or more"
             )
 
 
@@ -65,7 +65,7 @@ class CoinPlaneConfig(PlaneConfig):
 
 @dataclass
 class CoinsConfig(CoinPlaneConfig):
-    """Answers that are coins, see `gap.problems.CoinTestbed`."""
+    """Answers that are coins, see `gap.problems.CoinProblem`."""
 
     slopes: list[Any] = field("of that probability in u, for each prompt; their mean is 0")
     styles: list[Any] = field("slopes of what earns nothing, the score's noise, likewise")
@@ -86,7 +86,7 @@ class CoinsConfig(CoinPlaneConfig):
 
 @dataclass
 class RidgeCoinsConfig(CoinPlaneConfig):
-    """Coins whose maximisers are a ridge, see `gap.problems.RidgeCoinTestbed`; u = (v, w)."""
+    """Coins whose maximisers are a ridge, see `gap.problems.RidgeCoinProblem`; u = (v, w)."""
 
     slopes: list[float] = field("of that probability in v, for each prompt; their mean is 0")
     styles: list[float] = field("slopes in v of what earns nothing, the score's noise, at w = 0")
@@ -109,13 +109,14 @@ class RidgeCoinsConfig(CoinPlaneConfig):
                 )
         if abs(self.start[1]) > self.width:
             raise ConfigError(
-                f"problem.start={self.start} has a w larger than problem.width={self.width}: start within"
+                f"problem.start={self.start} has a w larger than problem.width={self.width}: "
+                "start within"
             )
 
 
 @dataclass
 class SoftmaxConfig(PlaneConfig):
-    """A tabular softmax policy, see `gap.problems.SoftmaxTestbed`."""
+    """A tabular softmax policy, see `gap.problems.SoftmaxProblem`."""
 
     features: list[Any] = field("of each outcome, as many as u has coordinates")
     centres: list[Any] = field("u at which a prompt's outcomes have equal probability")
@@ -131,7 +132,7 @@ class SoftmaxConfig(PlaneConfig):
 
 
 @dataclass
-class SequencesConfig(BedConfig):
+class SequencesConfig(ProblemConfig):
     """A policy that writes token by token, see `gap.sequences`."""
 
     prompts: int = field("that share the parameters", "prompts", positive=True)
@@ -149,8 +150,8 @@ class SequencesConfig(BedConfig):
         """Refuse sizes that are too small or too large to enumerate."""
         if self.vocabulary < 2 or self.vocabulary**self.length > MAX_COMPLETIONS:
             raise ConfigError(
-                f"problem.vocabulary={self.vocabulary} problem.length={self.length}: use 2 tokens or more, "
-                f"and at most {MAX_COMPLETIONS} completions in all"
+                f"problem.vocabulary={self.vocabulary} problem.length={self.length}: use 2 tokens "
+                f"or more, and at most {MAX_COMPLETIONS} completions in all"
             )
         if not 2 <= self.reward_levels <= self.vocabulary**self.length:
             raise ConfigError(
@@ -159,8 +160,8 @@ class SequencesConfig(BedConfig):
             )
         if len(self.difficulties) != self.prompts or min(self.difficulties) <= 0:
             raise ConfigError(
-                f"problem.difficulties={self.difficulties} with problem.prompts={self.prompts}: give a "
-                "number above 0 for each prompt"
+                f"problem.difficulties={self.difficulties} with problem.prompts={self.prompts}: "
+                "give a number above 0 for each prompt"
             )
 
 
@@ -172,8 +173,8 @@ def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[flo
         raise ConfigError(f"problem.{name}={rows}: use rows of numbers, [[..],[..]]") from error
     if len(floats) != shape[0] or not floats or any(len(row) != shape[1] for row in floats):
         raise ConfigError(
-            f"problem.{name} has {len(floats)} rows of {sorted({len(row) for row in floats})} numbers: "
-            f"use {shape[0]} of {shape[1]}"
+            f"problem.{name} has {len(floats)} rows of {sorted({len(row) for row in floats})} "
+            f"numbers: use {shape[0]} of {shape[1]}"
         )
     return floats
 

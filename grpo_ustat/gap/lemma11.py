@@ -1,7 +1,7 @@
 r"""Lemma 11: the normalised estimator for large groups, enumerated.
 
-The study tests that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the
-U-statistic with kernel h / sigma(x), and measures the rate and the rest at the scale of the
+The test: `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the
+U-statistic with kernel h / sigma(x). Measured are the rate, and the rest at the scale of the
 estimator's own error. The formulas are those of `grpo_ustat.gap.normalised`; nothing is drawn.
 """
 
@@ -299,7 +299,7 @@ def _notes(exact: ExactValues) -> list[str]:
     return notes
 
 
-def study(experiment: Experiment) -> Evidence:
+def run(experiment: Experiment) -> Evidence:
     """Run `lemma11` on the problem's first policy."""
     problem, design = build_problem(experiment.problem), experiment.theorem
     probability_PYR, score_PYKR = problem.law(problem.start_K[:, None])
@@ -312,4 +312,4 @@ def check(experiment: Experiment) -> None:
     build_problem(experiment.problem)
 
 
-THEOREM = Theorem(Lemma11Config, STATEMENT, study, check)
+THEOREM = Theorem(Lemma11Config, STATEMENT, run, check)

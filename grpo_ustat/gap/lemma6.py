@@ -13,7 +13,7 @@ from grpo_ustat.gap.claims import mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
 from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
-from grpo_ustat.gap.problems import CoinTestbed, Problem, build_problem
+from grpo_ustat.gap.problems import CoinProblem, Problem, build_problem
 from grpo_ustat.gap.simulate import (
     Estimator,
     Simulation,
@@ -67,7 +67,7 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
             what = f"{name}: mean gap over the bound of order 1/T, at T = {design.steps}"
             holds = bool(bound[design.steps] <= LARGE_T_RATIO * limit[design.steps])
             claims.append(_bound_claim(what, run, limit, [design.steps], holds))
-        if isinstance(problem, CoinTestbed):
+        if isinstance(problem, CoinProblem):
             claims.append(_next_step_claim(problem, run, curve))
     return Evidence(
         claims=claims,
@@ -141,7 +141,7 @@ def _bound_claim(
     )
 
 
-def _next_step_claim(problem: CoinTestbed, run: Trajectories, curve: list[int]) -> Claim:
+def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) -> Claim:
     """Test the mean of the next gap given the present parameters.
 
     J is exactly quadratic, so `E[Delta_{t+1} | theta_t]` is known for every replicate's theta_t.

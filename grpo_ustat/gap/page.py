@@ -1,4 +1,4 @@
-"""The page of a study of a theorem: claims and verdicts."""
+"""The page of a theorem's test: claims and verdicts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_ROWS = 200
 
 
 def title(run: RunRecord) -> str:
-    """Return the study's result, test problem and seed."""
+    """Return the theorem, test problem and seed."""
     kind, problem = str(run.value("theorem.kind")), run.value("problem.name")
     return f"{TITLES.get(kind, kind)}, on {problem}, seed {run.value('seed')}"
 
 
 def answer(run: RunRecord) -> str:
-    """Return the verdict and the study's answer."""
+    """Return the verdict and the answer."""
     if run.result is None:
         return "Unfinished: nothing is measured yet."
     return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
@@ -60,7 +60,7 @@ def tables(run: RunRecord) -> list[Table]:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the theorem's statement and the study's notes."""
+    """Return the theorem's statement and notes."""
     result = run.result or {}
     return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
 

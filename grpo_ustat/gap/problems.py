@@ -141,7 +141,7 @@ class Problem(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoinTestbed(Problem):
+class CoinProblem(Problem):
     r"""Answers that are coins: right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
     Beside its answer a completion shows a matter of style, heads with `1/2 + n_x' u`, which earns
@@ -196,7 +196,7 @@ class CoinTestbed(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RidgeCoinTestbed(Problem):
+class RidgeCoinProblem(Problem):
     r"""Coins whose maximisers are a ridge: J curves along v and is flat along w, u = (v, w).
 
     Right with `p_x = v_x + a_x v - lambda(w) v^2 / 2`, `lambda(w) = lambda (1 + rho w)`; heads,
@@ -309,7 +309,7 @@ def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxTestbed(Problem):
+class SoftmaxProblem(Problem):
     r"""A tabular softmax policy, `pi(y|x) ~ exp( phi_y' u + o_xy )`.
 
     The features phi are shared by the prompts, whose offsets o pull them apart: no u suits all, so
@@ -340,57 +340,57 @@ class SoftmaxTestbed(Problem):
         return -np.einsum("py,pyk,pyl->kl", weight_PY, score, score) / len(self.rewards_PY)
 
 
-def build_problem(problem: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
+def build_problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
     """Return the problem that a configuration's node describes, whose truth is enumerated."""
     try:
-        problem = _problem(problem)
+        problem = _problem(config)
         start_gap = float(problem.gap(problem.start_K[:, None])[0])
         least_curvature = problem.least_curvature
     except (ValueError, np.linalg.LinAlgError) as error:
-        raise ConfigError(f"problem={problem.name}: {error}") from error
+        raise ConfigError(f"problem={config.name}: {error}") from error
     if not np.isfinite(start_gap) or least_curvature <= 0:
         raise ConfigError(
-            f"problem={problem.name} has no finite maximum (curvature {least_curvature:.3g} where the "
-            "gradient vanishes): pull its prompts apart less, or change its rewards"
+            f"problem={config.name} has no finite maximum (curvature {least_curvature:.3g} where "
+            "the gradient vanishes): pull its prompts apart less, or change its rewards"
         )
     if start_gap > problem.reach:
         raise ConfigError(
-            f"problem.start={problem.start} is {start_gap:.4g} below the maximum, problem.reach={problem.reach}: "
-            "start nearer, or raise problem.reach"
+            f"problem.start={config.start} is {start_gap:.4g} below the maximum, "
+            f"problem.reach={config.reach}: start nearer, or raise problem.reach"
         )
     return problem
 
 
-def _problem(problem: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
+def _problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
     """Return the problem with a configuration's numbers, which may have no maximum."""
     plane: dict[str, Any] = {
-        "parameters": problem.parameters,
-        "start_K": np.array(problem.start, dtype=float),
-        "reach": problem.reach,
+        "parameters": config.parameters,
+        "start_K": np.array(config.start, dtype=float),
+        "reach": config.reach,
     }
-    if isinstance(problem, SoftmaxConfig):
-        features, rewards = np.array(problem.features), np.array(problem.rewards)
-        offset_PY = -np.array(problem.centres) @ features.T
-        return SoftmaxTestbed(rewards_PY=rewards, feature_YK=features, offset_PY=offset_PY, **plane)
-    coin_rewards_PY = np.tile([1.0, 1.0, 0.0, 0.0], (len(problem.values), 1))
-    if isinstance(problem, CoinsConfig):
-        return CoinTestbed(
+    if isinstance(config, SoftmaxConfig):
+        features, rewards = np.array(config.features), np.array(config.rewards)
+        offset_PY = -np.array(config.centres) @ features.T
+        return SoftmaxProblem(rewards_PY=rewards, feature_YK=features, offset_PY=offset_PY, **plane)
+    coin_rewards_PY = np.tile([1.0, 1.0, 0.0, 0.0], (len(config.values), 1))
+    if isinstance(config, CoinsConfig):
+        return CoinProblem(
             rewards_PY=coin_rewards_PY,
-            value_P=np.array(problem.values),
-            slope_PK=np.array(problem.slopes),
-            style_PK=np.array(problem.styles),
-            lambda_K=np.array(problem.curvature),
+            value_P=np.array(config.values),
+            slope_PK=np.array(config.slopes),
+            style_PK=np.array(config.styles),
+            lambda_K=np.array(config.curvature),
             **plane,
         )
-    return RidgeCoinTestbed(
+    return RidgeCoinProblem(
         rewards_PY=coin_rewards_PY,
-        value_P=np.array(problem.values),
-        slope_P=np.array(problem.slopes),
-        style_P=np.array(problem.styles),
-        along_P=np.array(problem.along),
-        curvature=problem.curvature,
-        bend=problem.bend,
-        spread=problem.spread,
-        width=problem.width,
+        value_P=np.array(config.values),
+        slope_P=np.array(config.slopes),
+        style_P=np.array(config.styles),
+        along_P=np.array(config.along),
+        curvature=config.curvature,
+        bend=config.bend,
+        spread=config.spread,
+        width=config.width,
         **plane,
     )

@@ -359,13 +359,14 @@ def check(experiment: Experiment) -> None:
     problem, design = build_problem(experiment.problem), experiment.theorem
     if len(problem.start_K) != 1:
         raise ConfigError(
-            f"theorem=proposition13 with {len(problem.start_K)} coordinates in problem.start: it needs one"
+            f"theorem=proposition13 with {len(problem.start_K)} coordinates in problem.start: "
+            "it needs one"
         )
     reference, half = design.reference, half_width(problem)
     if len(reference) != 1 or not abs(reference[0] - problem.best_K[0]) <= half:
         raise ConfigError(
-            f"theorem.reference={reference} on problem={experiment.problem.name}: give one number within "
-            f"{half:.3g} of {problem.best_K[0] + 0.0:.3g}"
+            f"theorem.reference={reference} on problem={experiment.problem.name}: give one number "
+            f"within {half:.3g} of {problem.best_K[0] + 0.0:.3g}"
         )
     check_rates(experiment, problem, problem.least_curvature)
 

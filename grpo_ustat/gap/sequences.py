@@ -1,4 +1,4 @@
-r"""Enumerable policy that writes token by token: the problem for importance ratios and KL terms.
+r"""Enumerable policy that writes token by token: the problem for ratios and KL terms.
 
 All V^L completions of exactly L tokens are listed. Prompts share the parameters; a prompt shifts
 the logits of the tokens by its own constants, at every position:

@@ -1,4 +1,4 @@
-"""Algorithm 1 on a problem, thousands of replicates at once, each a function of (seed, number) alone.
+"""Algorithm 1 on a test problem, thousands of replicates at once, each of (seed, number) alone.
 
 Replicates run side by side in blocks. Every one draws from its own keyed generator and no sum runs
 over replicates, so one that is run again alone takes the very same path.

@@ -1,6 +1,6 @@
-"""Frame of a theorem's study that runs Algorithm 1.
+"""Frame of a theorem's test by runs of Algorithm 1.
 
-A study of this kind is a plan, the simulations that a configuration asks for, and a judge, which
+A test of this kind is a plan, the simulations that a configuration asks for, and a judge, which
 makes claims, curves and rows of their trajectories.
 """
 
@@ -22,7 +22,7 @@ Judge = Callable[[Problem, Any, Sequence[Trajectories]], Evidence]
 
 
 def learning_rates(theorem: SimulatedConfig) -> list[Rate]:
-    """Return every learning rate of a study, the falling one last."""
+    """Return every learning rate of a theorem, the falling one last."""
     constant = [Rate("constant", rate) for rate in getattr(theorem, "constant_rates", [])]
     return [*constant, Rate("decaying", theorem.decaying_rate, theorem.offset)]
 
@@ -31,7 +31,7 @@ def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> N
     """Refuse learning rates that theorems say nothing about: eta >= 2/L, 2 mu c <= 1.
 
     Args:
-        experiment: its study has the rates.
+        experiment: its theorem has the rates.
         problem: with L.
         curvature: mu of the falling rate.
     """
@@ -44,8 +44,8 @@ def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> N
             )
     if experiment.theorem.decaying_rate <= least:
         raise ConfigError(
-            f"theorem.decaying_rate={experiment.theorem.decaying_rate} on problem={experiment.problem.name}: "
-            f"use more than {least:.4g}, so that 2 mu c > 1"
+            f"theorem.decaying_rate={experiment.theorem.decaying_rate} on "
+            f"problem={experiment.problem.name}: use more than {least:.4g}, so that 2 mu c > 1"
         )
 
 
@@ -62,16 +62,16 @@ def simulated(
     judge: Judge,
     check: Callable[[Experiment], None] = check_limit_rates,
 ) -> Theorem:
-    """Return the record of a theorem that `judge` studies by the runs of `plan`.
+    """Return the record of a theorem that `judge` tests by the runs of `plan`.
 
     Args:
         schema, statement, check: see `Theorem`.
-        plan: the simulations of a study's configuration, the instance of `schema`.
+        plan: the simulations of a theorem's configuration, the instance of `schema`.
         judge: the evidence of their trajectories, which come in the order of the plan; the frame
             adds the facts of the test problem and the number of completions.
     """
 
-    def study(experiment: Experiment) -> Evidence:
+    def run(experiment: Experiment) -> Evidence:
         problem = build_problem(experiment.problem)
         return run_and_judge(
             plan, judge, problem, experiment.theorem, experiment.seed, experiment.workers
@@ -81,7 +81,7 @@ def simulated(
         of_a_replicate = sum(simulation.work for simulation in plan(experiment.theorem))
         return experiment.theorem.replicates * of_a_replicate
 
-    return Theorem(schema, statement, study, check, completions)
+    return Theorem(schema, statement, run, check, completions)
 
 
 def run_and_judge(

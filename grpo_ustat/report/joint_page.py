@@ -49,8 +49,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     # A sentence on each kind of runs.
     answers: list[str] = field(default_factory=list)
-    # Figures that studies of theorems drew themselves.
-    study_figures: list[Figure] = field(default_factory=list)
+    # Figures that runs of theorems drew themselves.
+    theorem_figures: list[Figure] = field(default_factory=list)
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -175,7 +175,7 @@ def page(report: Report) -> Page:
         facts=_facts(runs),
         next_step=report.next_step,
         overview=overview,
-        figures=[*report.study_figures, *table_figures],
+        figures=[*report.theorem_figures, *table_figures],
         tables=list(tables.values()),
         completions=Completions(rows, sentence) if rows else None,
         configurations={run.label: run.config for run in runs},

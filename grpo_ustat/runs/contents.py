@@ -470,7 +470,7 @@ CONFIGURATION: Shape = {
     "model": {"name": str, "model_name_or_path": str}, "dataset": {"name": str},
     "problem": {"name": str}, "prompt": {"name": str, "shots": NumberOrNull},
     "baseline": {"name": str}, "objective": {"name": str}, "rollout": {"name": str},
-    "study": {"kind": str, "methods": list[str]},
+    "theorem": {"kind": str}, "study": {"methods": list[str]},
     "seed": Count, "group_size": Size, "max_steps": Count, "group_sizes": list[Size],
     "budget": {"rollouts": Size}, "baselines": list[str], "temperature": float,
     "reward_funcs": list[str], "pool": str | None, "eval": {"decoding": list[str]}, "launch": {},

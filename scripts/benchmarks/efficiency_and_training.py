@@ -148,14 +148,15 @@ class Cell:
         if self.optimizer == "sgd":
             rate *= lengths[REFERENCE] / lengths[self.loss]
         return [
-            *policy.data, *LOSSES[self.loss], f"optimizer={self.optimizer}", f"learning_rate={rate:g}",
-            f"seed={self.seed}", f"budget.rollouts={policy.rollouts}", f"max_steps={policy.steps}",
-            f"eval.num_generations={policy.evaluations}", "rollout_batch_size=1024",
+            *policy.data, *LOSSES[self.loss], f"optimizer={self.optimizer}",
+            f"learning_rate={rate:g}", f"seed={self.seed}", f"budget.rollouts={policy.rollouts}",
+            f"max_steps={policy.steps}", f"eval.num_generations={policy.evaluations}",
+            "rollout_batch_size=1024",
         ]  # fmt: skip
 
 
 def measured_losses(name: str, folder: Path) -> dict[str, dict]:
-    """Efficiency, and the root of E||ghat||^2, of every loss in a policy, from a pool in `folder`."""
+    """Efficiency and root of E||ghat||^2 of every loss in a policy, from a pool in `folder`."""
     policy, names = POLICIES[name], list(LOSSES)
     study = compose_config("mse", [*policy.data, "launch.workers=1"])
     task = configured_task(study.task_options, study.model, configured_tokenizer(study.model))

@@ -56,28 +56,28 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not override 'group_sizes'. Key 'group_sizes' is not in": (
         "train", "unknown key group_sizes: did you mean group_size?"
     ),
-    "Could not override 'study.group_size'. Key 'group_size' is not in": (
-        "train", "unknown key study.group_size: it is one of gap's, grpo-ustat gap"
+    "Could not override 'theorem.group_size'. Key 'group_size' is not in": (
+        "train", "unknown key theorem.group_size: it is one of gap's, grpo-ustat gap"
     ),
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"
     ),
-    "Could not find 'problem/x' Available options in 'problem': coins none softmax Config search path": (
+    "Could not find 'problem/x' Available options in 'problem': coins none softmax Config s": (
         "gap", "unknown problem 'x': choose from coins, none, softmax"
     ),
     "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config s": (
         "gap", "unknown experiment 'x': choose from theorems"
     ),
-    "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (
+    "Could not find 'theorem/corollary5' Available options in 'theorem': lemma6 Config s": (
         "gap", "theorem=corollary5 is shown by grpo-ustat mse"
     ),
-    "Could not find 'study/best_group_size' Available options in 'study': lemma6 Config search": (
+    "Could not find 'theorem/best_group_size' Available options in 'theorem': lemma6 Config s": (
         "gap",
-        "study=best_group_size is shown by grpo-ustat report "
+        "theorem=best_group_size is shown by grpo-ustat report "
         "runs=[outputs/best_group_size,outputs/best_group_size_start]",
     ),
-    "Could not find 'study/Theorem2' Available options in 'study': lemma6 Config search path": (
-        "gap", "study=Theorem2 is shown by grpo-ustat mse experiment=monte_carlo_check"
+    "Could not find 'theorem/Theorem2' Available options in 'theorem': lemma6 Config search path": (
+        "gap", "theorem=Theorem2 is shown by grpo-ustat mse experiment=monte_carlo_check"
     ),
 }  # fmt: skip
 

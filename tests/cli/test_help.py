@@ -59,7 +59,7 @@ def test_options_of_baselines_are_those_that_rules_take():
 
 ONLY_TRAINS = {name for name, baseline in BASELINES.items() if baseline.only_trains}
 # Another class each, which `build_config` chooses before any check.
-CHOSEN_AS_A_WHOLE = {"dataset.kind", "problem.kind", "study.kind"}
+CHOSEN_AS_A_WHOLE = {"dataset.kind", "problem.kind", "theorem.kind"}
 GIVEN = {
     "train": ["dataset=plus_one", "prompt=few_shot", "objective=grpo", "group_size=16"],
     "mse": ["dataset=plus_one", "prompt=few_shot"],

@@ -32,7 +32,7 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
-BED_OF = {  # studies of problems of other kinds
+THEOREM_OF = {  # on problems of other kinds
     "sequences": "theorem12",
     "graded_sequences": "theorem12",
     "ridge_coins": "theorem8",
@@ -41,8 +41,8 @@ BED_OF = {  # studies of problems of other kinds
 
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
-    if group == "problem" and name in BED_OF:
-        return [f"study={BED_OF[name]}"]
+    if group == "problem" and name in THEOREM_OF:
+        return [f"theorem={THEOREM_OF[name]}"]
     if name == "hub" or "smollm2" in name:
         return ["model.model_name_or_path=org/name"]
     needs = {
@@ -172,7 +172,7 @@ WRONG = {
     "other budget": ("train", ["budget=study"], "budget=study is one of mse's, grpo-ustat"),
     "study of gap": ("mse", ["theorem=lemma6"], "theorem=lemma6 is one of gap's, grpo-ustat"),
     "study of mse": (
-        "gap", ["study=figure4"], "study=figure4 is shown by grpo-ustat mse experiment=figure4"
+        "gap", ["theorem=figure4"], "theorem=figure4 is shown by grpo-ustat mse experiment=figure4"
     ),
     "size of train": (
         "gap", ["group_size=4"], "grpo-ustat train; gap has study.group_size"
@@ -183,16 +183,17 @@ WRONG = {
     ),
     "problem of gap": ("train", ["problem=coins"], "problem: it is one of gap's, grpo-ustat gap"),
     "field of mse": ("gap", ["study.questions=3"], "study.questions: it is one of mse's"),
-    "field of gap": ("mse", ["study.shift=3"], "study.shift: it is one of gap's"),
-    "field of a study": (
-        "gap", ["study.shift=3"], "it is of study.kind=theorem12, choose such a study by study="
+    "field of gap": ("mse", ["theorem.shift=3"], "theorem.shift: it is one of gap's"),
+    "field of a theorem": (
+        "gap", ["theorem.shift=3"], "it is of theorem.kind=theorem12, choose such a theorem by "
+        "theorem="
     ),
     "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
-    "studies of gap": ("gap", ["study=x"], "choose from corollaries9_10, lemma11"),
-    "misspelt problem": ("gap", ["problem.rech=1"], "unknown key problem.rech: did you mean problem.reach?"),
+    "theorems": ("gap", ["theorem=x"], "choose from corollaries9_10, lemma11"),
+    "misspelt problem": ("gap", ["problem.rech=1"], "problem.rech: did you mean problem.reach?"),
     "another trainer's": ("mse", ["num_generations=4"], "in train it is group_size"),
-    "wrong problem": ("gap", ["problem=sequences"], "theorem=lemma6 with problem.kind=sequences: choose a"),
-    "few replicates": ("gap", ["study.replicates=2"], "study.replicates=2 must be 10 or more"),
+    "wrong problem": ("gap", ["problem=sequences"], "with problem.kind=sequences: choose a"),
+    "few replicates": ("gap", ["theorem.replicates=2"], "theorem.replicates=2 must be 10 or more"),
     "one file": (
         "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
     ),

@@ -1,4 +1,4 @@
-"""Beds: every formula against finite differences of the law, every promise at random places."""
+"""Problems: every formula against finite differences of the law, every promise at random places."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_what_is_kept_is_as_asked():
     np.testing.assert_allclose(longer.gap_SR[1], problem.gap(longer.u_SKR[1]), atol=1e-15)
 
 
-def test_replicates_that_leave_the_sublevel_set_are_known_and_kept_on_the_bed():
+def test_replicates_that_leave_the_sublevel_set_are_known_and_kept_on_the_problem():
     problem = coins(start_K=np.array([0.43, 0.0]))
     job = Simulation(Estimator("none", 1, 2), Rate("constant", 0.8), tuple(range(51)))
     paths = simulate(problem, job, range(40), 0)

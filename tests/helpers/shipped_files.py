@@ -18,7 +18,7 @@ MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a probl
 LOSSES, TRAINING = ("baseline", "objective"), ("optimizer", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
     **dict.fromkeys((*MODELS, *LOSSES), ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
-    "problem": ("gap",), "study": ("gap",), "experiment": ("train",),
+    "problem": ("gap",), "theorem": ("gap",), "experiment": ("train",),
 }  # fmt: skip
 OTHER_TAKERS = {  # files that are not as others of their group
     ("experiment", "figure4"): ("mse",), ("experiment", "figure4_offline"): ("mse",),

@@ -1,4 +1,4 @@
-"""The page of a study of a theorem: verdict, statement, problem, claims beside measurements."""
+"""The page of a theorem: verdict, statement, problem, claims beside measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_run_page import folder_of
 from grpo_ustat.pages.page import render, visible
 
 CONFIG = {
-    "seed": 2, "study": {"kind": "theorem8", "steps": [10, 100]},
+    "seed": 2, "theorem": {"kind": "theorem8", "steps": [10, 100]},
     "problem": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
 }  # fmt: skip
 CLAIMS = [
@@ -24,7 +24,7 @@ CLAIMS = [
      "verdict": "disagrees", "how": "enumerated"},
 ]  # fmt: skip
 RESULT = {
-    "study": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
+    "theorem": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
     "problem": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
     "answer": "The limit is there, the bound is not.", "notes": ["3 replicates left the set"],
     "verdict": "disagrees", "cost": {"rollouts": 1234567, "seconds": 12.25},
@@ -40,7 +40,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_finished_study_says_what_it_found(folder):
+def test_a_finished_run_says_what_it_found(folder):
     page = page_of(folder)
     assert page.title == "Theorem 8, the law of the gap, on valley, seed 2"
     assert page.answer == (
@@ -69,13 +69,13 @@ def test_predictions_stand_beside_measurements(folder):
     ]  # fmt: skip
 
 
-def test_a_study_that_enumerates_says_so(tmp_path):
+def test_a_run_that_enumerates_says_so(tmp_path):
     result = RESULT | {"problem": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
     page = page_of(folder_of(tmp_path, CONFIG, result))
     assert dict(page.facts)["Completions drawn"] == "0: enumerated"
 
 
-def test_an_unfinished_study_says_so(tmp_path):
+def test_an_unfinished_run_says_so(tmp_path):
     page = page_of(folder_of(tmp_path, CONFIG))
     assert page.answer == "Unfinished: nothing is measured yet." and page.notes == []
     assert [table.title for table in page.tables] == ["Starts and ends"]
@@ -83,7 +83,7 @@ def test_an_unfinished_study_says_so(tmp_path):
 
 
 def test_a_page_before_its_result_is_that_after_it(tmp_path):
-    """As a study leaves it, the result being written last."""
+    """As a run leaves it, the result being written last."""
     folder = folder_of(tmp_path, CONFIG)
     early = render(page_of(folder, RESULT))
     (folder / "result.json").write_text(json.dumps(RESULT))
@@ -102,7 +102,7 @@ def test_hostile_claims_show_their_texts(tmp_path):
     }
     config = CONFIG | {
         "problem": {"name": texts[4], "kind": "softmax"},
-        "study": {"kind": texts[5]},
+        "theorem": {"kind": texts[5]},
     }
     found = Skeleton(
         render(page_of(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))

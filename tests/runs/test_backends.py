@@ -113,7 +113,7 @@ def test_tensorboard_holds_claims_notes_and_verdict_of_a_theorem(tmp_path):
     ]  # fmt: skip
     problem, cost = {"mu": 0.5, "order": "1/G"}, {"rollouts": 0, "seconds": 1.5}
     notes = ["all is enumerated", "but for one"]
-    told = {"study": "lemma11", "answer": "It holds.", "verdict": "not decided", "empty": []}
+    told = {"theorem": "lemma11", "answer": "It holds.", "verdict": "not decided", "empty": []}
     folder.finish(claims=claims, notes=notes, problem=problem, cost=cost, **told)
     send(folder.path, "tensorboard")
     found = events(tmp_path / "run" / "tracker")
@@ -248,7 +248,7 @@ def _words(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
-def test_a_study_of_a_theorem_is_tracked(tmp_path, monkeypatch, every_format, logger):
+def test_a_run_of_a_theorem_is_tracked(tmp_path, monkeypatch, every_format, logger):
     """Figure, claims and result, stored when the command ends."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     asked = ("theorem=lemma11", f"logger={logger}", "logger.finish_seconds=60")

@@ -1,12 +1,12 @@
-"""Verdicts of studies of theorems, shortened: false ones, and those that find a planted error.
+"""Verdicts of theorems, shortened: false ones, and those that find a planted error.
 
-Every study is run at many seeds: as it is, where "disagrees" is wrong, and at a tenth of the seeds
-with an error planted in what it predicts, which "disagrees" finds. Lemma 11 and Theorem 12 predict
-what is enumerated, at no seed but their problem's, and are run once. Each claim that disagreed has a
-row of its own.
+Every theorem is tested at many seeds: as it is, where "disagrees" is wrong, and at a tenth of the
+seeds with an error planted in what it predicts, which "disagrees" finds. Lemma 11 and Theorem 12
+predict what is enumerated, at no seed but their problem's, and are tested once. Each claim that
+disagreed has a row of its own.
 
 Limits are of T: at 400 steps the mean scaled gap of `theorem8` is still 1 to 3 % above its limit,
-so the shortened study has few replicates of many steps.
+so the shortened test has few replicates of many steps.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
     """The verdict at each seed, and the claims that disagreed.
 
     Args:
-        words: of the study's configuration.
+        words: of the configuration.
         seeds: of the runs.
         wrong: whether it is wrong to disagree.
     """
     config = compose_config("gap", [*words, "launch.workers=1"])
     for seed in seeds:
-        evidence = theorem(config.theorem.kind).study(replace(config, seed=seed).experiment)
+        evidence = theorem(config.theorem.kind).run(replace(config, seed=seed).experiment)
         disagree = [claim.what for claim in evidence.claims if claim.verdict == "disagrees"]
         said: dict[str, bool | float] = dict.fromkeys(disagree, wrong)
         if evidence.verdict == "disagrees":
@@ -104,7 +104,7 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
 
 
 def theorems(name: str, asked: Asked) -> Iterator[Cell]:
-    """Verdicts of studies of theorems: false disagreements, and planted errors that are found."""
+    """Verdicts of theorems: false disagreements, and planted errors that are found."""
     if name in ONCE:
         studies = verdicts(ONCE[name], range(1), True)
         yield Cell({"case": "as it is, enumerated"}, studies, statements=("disagrees",))

@@ -40,8 +40,8 @@ def programs(asked: argparse.Namespace) -> list[str]:
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
     """Build the test problem; a run is all replicates."""
-    problem, estimator = PROGRAMS[program]
-    problem = build_problem(compose_config("gap", [f"problem={problem}"]).problem)
+    name, estimator = PROGRAMS[program]
+    problem = build_problem(compose_config("gap", [f"problem={name}"]).problem)
     simulation = Simulation(estimator, Rate("constant", 0.05), (asked.steps,))
 
     def run() -> None:

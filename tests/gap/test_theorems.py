@@ -1,4 +1,4 @@
-"""Studies of theorems on small problems: right theory agrees, wrong theory is found out."""
+"""Theorems on small problems: right theory agrees, wrong theory is found out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_ustat.gap import lemma6 as lemma
 from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
-from grpo_ustat.gap.problems import CoinTestbed
+from grpo_ustat.gap.problems import CoinProblem
 from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
 from grpo_ustat.gap.simulated import run_and_judge
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
@@ -34,7 +34,7 @@ def verdicts(evidence, word=""):
     return [claim.verdict for claim in evidence.claims if word in claim.what]
 
 
-def unsaved_study(module, problem, design, seed=0, plan=None):
+def unsaved_run(module, problem, design, seed=0, plan=None):
     return run_and_judge(plan or module.plan, module.judge, problem, design, seed, 1)
 
 
@@ -48,10 +48,10 @@ def small_lemma6(problem, steps=60, **rates):
         kind="lemma6", baselines=["leave_one_out"], rollouts=16, group_size=4,
         steps=steps, replicates=400, **rates,
     )  # fmt: skip
-    return unsaved_study(lemma, problem, design)
+    return unsaved_run(lemma, problem, design)
 
 
-def test_lemma6_agrees_on_both_beds():
+def test_lemma6_agrees_on_both_problems():
     on_coins = small_lemma6(coins())
     assert set(verdicts(on_coins)) == {AGREES} and len(on_coins.claims) == 5
     slow = small_lemma6(softmax(), constant_rates=[0.5], decaying_rate=8.0, offset=40)
@@ -94,7 +94,7 @@ def small_theorem7(group_sizes, steps, replicates, rollouts=(16,), totals=(), se
         constant_rates=[0.2], decaying_rate=2.5, offset=20, steps=steps, replicates=replicates,
     )  # fmt: skip
     constant = [one for one in seven.plan(design) if one.rate == CONSTANT]
-    return unsaved_study(seven, coins(), design, seed, lambda _: constant)
+    return unsaved_run(seven, coins(), design, seed, lambda _: constant)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def small_theorem8(problem, one, steps, replicates, offset=20):
         decaying_rate=2.5, offset=offset, steps=steps, replicates=replicates,
     )  # fmt: skip
     alone = [each for each in eight.plan(design) if each.estimator == one]
-    return unsaved_study(eight, problem, design, plan=lambda _: alone)
+    return unsaved_run(eight, problem, design, plan=lambda _: alone)
 
 
 def small_mixture():
@@ -274,7 +274,7 @@ def test_corollaries_agree_where_assumption_2_holds():
         kind="corollaries9_10", rollouts=8, group_sizes=[2, 4],
         decaying_rate=2.5, offset=20, steps=100, replicates=600,
     )  # fmt: skip
-    evidence = unsaved_study(both, coins(), design)
+    evidence = unsaved_run(both, coins(), design)
     assert set(verdicts(evidence)) <= {AGREES, OPEN}
     exact = [c for c in evidence.claims if c.low is None]
     assert len(exact) == 7 and {c.verdict for c in exact} == {AGREES}
@@ -329,11 +329,11 @@ def test_a_shifted_baseline_has_the_noise_of_a_constant():
     assert both.shifted_sum(problem, 2.5, 0.1) == pytest.approx(expected, rel=1e-12)
 
 
-# Beds and intervals
+# Problems and intervals
 
 
-def test_a_study_says_what_it_stands_on():
+def test_a_run_says_what_it_stands_on():
     paths, drawn = run_simulations([], coins(), 10, 0, 1)
     assert (paths, drawn) == ([], 0)
-    fields = {f.name for f in dataclasses.fields(CoinTestbed)}
+    fields = {f.name for f in dataclasses.fields(CoinProblem)}
     assert {"value_P", "slope_PK", "style_PK", "lambda_K"} <= fields
