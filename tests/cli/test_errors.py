@@ -13,7 +13,7 @@ from grpo_ustat.config.load import CONF, SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 
 FILES = {  # file: the entries that know all it sets
-    "study/lemma6": {"gap"}, "experiment/figure4": {"mse"},
+    "theorem/lemma6": {"gap"}, "experiment/figure4": {"mse"},
     "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
     "experiment/theorems": {"gap"}, "experiment/smollm2": {"mse"},
     "experiment/table2_math": {"train"}, "logger/wandb": {"mse", "train", "gap"},
@@ -28,7 +28,7 @@ def test_a_file_is_for_the_entries_that_know_all_it_sets(name):
     assert {entry for entry, schema in runs.items() if fits(file, schema)} == FILES[name]
 
 
-@pytest.mark.parametrize("text", ["study: [", "- a\n", "", "hydra:\n", "hydra:\n  sweeper: 3\n"])
+@pytest.mark.parametrize("text", ["report: [", "- a\n", "", "hydra:\n", "hydra:\n  sweeper: 3\n"])
 def test_a_readers_own_file_may_say_anything(text, tmp_path):
     (tmp_path / "own").mkdir()
     file = tmp_path / "own" / "mine.yaml"
@@ -37,7 +37,7 @@ def test_a_readers_own_file_may_say_anything(text, tmp_path):
 
 
 MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
-    "In 'study/lemma6': Could not override 'problem'. No match in the defaults list.": (
+    "In 'theorem/lemma6': Could not override 'problem'. No match in the defaults list.": (
         "mse", "theorem=lemma6 is one of gap's, grpo-ustat gap"
     ),
     "In 'mine/own': Could not override 'problem'. No match in the defaults list.": (

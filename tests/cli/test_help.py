@@ -187,8 +187,8 @@ def test_commands_to_copy_name_what_there_is(entry):
 def test_help_shows_the_fields_of_the_theorem_and_the_problem_that_are_chosen(capsys):
     show_help("gap", words("theorem=theorem12"))
     text = capsys.readouterr().out
-    assert "study.learning_rates=" in text and "problem.vocabulary=2" in text
-    assert "study.steps" not in text and "problem.slopes" not in text and "figure4" not in text
+    assert "theorem.learning_rates=" in text and "problem.vocabulary=2" in text
+    assert "theorem.steps" not in text and "problem.slopes" not in text and "figure4" not in text
 
 
 def test_a_choice_is_told_by_the_first_comment_of_its_file():

@@ -170,12 +170,12 @@ WRONG = {
         "mse", ["experiment=figure5_offline"], "one of train's, grpo-ustat train"
     ),
     "other budget": ("train", ["budget=study"], "budget=study is one of mse's, grpo-ustat"),
-    "study of gap": ("mse", ["theorem=lemma6"], "theorem=lemma6 is one of gap's, grpo-ustat"),
+    "theorem of gap": ("mse", ["theorem=lemma6"], "theorem: it is one of gap's, grpo-ustat"),
     "study of mse": (
         "gap", ["theorem=figure4"], "theorem=figure4 is shown by grpo-ustat mse experiment=figure4"
     ),
     "size of train": (
-        "gap", ["group_size=4"], "grpo-ustat train; gap has study.group_size"
+        "gap", ["group_size=4"], "grpo-ustat train; gap has theorem.group_size"
     ),
     "model of two": (
         "gap", ["model=tiny"],
