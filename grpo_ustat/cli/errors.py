@@ -91,8 +91,9 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
 
 def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
     """Return the line that refuses a choice of a node that has none, if a group has that choice."""
-    commands = RUN_SCHEMAS.values()
-    if not any(key in top_names(x) for x in commands) or any(key in groups_of(x) for x in commands):
+    found = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
+    is_node = any(field and field.schema for field in found)
+    if not is_node or any(key in groups_of(x) for x in RUN_SCHEMAS.values()):
         return None
     if here := [x for x in groups_of(schema) if is_choice(x, value, schema)]:
         return f"{key}={value}: write {' or '.join(f'{group}={value}' for group in here)}"

@@ -144,6 +144,9 @@ GAP = {
         "problem.parameters=true: a whole number is needed, such as problem.parameters=8"
     ),
     ("study=lemma6",): "study=lemma6: write theorem=lemma6",
+    ("baselines=oracle",): (
+        "unknown key baselines: it is one of mse's, grpo-ustat mse; gap has theorem.baselines"
+    ),
     ("theorem=lemma6,theorem7",): (
         "theorem=lemma6,theorem7 names several values: add -m for a run of each, as in "
         "grpo-ustat gap -m theorem=lemma6,theorem7"
