@@ -97,25 +97,31 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
         is_name = isinstance(value, str | list) or override.is_sweep_override()
         is_group = key in ("hydra", *groups_of(schema)) or "/" in key
         if is_group and not is_name and not override.is_delete():
-            raise ConfigError(f"{line}: a name is needed, see --help {key}")
+            numbered = f"{key}{value}"  # theorem=7
+            hint = f"write {key}={numbered}" if is_choice(key, numbered, schema) else ""
+            raise ConfigError(f"{line}: {hint or f'a name is needed, see --help {key}'}")
         field = field_at(key, all_fields(schema))
-        if field and field.schema and (CONF / key).is_dir() and key not in groups_of(schema):
-            raise ConfigError(_group_of_others(key, str(value), schema))
+        if elsewhere := is_name and _choice_elsewhere(key, str(value), schema):
+            raise ConfigError(elsewhere)
         # OmegaConf would take any other number as true.
         is_number = isinstance(value, int | float) and value not in (0, 1)
         if field and field.kind == "bool" and is_number:
             raise ConfigError(wrong_value(field, str(value), CONF))
 
 
-def _group_of_others(key: str, value: str, schema: type) -> str:
-    """Return the line that refuses a choice of a node that only another command chooses by name."""
-    elsewhere = [x for x in groups_of(schema) if is_choice(x, value, schema)]
-    if elsewhere:
-        return f"{key}={value}: write {' or '.join(f'{group}={value}' for group in elsewhere)}"
-    if (CONF / key / f"{value}.yaml").is_file():
-        owners = [other for other in RUN_SCHEMAS.values() if key in groups_of(other)]
-        return f"{key}={value} is {_one_of_commands(owners)}"
-    return f"{key}={value}: it has fields of its own, see --help {key}"
+def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
+    """Return the line that refuses a choice of a node that has none, if a group has that choice."""
+    found = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
+    is_node = any(field and field.schema for field in found)
+    if not is_node or any(key in groups_of(x) for x in RUN_SCHEMAS.values()):
+        return None
+    if here := [x for x in groups_of(schema) if is_choice(x, value, schema)]:
+        return f"{key}={value}: write {' or '.join(f'{group}={value}' for group in here)}"
+    for name, other in RUN_SCHEMAS.items():
+        for group in groups_of(other):
+            if is_choice(group, value, other):
+                return f"{key}={value}: write {command_line(name, f'{group}={value}')}"
+    return None
 
 
 def several_values(override: Override, schema: type) -> str:
@@ -124,7 +130,7 @@ def several_values(override: Override, schema: type) -> str:
     field, node = field_at(key, all_fields(schema)), key.partition(".")[0].partition("/")[0]
     if field is None and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema, value)
-    kind, fixes = field.kind if field else "", []
+    kind, fixes = field.kind if field and key not in groups_of(schema) else "", []
     is_list = kind.startswith(("list", "any"))
     is_call = re.match(r"\w+\(", value)  # such as range(0,3)
     if is_list and not is_call:
@@ -204,8 +210,8 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
     fit = [x for x, file in files.items() if not file.is_file() or fits(file, schema)]
     if not name:
         return f"{group}= has no value: choose from {', '.join(fit)}"
-    if group == "study" and name.lower() in OTHER_COMMANDS:
-        return f"study={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
+    if group == "theorem" and name.lower() in OTHER_COMMANDS:
+        return f"theorem={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
     elsewhere = [x for x in groups_of(schema) if is_choice(x, name, schema)]
     if len(elsewhere) == 1:
         return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"

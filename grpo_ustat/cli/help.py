@@ -42,9 +42,10 @@ USUAL: dict[str, dict[str, str]] = {
         "launch.accelerate rollout",
     },
     "gap": {
-        "What is tested": "study study.rollouts study.group_size study.baselines study.steps "
-        "study.replicates study.constant_rates study.decaying_rate study.offset bed "
-        "bed.parameters bed.start bed.reach bed.values bed.slopes bed.styles bed.curvature",
+        "What is tested": "theorem theorem.rollouts theorem.group_size theorem.baselines "
+        "theorem.steps theorem.replicates theorem.constant_rates theorem.decaying_rate theorem.offset problem "
+        "problem.parameters problem.start problem.reach problem.values problem.slopes "
+        "problem.styles problem.curvature",
         "The run": "experiment dry_run seed launch.workers launch.num_processes "
         "launch.grace_seconds output_root on_existing report.name report.steps logger "
         "logger.project logger.finish_seconds",
@@ -69,14 +70,15 @@ BRIEF = {
     "objective.num_minibatches": "updates of a batch",
     "objective.num_iterations": "passes over a batch",
     "study.rollouts": "n, completions of a training step",
+    "theorem.rollouts": "n, completions of a step",
     "study.questions": "the first so many; null: all",
     "study.metric": "euclidean or adam: AdamW's step",
     "study.parameters": "names of those that count",
     "study.cut_at": "tokens from which one counts as cut",
     "study.scored_by": "a later checkpoint that learns from them",
     "study.corrections": "of the gap to their sampler",
-    "study.replicates": "runs behind each number",
-    "study.baselines": "those that are run",
+    "theorem.replicates": "runs behind each number",
+    "theorem.baselines": "those that are run",
     "budget": "how precise: study or study_smoke",
     "budget.pool_completions": "scored completions of each question",
     "budget.rollouts": "n, completions of a step",
@@ -100,13 +102,13 @@ BRIEF = {
     "output_root": "folder below which outputs are",
     "on_existing": "resume, error or overwrite",
     "seed": "of all random choices",
-    "bed": "the test problem, its policy",
-    "bed.parameters": "D, numbers of theta",
-    "bed.start": "u of the first policy",
-    "bed.values": "probability of a right answer",
-    "bed.slopes": "of that in u, for each prompt",
-    "bed.styles": "slopes of what earns nothing",
-    "bed.reach": "J* - J where theory is asked to hold",
+    "problem": "the test problem, its policy",
+    "problem.parameters": "D, numbers of theta",
+    "problem.start": "u of the first policy",
+    "problem.values": "probability of a right answer",
+    "problem.slopes": "of that in u, for each prompt",
+    "problem.styles": "slopes of what earns nothing",
+    "problem.reach": "J* - J where theory is asked to hold",
 }
 # A field that is shown though the data set of the page has none.
 OF_ROWS = "dataset.path"

@@ -15,7 +15,8 @@ from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_typ
 
 # Words, and behind them the names with the same values: the first that a command has is meant.
 MEANT = {
-    "policy actor checkpoint llm model_name model_name_or_path base_model pretrained": "model bed",
+    "policy actor checkpoint llm model_name model_name_or_path base_model "
+    "pretrained": "model problem",
     "data data_set dataset_name train_dataset train_files task env environment "
     "benchmark": "dataset",
     "data_path data_file train_file": "dataset.path",
@@ -26,14 +27,14 @@ MEANT = {
     "adv_estimator advantage advantages estimator advantage_estimator": "baseline",
     "G group k num_generations n_generations samples_per_prompt num_samples_per_prompt "
     "generations group_size group_sizes rollout.n n_samples_per_prompt "
-    "rollouts_per_prompt": "group_size group_sizes study.group_size",
+    "rollouts_per_prompt": "group_size group_sizes theorem.group_size",
     "n batch batch_size train_batch_size rollouts num_rollouts rollout_batch global_batch_size "
-    "prompts_per_step": "budget.rollouts study.rollouts",
+    "prompts_per_step": "budget.rollouts study.rollouts theorem.rollouts",
     "N samples n_samples num_samples completions num_completions": "budget.pool_completions "
     "budget.rollouts",
-    "lr learning_rate optim.lr": "learning_rate study.constant_rates",
+    "lr learning_rate optim.lr": "learning_rate theorem.constant_rates",
     "steps iterations iters max_iters num_steps total_steps total_training_steps "
-    "train_steps": "max_steps study.steps",
+    "train_steps": "max_steps theorem.steps",
     "minibatches num_mini_batches": "objective.num_minibatches",
     "minibatch_size mini_batch_size ppo_mini_batch_size": "objective.minibatch_size",
     "ppo_epochs num_iterations mu": "objective.num_iterations",
@@ -72,8 +73,8 @@ MEANT = {
     "dry dryrun": "dry_run",
     "num_questions n_questions num_prompts P": "study.questions",
     "rule rules": "baseline baselines",
-    "theorem lemma result proposition corollary": "study",
-    "bandit problem mdp": "bed",
+    "lemma result proposition corollary": "theorem",
+    "bandit mdp bed testbed": "problem",
     "exp figure table": "experiment",
     "paths source sources inputs": "runs",
 }

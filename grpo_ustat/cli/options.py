@@ -25,7 +25,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 LAUNCHER = "hydra/launcher"
 # Of groups that set fields of several nodes, or that have no node of their name.
 GROUP_MEANINGS = {
-    "study": "a result of the paper, on the test problem that suits it",
+    "theorem": "a result of the paper, on the test problem that suits it",
     "experiment": "everything that one figure, table or check needs",
     "debug": "a run that ends in seconds",
     LAUNCHER: "where a sweep (-m) starts its runs",

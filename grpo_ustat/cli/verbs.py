@@ -32,7 +32,7 @@ VERBS = {
         "measure the gradient's error at every group size, and the best size",
         ("model=tiny_base", "study.questions=100"),
     ),
-    "gap": Verb("test the paper's theorems where the truth can be enumerated", ("study=lemma6",)),
+    "gap": Verb("test the paper's theorems where the truth can be enumerated", ("theorem=lemma6",)),
     "advise": Verb(
         "keep, raise or lower the group size of a run or a log of rollouts",
         ("outputs/train/NAME/seed-0", "num_generations=8"),

@@ -1,6 +1,6 @@
-"""Typed schemas of the studies of the paper's theorems.
+"""Typed schemas of the paper's theorems, with the numbers by which each is tested.
 
-A study's node is typed by its `kind`, see `STUDIES`. Values live in `conf/study/`.
+A theorem's node is typed by its `kind`, see `THEOREMS`. Values live in `conf/theorem/`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_ustat.config.beds import MAX_COMPLETIONS
+from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
+OTHER_COMMANDS = {  # that show the results of the paper which gap does not test
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
     "figure4": "mse experiment=figure4_offline",
@@ -27,20 +27,20 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 
 @dataclass
 class TheoryConfig:
-    """Fields that every study of a theorem has."""
+    """Fields that every theorem has."""
 
     title: ClassVar[str] = ""  # of pages, figures and tables; not a field
-    beds: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that the study can run on
+    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that it can be tested on
 
-    kind: str = field("which of the paper's results; choose by study=NAME")
+    kind: str = field("which of the paper's results; choose by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse a study that cannot be run."""
+        """Refuse numbers with which it cannot be tested."""
 
 
 @dataclass
 class SimulatedConfig(TheoryConfig):
-    """Fields of studies that run Algorithm 1."""
+    """Fields of theorems that are tested by runs of Algorithm 1."""
 
     replicates: int = field("runs of Algorithm 1 behind each number", "replicates", at_least=10)
     decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
@@ -50,18 +50,18 @@ class SimulatedConfig(TheoryConfig):
 def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
     if not group_sizes or any(rollouts % size for size in group_sizes):
         typed = group_sizes if key.endswith("s") else group_sizes[0]
-        raise ConfigError(f"{key}={typed} with study.rollouts={rollouts}: use divisors of it")
+        raise ConfigError(f"{key}={typed} with theorem.rollouts={rollouts}: use divisors of it")
 
 
 def _check_steps(steps: list[int]) -> None:
     if not steps or steps != sorted(set(steps)):
-        raise ConfigError(f"study.steps={steps}: name steps above 0, ascending")
+        raise ConfigError(f"theorem.steps={steps}: name steps above 0, ascending")
 
 
 def _check_minibatches(num_prompts: int, minibatches: int) -> None:
     if num_prompts % minibatches:
         raise ConfigError(
-            f"study.num_prompts={num_prompts} with study.minibatches={minibatches}: "
+            f"theorem.num_prompts={num_prompts} with theorem.minibatches={minibatches}: "
             "use prompts that are a multiple of the minibatches"
         )
 
@@ -70,7 +70,7 @@ def _check_doubling(sizes: list[int]) -> None:
     first = min(sizes, default=0)
     if first < 2 or sizes != [first, 2 * first, 4 * first]:
         raise ConfigError(
-            f"study.limit_sizes={sizes}: use three, each twice the one before, from 2 on"
+            f"theorem.limit_sizes={sizes}: use three, each twice the one before, from 2 on"
         )
 
 
@@ -87,12 +87,12 @@ class Lemma6Config(SimulatedConfig):
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse a group size that does not divide n, and a study without baselines."""
+        """Refuse a group size that does not divide n, and no baselines."""
         super().check()
-        _check_divisors("study.group_size", [self.group_size], self.rollouts)
+        _check_divisors("theorem.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
             raise ConfigError(
-                f"study.baselines=[]: name at least one of {', '.join(SIMULATED_BASELINES)}"
+                f"theorem.baselines=[]: name at least one of {', '.join(SIMULATED_BASELINES)}"
             )
 
 
@@ -122,16 +122,20 @@ class Theorem7Config(SimulatedConfig):
         super().check()
         _check_steps(self.steps)
         if not self.rollouts and not self.totals:
-            raise ConfigError("study.rollouts=[] study.totals=[]: name rollouts of a step or a run")
+            raise ConfigError(
+                "theorem.rollouts=[] theorem.totals=[]: name rollouts of a step or a run"
+            )
         for total in self.totals:
             odd = [step for step in self.steps if total % step]
             if odd:
-                raise ConfigError(f"study.totals={self.totals}: {total} is no multiple of T={odd}")
+                raise ConfigError(
+                    f"theorem.totals={self.totals}: {total} is no multiple of T={odd}"
+                )
         for n in [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]:
             if sum(n % size == 0 for size in self.group_sizes) < 2:
                 raise ConfigError(
-                    f"study.group_sizes={self.group_sizes} with study.rollouts={self.rollouts} "
-                    f"study.totals={self.totals}: at least two sizes must divide n={n} of a step "
+                    f"theorem.group_sizes={self.group_sizes} with theorem.rollouts={self.rollouts} "
+                    f"theorem.totals={self.totals}: at least two sizes must divide n={n} of a step "
                     "(total / T of a total)"
                 )
 
@@ -141,7 +145,7 @@ class Theorem8Config(SimulatedConfig):
     """The law of T times the gap."""
 
     title = "Theorem 8, the law of the gap"
-    beds = ("coins", "ridge_coins", "softmax")
+    problems = ("coins", "ridge_coins", "softmax")
 
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
@@ -155,7 +159,7 @@ class Theorem8Config(SimulatedConfig):
     def check(self) -> None:
         """Refuse group sizes that do not divide n, and steps that do not ascend."""
         super().check()
-        _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
+        _check_divisors("theorem.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
 
 
@@ -172,15 +176,15 @@ class CorollariesConfig(SimulatedConfig):
     def check(self) -> None:
         """Refuse group sizes that do not divide n."""
         super().check()
-        _check_divisors("study.group_sizes", self.group_sizes, self.rollouts)
+        _check_divisors("theorem.group_sizes", self.group_sizes, self.rollouts)
 
 
 @dataclass
 class Proposition13Config(SimulatedConfig):
-    """Options of the study of the maximisers that normalised advantages lead to."""
+    """The maximisers that normalised advantages lead to."""
 
     title = "Proposition 13, what normalised advantages maximise"
-    beds = ("coins",)
+    problems = ("coins",)
 
     num_prompts: int = field("of a step, B", "prompts", positive=True)
     group_sizes: list[int] = field("in a group, every G, ascending", "completions", at_least=2)
@@ -207,7 +211,7 @@ class Proposition13Config(SimulatedConfig):
         """Refuse sizes that do not ascend or double, and minibatches that do not divide prompts."""
         super().check()
         if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
-            raise ConfigError(f"study.group_sizes={self.group_sizes}: name sizes, ascending")
+            raise ConfigError(f"theorem.group_sizes={self.group_sizes}: name sizes, ascending")
         _check_doubling(self.limit_sizes)
         _check_minibatches(self.num_prompts, self.minibatches)
 
@@ -224,7 +228,7 @@ class Lemma11Config(TheoryConfig):
     def check(self) -> None:
         """Refuse fewer than three group sizes."""
         if len(set(self.group_sizes)) < 3:
-            raise ConfigError(f"study.group_sizes={self.group_sizes}: use at least three sizes")
+            raise ConfigError(f"theorem.group_sizes={self.group_sizes}: use at least three sizes")
 
 
 @dataclass
@@ -232,7 +236,7 @@ class Theorem12Config(TheoryConfig):
     """Squared bias and variance of Algorithm 2's estimate, with and without normalisation."""
 
     title = "Theorem 12, the error of Algorithm 2"
-    beds = ("sequences",)
+    problems = ("sequences",)
 
     normalisations: list[str] = field(
         "what advantages are divided by along the updates: nothing, or the group's std + epsilon",
@@ -265,30 +269,30 @@ class Theorem12Config(TheoryConfig):
     shift: float = field("of a token's logit there")
 
     def check(self) -> None:
-        """Refuse sizes that do not fit each other, and a study without normalisations."""
+        """Refuse sizes that do not fit each other, and no normalisations."""
         if not self.normalisations:
             raise ConfigError(
-                f"study.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
+                f"theorem.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
             )
         if len(set(self.learning_rates)) < 3:
             raise ConfigError(
-                f"study.learning_rates={self.learning_rates}: use at least three, all above 0"
+                f"theorem.learning_rates={self.learning_rates}: use at least three, all above 0"
             )
         longest = MAX_COMPLETIONS.bit_length() - 1
         if len(set(self.lengths)) < 2 or max(self.lengths) > longest:
             raise ConfigError(
-                f"study.lengths={self.lengths}: use at least two, all of 1 to {longest}"
+                f"theorem.lengths={self.lengths}: use at least two, all of 1 to {longest}"
             )
         _check_minibatches(self.num_prompts, self.minibatches)
         if self.group_size not in self.group_sizes:
             raise ConfigError(
-                f"study.group_size={self.group_size} with study.group_sizes={self.group_sizes}: "
-                "use one of them"
+                f"theorem.group_size={self.group_size} with "
+                f"theorem.group_sizes={self.group_sizes}: use one of them"
             )
         _check_doubling(self.limit_sizes)
 
 
-STUDIES = {
+THEOREMS = {
     "lemma6": Lemma6Config,
     "theorem7": Theorem7Config,
     "theorem8": Theorem8Config,
@@ -301,7 +305,7 @@ STUDIES = {
 
 @dataclass
 class GapLaunch(ProcessConfig):
-    """`ProcessConfig` of studies of theorems."""
+    """`ProcessConfig` of tests of theorems."""
 
     workers: int = field(
         "that share the replicates, with the same results; under torchrun its ranks do",
@@ -312,12 +316,12 @@ class GapLaunch(ProcessConfig):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Input of a theorem's study."""
+    """Input of a theorem's test."""
 
-    # The result to study, with its numbers; a class of this module.
-    study: Any
-    # The test problem, a class of `config.beds`.
-    bed: Any
+    # The result to test, with its numbers; a class of this module.
+    theorem: Any
+    # The test problem, a class of `config.problems`.
+    problem: Any
     seed: int
     # Local processes.
     workers: int
@@ -330,36 +334,36 @@ class GapConfig(Shared):
     launch: GapLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         GapLaunch, "processes; none of it changes results"
     )
-    study: Any = field("which result; fields of other studies: study=NAME --help")
-    bed: Any = field(
-        "the test problem: a policy whose truth is enumerated; fields of others: bed=NAME --help"
+    theorem: Any = field("which result; fields of others: theorem=NAME --help")
+    problem: Any = field(
+        "the test problem: a policy whose truth is enumerated; fields of others: "
+        "problem=NAME --help"
     )
 
     @property
     def experiment(self) -> Experiment:
-        """Input of its theorem's study."""
-        return Experiment(self.study, self.bed, self.seed, self.launch.workers)
+        """Input of its theorem's test."""
+        return Experiment(self.theorem, self.problem, self.seed, self.launch.workers)
 
     @property
     def run_name(self) -> str:
-        """Name of the study and its test problem."""
-        return re.sub(r"[^\w.=-]+", "_", f"{self.study.kind}-{self.bed.name}")
+        """Name of the theorem and the test problem."""
+        return re.sub(r"[^\w.=-]+", "_", f"{self.theorem.kind}-{self.problem.name}")
 
     @property
     def plan(self) -> str:
-        """Study, test problem and replicates."""
-        replicates = getattr(self.study, "replicates", None)
-        words = f"gap: {self.study.kind} on {self.bed.name}"
+        """Theorem, test problem and replicates."""
+        replicates = getattr(self.theorem, "replicates", None)
+        words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")
 
     def check(self) -> None:
-        """Refuse a test problem on which the study cannot run; see `Shared.check`."""
+        """Refuse a test problem on which the theorem cannot be tested; see `Shared.check`."""
         super().check()
-        if self.bed.kind not in self.study.beds:
+        if self.problem.kind not in self.theorem.problems:
             raise ConfigError(
-                f"study={self.study.kind} with bed.kind={self.bed.kind}: choose a test problem "
-                "of kind "
-                f"{' or '.join(self.study.beds)}"
+                f"theorem={self.theorem.kind} with problem.kind={self.problem.kind}: choose a test "
+                f"problem of kind {' or '.join(self.theorem.problems)}"
             )
-        self.bed.check()
-        self.study.check()
+        self.problem.check()
+        self.theorem.check()

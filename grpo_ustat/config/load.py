@@ -23,11 +23,11 @@ from omegaconf.errors import (
 )
 
 from grpo_ustat.config.baseline import BaselineConfig, baseline_choice, complete_plugin_options
-from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.data import DATASETS
-from grpo_ustat.config.gap import STUDIES, GapConfig
+from grpo_ustat.config.gap import THEOREMS, GapConfig
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.presets import PRESETS
+from grpo_ustat.config.problems import PROBLEMS
 from grpo_ustat.config.run import ReportEntry
 from grpo_ustat.config.schema import (
     ConfigError,
@@ -47,10 +47,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
-    "bed": BEDS,
-    "study": STUDIES,
+    "problem": PROBLEMS,
+    "theorem": THEOREMS,
 }  # nodes whose kind has a schema
-NODE_NOUNS = {"dataset": "data set", "bed": "test problem", "study": "study"}
+NODE_NOUNS = {"dataset": "data set", "problem": "test problem", "theorem": "theorem"}
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
 
 
@@ -203,7 +203,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
     """Return the nodes of a schema that are typed by their kind, with the schema of each.
 
     >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
-    (['dataset'], ['bed', 'study'])
+    (['dataset'], ['problem', 'theorem'])
     """
     hints = get_type_hints(schema)
     return {name: kinds for name, kinds in KIND_SCHEMAS.items() if hints.get(name) is Any}

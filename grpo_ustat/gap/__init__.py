@@ -1,1 +1,1 @@
-"""The paper's results as studies: predictions, measurements, and their agreement."""
+"""The paper's theorems, tested: predictions, measurements, and their agreement."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def load_run() -> Run:
     """Import torch, and return the function that makes a run."""
-    from grpo_ustat.gap.study import run
+    from grpo_ustat.gap.run import run
 
     return run
 
 
 def show_costs(points: Sequence[PlannedRun]) -> None:
     """Print the costs of planned runs."""
-    from grpo_ustat.gap.study import show_plan
+    from grpo_ustat.gap.run import show_plan
 
     show_plan(points)
 

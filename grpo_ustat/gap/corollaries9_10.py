@@ -15,9 +15,9 @@ from grpo_ustat.gap.convergence import limit_weights
 from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, line_of
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise
+from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
-from grpo_ustat.gap.testbeds import Testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
@@ -53,13 +53,13 @@ def plan(design: CorollariesConfig) -> list[Simulation]:
     ]
 
 
-def judge(bed: Testbed, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
+def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
     """Enumerate the weights, and compare the gaps of GRPO and the oracle."""
     n, c = design.rollouts, design.decaying_rate
-    claims, rows = _weight_claims(bed, c), []
+    claims, rows = _weight_claims(problem, c), []
     for grpo, oracle in zip(runs[::2], runs[1::2], strict=True):
         size, prompts = grpo.estimator.group_size, grpo.estimator.num_prompts
-        sums = [weight_sum(bed, c, run.estimator) for run in (grpo, oracle)]
+        sums = [weight_sum(problem, c, run.estimator) for run in (grpo, oracle)]
         predicted = n * (sums[0] - sums[1])
         differences = [n * (grpo.scaled_gap(place) - oracle.scaled_gap(place)) for place in (0, 1)]
         for step, difference_R in zip(grpo.simulation.steps, differences, strict=True):
@@ -71,12 +71,12 @@ def judge(bed: Testbed, design: CorollariesConfig, runs: Sequence[Trajectories])
                 | {"low": low, "high": high, "replicates": grpo.replicates}
             )
         claims.append(_difference_claim(grpo, predicted, differences))
-    claims += baseline_claims(bed, c)
-    failure = assumption2(bed, bed.best_K)
+    claims += baseline_claims(problem, c)
+    failure = assumption2(problem, problem.best_K)
     optimal = failure < ROUNDING
     return Evidence(
         claims=claims,
-        panels=_panels(bed, c, rows[1::2]),
+        panels=_panels(problem, c, rows[1::2]),
         rows=rows,
         answer=f"{agreement(claims)} predictions agree"
         + ("." if optimal else "; Assumption 2 fails here, so V need not be best."),
@@ -88,25 +88,27 @@ def judge(bed: Testbed, design: CorollariesConfig, runs: Sequence[Trajectories])
     )
 
 
-def weight_sum(bed: Testbed, c: float, estimator: Estimator) -> float:
+def weight_sum(problem: Problem, c: float, estimator: Estimator) -> float:
     """Return the sum of the limit's weights of an estimator with rate c / t."""
-    return float(limit_weights(bed.curvature_KK, noise(bed, bed.best_K, estimator), c).sum())
+    return float(
+        limit_weights(problem.curvature_KK, noise(problem, problem.best_K, estimator), c).sum()
+    )
 
 
-def weight_excess(bed: Testbed, c: float, size: int) -> float:
+def weight_excess(problem: Problem, c: float, size: int) -> float:
     """Return the sum of GRPO's weights minus the oracle's at B = 1; more prompts only divide it."""
-    grpo, oracle = (weight_sum(bed, c, Estimator(name, 1, size)) for name in BASELINE_NAMES)
+    grpo, oracle = (weight_sum(problem, c, Estimator(name, 1, size)) for name in BASELINE_NAMES)
     return grpo - oracle
 
 
-def _weight_claims(bed: Testbed, c: float) -> list[Claim]:
+def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     """Make claims on slopes in G of enumerated quantities; n or B is 1, since both only divide."""
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
-    excess = np.array([weight_excess(bed, c, size) for size in ENUMERATED_SIZES])
+    excess = np.array([weight_excess(problem, c, size) for size in ENUMERATED_SIZES])
     flat = sizes * excess * (sizes - 1)
     spread = float(flat.max() / flat.min() - 1)
     oracle = np.array(
-        [weight_sum(bed, c, Estimator("oracle", 1, size)) for size in ENUMERATED_SIZES[-2:]]
+        [weight_sum(problem, c, Estimator("oracle", 1, size)) for size in ENUMERATED_SIZES[-2:]]
     )
     share = excess[-2:] / oracle
     slope = float(np.log(share[1] / share[0]) / np.log(sizes[-1] / sizes[-2]))
@@ -145,10 +147,10 @@ def _difference_claim(
     )
 
 
-def second_moments(bed: Testbed) -> np.ndarray:
+def second_moments(problem: Problem) -> np.ndarray:
     """Return E[s s' z^k | x], k = 0, 1, 2, at the maximiser, where grad J is 0: [3, P, K, K]."""
-    probability_PYR, score_PYKR = bed.law(bed.best_K[:, None])
-    power_kPY = np.stack([bed.rewards_PY**k for k in range(3)])
+    probability_PYR, score_PYKR = problem.law(problem.best_K[:, None])
+    power_kPY = np.stack([problem.rewards_PY**k for k in range(3)])
     weight_kPY = probability_PYR[..., 0] * power_kPY
     score = score_PYKR[..., 0]
     return np.einsum("jpy,pyk,pyl->jpkl", weight_kPY, score, score)
@@ -165,22 +167,24 @@ def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
     return np.einsum("jp,jpkl->kl", weight_kP, moments) / len(baseline_P)
 
 
-def value_at(bed: Testbed, baseline: str = "oracle") -> np.ndarray:
+def value_at(problem: Problem, baseline: str = "oracle") -> np.ndarray:
     """Return b(x) at the maximiser of a baseline that knows the policy, [P]: `oracle` is V."""
-    return baseline_values(*bed.law(bed.best_K[:, None]), bed.rewards_PY, baseline)[:, 0]
+    return baseline_values(*problem.law(problem.best_K[:, None]), problem.rewards_PY, baseline)[
+        :, 0
+    ]
 
 
-def shifted_sum(bed: Testbed, c: float, shift_P: np.ndarray | float) -> float:
+def shifted_sum(problem: Problem, c: float, shift_P: np.ndarray | float) -> float:
     """Return the sum of the weights, B = G = 1, of the baseline V + shift by prompt."""
-    sigma = covariance(second_moments(bed), value_at(bed) + shift_P)
-    return float(np.trace(limit_weighting(bed.curvature_KK, c) @ sigma))
+    sigma = covariance(second_moments(problem), value_at(problem) + shift_P)
+    return float(np.trace(limit_weighting(problem.curvature_KK, c) @ sigma))
 
 
-def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
+def baseline_claims(problem: Problem, c: float) -> list[Claim]:
     """Make claims on V beside other numbers for each prompt; if possible also as matrices."""
-    holds = assumption2(bed, bed.best_K) < ROUNDING
-    value_P, moments = value_at(bed), second_moments(bed)
-    weighting, oracle = limit_weighting(bed.curvature_KK, c), covariance(moments, value_P)
+    holds = assumption2(problem, problem.best_K) < ROUNDING
+    value_P, moments = value_at(problem), second_moments(problem)
+    weighting, oracle = limit_weighting(problem.curvature_KK, c), covariance(moments, value_P)
 
     def weights(shift_P: np.ndarray) -> float:
         return float(np.trace(weighting @ covariance(moments, value_P + shift_P)))
@@ -192,7 +196,7 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
     shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
     ends = [minimize(weights, start_P, tol=1e-12).x for start_P in shift_MP[:OPTIMISER_STARTS]]
     furthest = max(float(np.abs(end_P).max()) for end_P in ends)
-    sums = {shift: shifted_sum(bed, c, shift) for shift in COMMON_SHIFTS}
+    sums = {shift: shifted_sum(problem, c, shift) for shift in COMMON_SHIFTS}
     common = min(sums, key=sums.__getitem__)
     least = [least_excess(value_P + shift_P) for shift_P in shift_MP]
     worst = minimize(
@@ -228,18 +232,18 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
         *(
             below(
                 f"smallest eigenvalue of Sigma({baseline}) - Sigma(V), B = G = 1",
-                least_excess(value_at(bed, baseline)), how,
+                least_excess(value_at(problem, baseline)), how,
             )
             for baseline in ("none", "optimal")
         ),
     ]  # fmt: skip
 
 
-def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
+def _panels(problem: Problem, c: float, rows: Sequence[dict]) -> list[Panel]:
     """Return panels of the difference against G, and of the weights of baselines shifted from V."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
-    line = [size * weight_excess(bed, c, size) for size in map(int, measured.x)]
-    weights = [shifted_sum(bed, c, shift) for shift in COMMON_SHIFTS]
+    line = [size * weight_excess(problem, c, size) for size in map(int, measured.x)]
+    weights = [shifted_sum(problem, c, shift) for shift in COMMON_SHIFTS]
     differences = [measured, PlotLine(measured.label, measured.x, line, predicted=True)]
     shifted = [PlotLine("V + shift", list(COMMON_SHIFTS), weights, predicted=True)]
     ylabel = "n T x difference of the mean gaps"

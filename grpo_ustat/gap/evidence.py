@@ -1,4 +1,4 @@
-"""Record of a theorem, and the results of its study: claims, curves to draw, rows to keep."""
+"""Record of a theorem, and the results of its test: claims, curves to draw, rows to keep."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Results of a study for or against a theorem."""
+    """Results of a test for or against a theorem."""
 
     # In the order in which a reader wants them; their verdicts are corrected as a family, see
     # `correct_family`.
@@ -80,12 +80,12 @@ class Evidence:
     panels: Sequence[Panel]
     # The values in the panels and more, of equal keys, for curves.csv.
     rows: Sequence[Mapping[str, Any]]
-    # Of the study, one sentence.
+    # Of the test, one sentence.
     answer: str
     # Limits, surprises and reasons, a line each.
     notes: Sequence[str] = ()
     # The policy and its exact truth: names and values.
-    bed: Mapping[str, float | str] = field(default_factory=dict)
+    problem: Mapping[str, float | str] = field(default_factory=dict)
     # Completions that were drawn; 0 if all was enumerated.
     rollouts: int = 0
 
@@ -100,17 +100,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Theorem:
-    """One of the paper's results and its study: all that the command asks of a module."""
+    """One of the paper's results and its test: all that the command asks of a module."""
 
-    # Of its configuration, with its title and the kinds of bed that it runs on.
+    # Of its configuration, with its title and the kinds of problem that it runs on.
     schema: type[TheoryConfig]
     # The paper's claim, in one or two sentences.
     statement: str
-    # Runs the study that a configuration describes.
-    study: Callable[[Experiment], Evidence]
+    # Tests it as a configuration describes.
+    run: Callable[[Experiment], Evidence]
     # Refuses, before any work, what the theorem says nothing about, by a ConfigError.
     check: Callable[[Experiment], None]
-    # Number that the study of a configuration draws; 0 if it enumerates.
+    # Number that the test of a configuration draws; 0 if it enumerates.
     completions: Callable[[Experiment], int] = lambda experiment: 0
 
     @property
@@ -120,5 +120,5 @@ class Theorem:
 
 
 def theorem(kind: str) -> Theorem:
-    """Return the record `THEOREM` of the module that is named like the study's kind."""
+    """Return the record `THEOREM` of the module that is named like the theorem's kind."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM

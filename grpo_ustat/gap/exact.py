@@ -1,4 +1,4 @@
-"""Exact values on a testbed: an estimator's covariance, C1, C2, C3, the limit's weights."""
+"""Exact values on a problem: an estimator's covariance, C1, C2, C3, the limit's weights."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import numpy as np
 
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.covariance import covariance_parts
+from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator
-from grpo_ustat.gap.testbeds import Testbed
 
 
-def noise_everywhere(bed: Testbed, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
+def noise_everywhere(problem: Problem, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
     """Return the estimator's covariance at every replicate's u, [K, K, R]."""
-    split = covariance_parts(*bed.law(u_KR), bed.rewards_PY, estimator.baseline)
+    split = covariance_parts(*problem.law(u_KR), problem.rewards_PY, estimator.baseline)
     return split.covariance(estimator.num_prompts, estimator.group_size)
 
 
-def noise(bed: Testbed, u_K: np.ndarray, estimator: Estimator) -> np.ndarray:
+def noise(problem: Problem, u_K: np.ndarray, estimator: Estimator) -> np.ndarray:
     """Return the estimator's covariance at one u, [K, K]."""
-    return noise_everywhere(bed, u_K[:, None], estimator)[..., 0]
+    return noise_everywhere(problem, u_K[:, None], estimator)[..., 0]
 
 
-def largest_error(bed: Testbed, estimator: Estimator) -> float:
+def largest_error(problem: Problem, estimator: Estimator) -> float:
     """Return s2, the estimator's largest mean squared error on a grid of the sublevel set."""
-    return float(np.einsum("kkr->r", noise_everywhere(bed, bed.sublevel_grid(), estimator)).max())
+    return float(
+        np.einsum("kkr->r", noise_everywhere(problem, problem.sublevel_grid(), estimator)).max()
+    )
 
 
-def scaling_at(bed: Testbed, u_K: np.ndarray, weight_KK: np.ndarray | None = None) -> ScalingLaw:
+def scaling_at(
+    problem: Problem, u_K: np.ndarray, weight_KK: np.ndarray | None = None
+) -> ScalingLaw:
     """Return C1, C2, C3 of GRPO at u; W weights the directions, `C_i = tr(W part_i)`."""
-    grpo = covariance_parts(*bed.law(u_K[:, None]), bed.rewards_PY, "leave_one_out")
+    grpo = covariance_parts(*problem.law(u_K[:, None]), problem.rewards_PY, "leave_one_out")
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
     parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
     traces = [np.trace(weight_KK @ part[..., 0]) for part in parts_KK1]
@@ -41,40 +45,40 @@ def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
     return basis @ np.diag(c**2 * lambda_K / (2 * (2 * c * lambda_K - 1))) @ basis.T
 
 
-def assumption2(bed: Testbed, u_K: np.ndarray) -> float:
+def assumption2(problem: Problem, u_K: np.ndarray) -> float:
     """Return the failure of Assumption 2 at u, 0 if it holds as a matrix, given each prompt.
 
     It is the root mean square over prompts of ||E[S S' (Z - V) | x]||, over ||E[S S']||, in
     Frobenius norms. Without the root mean square, prompts on which the assumption fails in opposite
     directions would have a mean of 0, and baselines that beat V.
     """
-    probability_PYR, score_PYKR = bed.law(u_K[:, None])
+    probability_PYR, score_PYKR = problem.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]
-    centred_PY = bed.rewards_PY - bed.value(probability_PYR)
+    centred_PY = problem.rewards_PY - problem.value(probability_PYR)
     third_PKK = np.einsum("py,py,pyk,pyl->pkl", probability_PY, centred_PY, score, score)
     fisher_KK = np.einsum("py,pyk,pyl->kl", probability_PY, score, score) / len(third_PKK)
     size = np.sqrt(np.square(third_PKK).sum(axis=(1, 2)).mean())
     return float(size / np.linalg.norm(fisher_KK))
 
 
-def bed_facts(bed: Testbed) -> dict[str, float | str]:
-    """Return facts on a bed for the reader of its report."""
-    (mu, smoothness), law = bed.constants, scaling_at(bed, bed.best_K)
-    prompts, outcomes = bed.rewards_PY.shape
-    eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(bed.curvature_KK))
+def problem_facts(problem: Problem) -> dict[str, float | str]:
+    """Return facts on a problem for the reader of its report."""
+    (mu, smoothness), law = problem.constants, scaling_at(problem, problem.best_K)
+    prompts, outcomes = problem.rewards_PY.shape
+    eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(problem.curvature_KK))
     return {
-        "kind": bed.kind,
+        "kind": problem.kind,
         "prompts": prompts,
         "outcomes of each": outcomes,
-        "parameters": bed.parameters,
-        "dimension of the set of maximisers": bed.parameters - bed.curved,
-        "J at the maximum": bed.highest,
-        "gap at the start": float(bed.gap(bed.start_K[:, None])[0]),
+        "parameters": problem.parameters,
+        "dimension of the set of maximisers": problem.parameters - problem.curved,
+        "J at the maximum": problem.highest,
+        "gap at the start": float(problem.gap(problem.start_K[:, None])[0]),
         "curvature at the maximum": eigenvalues,
-        "sublevel set: gap at most": bed.reach,
+        "sublevel set: gap at most": problem.reach,
         "mu there": mu,
         "L there": smoothness,
         "C1, C2, C3 at the maximum": f"{law.c1:.4g}, {law.c2:.4g}, {law.c3:.4g}",
         "G* of them": law.best_size(),
-        "Assumption 2 fails by (0: holds)": assumption2(bed, bed.best_K),
+        "Assumption 2 fails by (0: holds)": assumption2(problem, problem.best_K),
     }

@@ -1,4 +1,4 @@
-"""Figure of a study of a theorem: measurements as markers, predictions as lines."""
+"""Figure of a theorem: measurements as markers, predictions as lines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 r"""Lemma 11: the normalised estimator for large groups, enumerated.
 
-The study tests that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the
-U-statistic with kernel h / sigma(x), and measures the rate and the rest at the scale of the
+The test: `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the
+U-statistic with kernel h / sigma(x). Measured are the rate, and the rest at the scale of the
 estimator's own error. The formulas are those of `grpo_ustat.gap.normalised`; nothing is drawn.
 """
 
@@ -22,7 +22,7 @@ from grpo_ustat.gap.normalised import (
     normalised_moments,
     right_and_wrong,
 )
-from grpo_ustat.gap.testbeds import build_testbed
+from grpo_ustat.gap.problems import build_problem
 from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.terminal.streams import percentage
 
@@ -108,7 +108,7 @@ def lemma11(
         far_without=[normalised_moments(moments, size, 0.0) for size in LIMIT_SIZES],
     )
     return Evidence(
-        bed={
+        problem={
             "prompts": len(moments.value),
             "outcomes": reward_PY.shape[1],
             "smallest V": float(moments.value.min()),
@@ -299,17 +299,17 @@ def _notes(exact: ExactValues) -> list[str]:
     return notes
 
 
-def study(experiment: Experiment) -> Evidence:
-    """Run `lemma11` on the bed's first policy."""
-    bed, design = build_testbed(experiment.bed), experiment.study
-    probability_PYR, score_PYKR = bed.law(bed.start_K[:, None])
-    law = probability_PYR[..., 0], score_PYKR[..., 0], bed.rewards_PY
+def run(experiment: Experiment) -> Evidence:
+    """Run `lemma11` on the problem's first policy."""
+    problem, design = build_problem(experiment.problem), experiment.theorem
+    probability_PYR, score_PYKR = problem.law(problem.start_K[:, None])
+    law = probability_PYR[..., 0], score_PYKR[..., 0], problem.rewards_PY
     return lemma11(*law, design.group_sizes, design.epsilon)
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse a bed that is no policy, see `build_testbed`."""
-    build_testbed(experiment.bed)
+    """Refuse a problem that is no policy, see `build_problem`."""
+    build_problem(experiment.problem)
 
 
-THEOREM = Theorem(Lemma11Config, STATEMENT, study, check)
+THEOREM = Theorem(Lemma11Config, STATEMENT, run, check)

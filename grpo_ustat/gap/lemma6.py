@@ -13,6 +13,7 @@ from grpo_ustat.gap.claims import mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
 from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
+from grpo_ustat.gap.problems import CoinProblem, Problem, build_problem
 from grpo_ustat.gap.simulate import (
     Estimator,
     Simulation,
@@ -21,7 +22,6 @@ from grpo_ustat.gap.simulate import (
     log_spaced_steps,
 )
 from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
-from grpo_ustat.gap.testbeds import CoinTestbed, Testbed, build_testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
@@ -49,15 +49,15 @@ def plan(design: Lemma6Config) -> list[Simulation]:
     return [Simulation(estimator, rate, with_next) for rate in rates for estimator in estimators]
 
 
-def judge(bed: Testbed, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
+def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
     """Compare the mean gap with the recursion and the bounds."""
-    curve, (mu, smoothness) = log_spaced_steps(design.steps), bed.constants
+    curve, (mu, smoothness) = log_spaced_steps(design.steps), problem.constants
     claims, rows = [], []
     for run in runs:
         name = f"{run.estimator.name}, {run.rate.name}"
-        s2 = largest_error(bed, run.estimator)
+        s2 = largest_error(problem, run.estimator)
         bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, run.simulation.rates_T)
-        rows += _rows(bed, run, curve, bound, s2)
+        rows += _rows(problem, run, curve, bound, s2)
         what = f"{name}: mean gap over the recursion, largest of all T"
         claims.append(_bound_claim(what, run, bound, curve))
         if run.rate.kind == "decaying":
@@ -67,8 +67,8 @@ def judge(bed: Testbed, design: Lemma6Config, runs: Sequence[Trajectories]) -> E
             what = f"{name}: mean gap over the bound of order 1/T, at T = {design.steps}"
             holds = bool(bound[design.steps] <= LARGE_T_RATIO * limit[design.steps])
             claims.append(_bound_claim(what, run, limit, [design.steps], holds))
-        if isinstance(bed, CoinTestbed):
-            claims.append(_next_step_claim(bed, run, curve))
+        if isinstance(problem, CoinProblem):
+            claims.append(_next_step_claim(problem, run, curve))
     return Evidence(
         claims=claims,
         panels=[_panel(rate, rows) for rate in dict.fromkeys(row["rate"] for row in rows)],
@@ -83,12 +83,12 @@ def judge(bed: Testbed, design: Lemma6Config, runs: Sequence[Trajectories]) -> E
 
 
 def _rows(
-    bed: Testbed, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
+    problem: Problem, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
 ) -> list[dict]:
     """Return a row for each step of the curve."""
     estimator = run.estimator
-    first, sigma = bed.start_K - bed.best_K, noise(bed, bed.best_K, estimator)
-    model = quadratic_recursion(first, bed.curvature_KK, sigma, run.simulation.rates_T)
+    first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
+    model = quadratic_recursion(first, problem.curvature_KK, sigma, run.simulation.rates_T)
     rows = []
     for step in curve:
         gap_R = run.gap_SR[list(run.steps_S).index(step)]
@@ -141,7 +141,7 @@ def _bound_claim(
     )
 
 
-def _next_step_claim(bed: CoinTestbed, run: Trajectories, curve: list[int]) -> Claim:
+def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) -> Claim:
     """Test the mean of the next gap given the present parameters.
 
     J is exactly quadratic, so `E[Delta_{t+1} | theta_t]` is known for every replicate's theta_t.
@@ -153,11 +153,11 @@ def _next_step_claim(bed: CoinTestbed, run: Trajectories, curve: list[int]) -> C
     total_F = np.zeros(len(shares_F))
     for step in curve:
         at_KR, eta = run.u_SKR[places.index(step)], rates_T[step]
-        u_KR = at_KR - bed.best_K[:, None]
-        sigma_KR = np.einsum("kkr->kr", noise_everywhere(bed, at_KR, run.estimator))
-        shrink_K = np.square(1 - eta * bed.lambda_K)
-        drift_R = bed.lambda_K @ (shrink_K[:, None] * u_KR**2) / 2
-        noise_R = eta**2 * bed.lambda_K @ sigma_KR / 2
+        u_KR = at_KR - problem.best_K[:, None]
+        sigma_KR = np.einsum("kkr->kr", noise_everywhere(problem, at_KR, run.estimator))
+        shrink_K = np.square(1 - eta * problem.lambda_K)
+        drift_R = problem.lambda_K @ (shrink_K[:, None] * u_KR**2) / 2
+        noise_R = eta**2 * problem.lambda_K @ sigma_KR / 2
         after_drift_R = run.gap_SR[places.index(step + 1)] - drift_R
         rest_FR = after_drift_R - shares_F[:, None] * noise_R
         score_F = rest_FR.mean(axis=1) / rest_FR.std(axis=1, ddof=1)
@@ -193,8 +193,8 @@ def _panel(rate: str, rows: list[dict]) -> Panel:
 
 def check(experiment: Experiment) -> None:
     """Refuse learning rates outside the bounds, see `check_rates`; mu is the inequality's."""
-    bed = build_testbed(experiment.bed)
-    check_rates(experiment, bed, bed.constants[0])
+    problem = build_problem(experiment.problem)
+    check_rates(experiment, problem, problem.constants[0])
 
 
 THEOREM = simulated(Lemma6Config, STATEMENT, plan, judge, check)

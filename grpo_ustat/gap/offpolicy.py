@@ -353,7 +353,7 @@ def on_policy(
             normalisation.kind: by_size(normalisation, limit_sizes) for normalisation in exact
         }
     except ValueError as error:
-        raise ConfigError(f"study=theorem12: {error}") from error
+        raise ConfigError(f"theorem=theorem12: {error}") from error
     old = setting.old
     bias_PD = large_groups(old.probabilities_PY, old.scores_PYD, setting.reward_PY).bias_PD
     target_D = replace(setting, normalisation=Normalisation("sigma")).target(old)[0]

@@ -1,4 +1,4 @@
-"""The page of a study of a theorem: claims and verdicts."""
+"""The page of a theorem's test: claims and verdicts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_ROWS = 200
 
 
 def title(run: RunRecord) -> str:
-    """Return the study's result, test problem and seed."""
-    kind, bed = str(run.value("study.kind")), run.value("bed.name")
-    return f"{TITLES.get(kind, kind)}, on {bed}, seed {run.value('seed')}"
+    """Return the theorem, test problem and seed."""
+    kind, problem = str(run.value("theorem.kind")), run.value("problem.name")
+    return f"{TITLES.get(kind, kind)}, on {problem}, seed {run.value('seed')}"
 
 
 def answer(run: RunRecord) -> str:
-    """Return the verdict and the study's answer."""
+    """Return the verdict and the answer."""
     if run.result is None:
         return "Unfinished: nothing is measured yet."
     return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
@@ -34,10 +34,12 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
     """Return test problem and cost."""
     if run.result is None:
         return []
-    bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
+    problem = "\n".join(
+        f"{name}: {number_text(value)}" for name, value in run.result["problem"].items()
+    )
     rollouts = run.result["cost"]["rollouts"]
     return [
-        ("Test problem", bed),
+        ("Test problem", problem),
         ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
     ]
 
@@ -58,7 +60,7 @@ def tables(run: RunRecord) -> list[Table]:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the theorem's statement and the study's notes."""
+    """Return the theorem's statement and notes."""
     result = run.result or {}
     return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
 

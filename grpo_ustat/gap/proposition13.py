@@ -23,9 +23,9 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
 from grpo_ustat.gap.normalised import mean_weight
+from grpo_ustat.gap.problems import Problem, build_problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, reference_law
 from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
-from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
@@ -95,11 +95,13 @@ def plan(design: Proposition13Config) -> list[Simulation]:
     return [Simulation(estimator, rate, steps) for estimator in estimators]
 
 
-def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare replicates' ends with maximisers and roots, on a bed of one coordinate."""
+def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajectories]) -> Evidence:
+    """Compare replicates' ends with maximisers and roots, on a problem of one coordinate."""
     ends = [
         EndPoint(
-            run, maximiser(bed, run.estimator), root(bed, pull_of(run.estimator), run.estimator)
+            run,
+            maximiser(problem, run.estimator),
+            root(problem, pull_of(run.estimator), run.estimator),
         )
         for run in runs
     ]
@@ -113,16 +115,16 @@ def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories
     for end in ends[1:]:
         what = f"{end.name}: mean end of u, beside its own field's root"
         claims.append(_end_claim(end, what, end.root, ""))
-    claims.append(_limit_claim(bed, design))
+    claims.append(_limit_claim(problem, design))
     if design.variant_sizes:
-        claims.append(_limit_claim(bed, design, **kl_term(design)))
+        claims.append(_limit_claim(problem, design, **kl_term(design)))
     claims = correct_family(claims)
     rows = [
         {
             "estimator": end.baseline, "group_size": end.estimator.group_size,
             "num_prompts": end.estimator.num_prompts, "beta": end.estimator.beta,
             "minibatches": end.estimator.minibatches, "maximiser": end.maximiser,
-            "root": end.root, "j_maximiser": float(bed.best_K[0]),
+            "root": end.root, "j_maximiser": float(problem.best_K[0]),
             **dict(zip(("measured", "low", "high"), end.measured, strict=True)),
             "at_last_step": end.at_last_step, "replicates": end.run.replicates,
         }
@@ -130,12 +132,12 @@ def judge(bed: Testbed, design: Proposition13Config, runs: Sequence[Trajectories
     ]  # fmt: skip
     return Evidence(
         claims=claims,
-        panels=_panels(bed, ends),
+        panels=_panels(problem, ends),
         rows=rows,
         answer=_answer(claims, ends),
         notes=_notes(ends),
-        bed={
-            "u that maximises J": float(bed.best_K[0]),
+        problem={
+            "u that maximises J": float(problem.best_K[0]),
             "u that maximises the arcsin objective": ends[1].maximiser,
         },
     )
@@ -166,39 +168,39 @@ def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
     return partial(mean_weight, group_size=estimator.group_size, epsilon=estimator.epsilon)
 
 
-def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = None) -> float:
+def field(problem: Problem, pull: Callable, u: float, estimator: Estimator | None = None) -> float:
     """Return the mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
 
     Args:
-        bed: of one coordinate.
+        problem: of one coordinate.
         pull: a function of V.
         estimator: its KL term counts; None: no KL term.
     """
-    probability_PYR, score_PYKR = bed.law(np.array([[u]]))
-    reward_PYR = probability_PYR * bed.rewards_PY[..., None]
+    probability_PYR, score_PYKR = problem.law(np.array([[u]]))
+    reward_PYR = probability_PYR * problem.rewards_PY[..., None]
     slope_P = np.einsum("pyr,pykr->p", reward_PYR, score_PYKR)
     ascent = float((pull(reward_PYR.sum(axis=1)[:, 0]) * slope_P).mean())
-    reference_PY = None if estimator is None else reference_law(bed, estimator)
+    reference_PY = None if estimator is None else reference_law(problem, estimator)
     if estimator is None or reference_PY is None:
         return ascent
     penalty_P = np.einsum("py,pykr->p", reference_PY, score_PYKR)
     return ascent + estimator.beta * float(penalty_P.mean())
 
 
-def root(bed: Testbed, pull: Callable, estimator: Estimator | None = None) -> float:
-    """Return the zero of the field, within the bed's box about the maximiser of J."""
-    centre, half = float(bed.best_K[0]), half_width(bed)
+def root(problem: Problem, pull: Callable, estimator: Estimator | None = None) -> float:
+    """Return the zero of the field, within the problem's box about the maximiser of J."""
+    centre, half = float(problem.best_K[0]), half_width(problem)
     low, high = centre - half, centre + half
-    zero = brentq(lambda u: field(bed, pull, u, estimator), low, high, xtol=1e-13)
+    zero = brentq(lambda u: field(problem, pull, u, estimator), low, high, xtol=1e-13)
     return round(float(zero), 12)
 
 
-def half_width(bed: Testbed) -> float:
+def half_width(problem: Problem) -> float:
     """Return the distance from the maximiser of J within which roots are looked for."""
-    return min(float(bed.box_K[0]), 10.0)
+    return min(float(problem.box_K[0]), 10.0)
 
 
-def maximiser(bed: Testbed, estimator: Estimator) -> float:
+def maximiser(problem: Problem, estimator: Estimator) -> float:
     """Return the maximiser of the objective that the paper names.
 
     The objective is E[2 arcsin sqrt V], J without normalisation, either minus beta KL(pi_ref ||
@@ -209,7 +211,7 @@ def maximiser(bed: Testbed, estimator: Estimator) -> float:
         return 1 / np.sqrt(value * (1 - value))
 
     pull = np.ones_like if estimator.baseline == "leave_one_out" else arcsin_pull
-    return root(bed, pull, estimator)
+    return root(problem, pull, estimator)
 
 
 def extrapolate(run: Trajectories) -> np.ndarray:
@@ -236,11 +238,14 @@ def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim
     return Claim(what, predicted, *measured, verdict_of(agrees), how, p_value)
 
 
-def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> Claim:
+def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) -> Claim:
     """Test that roots at growing G tend to the paper's maximiser, epsilon = 0 and other changes."""
     exact = [normalised(design, size, epsilon=0.0, **changes) for size in design.limit_sizes]
-    roots, limit = np.array([root(bed, pull_of(x), x) for x in exact]), maximiser(bed, exact[0])
-    apart = abs(maximiser(bed, replace(exact[0], beta=0.0)) - float(bed.best_K[0]))
+    roots, limit = (
+        np.array([root(problem, pull_of(x), x) for x in exact]),
+        maximiser(problem, exact[0]),
+    )
+    apart = abs(maximiser(problem, replace(exact[0], beta=0.0)) - float(problem.best_K[0]))
     sizes, label = comma_list(design.limit_sizes), " - beta KL" if exact[0].beta else ""
     how = (
         f"roots enumerated at G = {sizes}, epsilon = 0, extrapolated in "
@@ -308,14 +313,14 @@ def _notes(ends: list[EndPoint]) -> list[str]:
     return lines
 
 
-def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
+def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
     """Return panels of the ends by group size and of variants, and of the two objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
     x = [end.estimator.group_size for end in by_size]
     curves = [
         *_end_lines("normalised", by_size),
         PlotLine("arcsin maximiser", x, [end.maximiser for end in by_size], predicted=True),
-        PlotLine("maximiser of J", x, [float(bed.best_K[0])] * len(x), predicted=True),
+        PlotLine("maximiser of J", x, [float(problem.best_K[0])] * len(x), predicted=True),
     ]
     axes = "group size G", "mean end of u"
     panels = [Panel("where training ends", *axes, curves, "x")]
@@ -328,8 +333,8 @@ def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
         curves.append(PlotLine(f"{label}: arcsin maximiser", x, maximisers, bound=True))
     if curves:
         panels.append(Panel("variants: ends and roots", *axes, curves, "x"))
-    u = bed.best_K[0] + np.linspace(-half_width(bed), half_width(bed), 81)
-    value_PR = bed.value(bed.law(u[None])[0])
+    u = problem.best_K[0] + np.linspace(-half_width(problem), half_width(problem), 81)
+    value_PR = problem.value(problem.law(u[None])[0])
     objectives = {
         "J": value_PR.mean(axis=0),
         "arcsin": 2 * np.arcsin(np.sqrt(value_PR)).mean(axis=0),
@@ -350,19 +355,20 @@ def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse a bed of several coordinates, a reference outside it, and a rate too small."""
-    bed, design = build_testbed(experiment.bed), experiment.study
-    if len(bed.start_K) != 1:
+    """Refuse a problem of several coordinates, a reference outside it, and a rate too small."""
+    problem, design = build_problem(experiment.problem), experiment.theorem
+    if len(problem.start_K) != 1:
         raise ConfigError(
-            f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs one"
+            f"theorem=proposition13 with {len(problem.start_K)} coordinates in problem.start: "
+            "it needs one"
         )
-    reference, half = design.reference, half_width(bed)
-    if len(reference) != 1 or not abs(reference[0] - bed.best_K[0]) <= half:
+    reference, half = design.reference, half_width(problem)
+    if len(reference) != 1 or not abs(reference[0] - problem.best_K[0]) <= half:
         raise ConfigError(
-            f"study.reference={reference} on bed={experiment.bed.name}: give one number within "
-            f"{half:.3g} of {bed.best_K[0] + 0.0:.3g}"
+            f"theorem.reference={reference} on problem={experiment.problem.name}: give one number "
+            f"within {half:.3g} of {problem.best_K[0] + 0.0:.3g}"
         )
-    check_rates(experiment, bed, bed.least_curvature)
+    check_rates(experiment, problem, problem.least_curvature)
 
 
 THEOREM = simulated(Proposition13Config, STATEMENT, plan, judge, check)

@@ -1,4 +1,4 @@
-r"""Enumerable policy that writes token by token: the bed for importance ratios and KL terms.
+r"""Enumerable policy that writes token by token: the problem for ratios and KL terms.
 
 All V^L completions of exactly L tokens are listed. Prompts share the parameters; a prompt shifts
 the logits of the tokens by its own constants, at every position:
@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import logsumexp
 
-from grpo_ustat.config.beds import MAX_COMPLETIONS, SequencesConfig
+from grpo_ustat.config.problems import MAX_COMPLETIONS, SequencesConfig
 from grpo_ustat.draws import generator
 
 
@@ -155,20 +155,26 @@ class SequencePolicy:
         return rows.reshape(prompts, count, -1)
 
 
-def build_sequences(bed: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
+def build_sequences(problem: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
     """Return policy, reference policy and rewards [P, Y] of a configuration, drawn by its seed.
 
     A prompt's completions are ranked at random, r = 0 ... Y-1; of K levels the reward is
     `floor(K (r/Y)^difficulty) / (K-1)`.
     """
-    draw, shape = generator(bed.seed, "sequences"), (bed.length, bed.vocabulary, bed.vocabulary)
-    theta, offsets = draw.normal(size=shape), draw.normal(size=(bed.prompts, bed.vocabulary))
-    policy = SequencePolicy(bed.spread * theta, bed.spread * offsets / 2)
-    reference_D = policy.theta_D + bed.apart * draw.normal(size=policy.theta_D.shape)
-    count, power_P1 = bed.vocabulary**bed.length, np.array(bed.difficulties)[:, None]
-    rank_PY = draw.random((bed.prompts, count)).argsort(axis=1).argsort(axis=1)
-    level_PY = np.floor(bed.reward_levels * (rank_PY / count) ** power_P1)
-    return policy, policy.at(reference_D), level_PY / (bed.reward_levels - 1)
+    draw, shape = (
+        generator(problem.seed, "sequences"),
+        (problem.length, problem.vocabulary, problem.vocabulary),
+    )
+    theta, offsets = (
+        draw.normal(size=shape),
+        draw.normal(size=(problem.prompts, problem.vocabulary)),
+    )
+    policy = SequencePolicy(problem.spread * theta, problem.spread * offsets / 2)
+    reference_D = policy.theta_D + problem.apart * draw.normal(size=policy.theta_D.shape)
+    count, power_P1 = problem.vocabulary**problem.length, np.array(problem.difficulties)[:, None]
+    rank_PY = draw.random((problem.prompts, count)).argsort(axis=1).argsort(axis=1)
+    level_PY = np.floor(problem.reward_levels * (rank_PY / count) ** power_P1)
+    return policy, policy.at(reference_D), level_PY / (problem.reward_levels - 1)
 
 
 def _mean(law_PY: np.ndarray, vectors_PYD: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Algorithm 1 on a bed, thousands of replicates at once, each a function of (seed, number) alone.
+"""Algorithm 1 on a test problem, thousands of replicates at once, each of (seed, number) alone.
 
 Replicates run side by side in blocks. Every one draws from its own keyed generator and no sum runs
 over replicates, so one that is run again alone takes the very same path.
@@ -14,7 +14,7 @@ import numpy as np
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.draws import generator
 from grpo_ustat.gap.covariance import baseline_values
-from grpo_ustat.gap.testbeds import Testbed
+from grpo_ustat.gap.problems import Problem
 
 # Replicates side by side: their arrays stay in a core's cache.
 REPLICATES_AT_ONCE = 500
@@ -135,8 +135,10 @@ class Trajectories:
         return (self.steps_S[place] + self.rate.offset) * self.gap_SR[place]
 
 
-def simulate(bed: Testbed, simulation: Simulation, replicates: range, seed: int) -> Trajectories:
-    """Run Algorithm 1 from the bed's start, `theta <- theta + eta_t g_hat`.
+def simulate(
+    problem: Problem, simulation: Simulation, replicates: range, seed: int
+) -> Trajectories:
+    """Run Algorithm 1 from the problem's start, `theta <- theta + eta_t g_hat`.
 
     In u the update is the same as in theta: the score is Q's and Q Q' = 1.
 
@@ -145,23 +147,23 @@ def simulate(bed: Testbed, simulation: Simulation, replicates: range, seed: int)
         seed: with a replicate's number, all that its path depends on.
     """
     estimator, steps, rates_T = simulation.estimator, simulation.steps, simulation.rates_T
-    u_KR = np.repeat(bed.start_K[:, None], len(replicates), axis=1)
+    u_KR = np.repeat(problem.start_K[:, None], len(replicates), axis=1)
     exit_R = np.zeros(len(replicates), dtype=int)
     record: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    low_K1, high_K1 = ((bed.best_K + side * bed.box_K)[:, None] for side in (-1, 1))
-    has_box, reference_PY = np.isfinite(bed.box_K).all(), reference_law(bed, estimator)
+    low_K1, high_K1 = ((problem.best_K + side * problem.box_K)[:, None] for side in (-1, 1))
+    has_box, reference_PY = np.isfinite(problem.box_K).all(), reference_law(problem, estimator)
     old_PYR = None
     for t, uniform in enumerate(_uniforms(replicates, seed, estimator, len(rates_T))):
-        law = bed.law(u_KR)
-        gap_R = bed.highest - bed.value(law[0]).mean(axis=0)
-        exit_R[(gap_R > bed.reach) & (exit_R == 0)] = t
+        law = problem.law(u_KR)
+        gap_R = problem.highest - problem.value(law[0]).mean(axis=0)
+        exit_R[(gap_R > problem.reach) & (exit_R == 0)] = t
         if t in steps:
             record[t] = u_KR, gap_R
         if t == len(rates_T):
             break
         if t % estimator.minibatches == 0:
             old_PYR = law[0]
-        u_KR = u_KR + rates_T[t] * gradient(bed, estimator, law, uniform, old_PYR, reference_PY)
+        u_KR = u_KR + rates_T[t] * gradient(problem, estimator, law, uniform, old_PYR, reference_PY)
         if has_box:
             u_KR = np.clip(u_KR, low_K1, high_K1)
     u_SKR, gap_SR = (np.stack([record[step][i] for step in steps]) for i in (0, 1))
@@ -183,13 +185,15 @@ def _uniforms(
     yield np.empty((0, len(replicates)), dtype=np.float32)
 
 
-def reference_law(bed: Testbed, estimator: Estimator) -> np.ndarray | None:
+def reference_law(problem: Problem, estimator: Estimator) -> np.ndarray | None:
     """Return probabilities of pi_ref, [P, Y]; None without a KL term."""
-    return bed.law(np.array(estimator.reference)[:, None])[0][..., 0] if estimator.beta else None
+    return (
+        problem.law(np.array(estimator.reference)[:, None])[0][..., 0] if estimator.beta else None
+    )
 
 
 def gradient(
-    bed: Testbed,
+    problem: Problem,
     estimator: Estimator,
     law: tuple,
     uniform: np.ndarray,
@@ -199,8 +203,8 @@ def gradient(
     """Compute one gradient estimate of each replicate, in u: [K, R].
 
     Args:
-        bed: its rewards count.
-        law: of `bed.law`.
+        problem: its rewards count.
+        law: of `problem.law`.
         uniform: [B + B G, R] in [0, 1): which prompts, then which completions.
         old_PYR: probabilities of pi_old, which writes; None: of the policy itself.
         reference_PY: those of pi_ref, if there is a KL term.
@@ -212,9 +216,11 @@ def gradient(
     counts_YBR = outcome_counts(old_PYR, prompt_BR, uniform[b:], estimator.group_size)
     value_BR = None
     if estimator.baseline in ("oracle", "optimal"):
-        value_PR = baseline_values(probability_PYR, score_PYKR, bed.rewards_PY, estimator.baseline)
+        value_PR = baseline_values(
+            probability_PYR, score_PYKR, problem.rewards_PY, estimator.baseline
+        )
         value_BR = np.take_along_axis(value_PR, prompt_BR, axis=0)
-    rewards_YBR = bed.rewards_PY.T[:, prompt_BR]
+    rewards_YBR = problem.rewards_PY.T[:, prompt_BR]
     weight_YBR = counts_YBR * advantage(estimator, counts_YBR, rewards_YBR, value_BR)
     total_KR = np.zeros(score_PYKR.shape[2:])
     for x in range(prompts):
@@ -290,7 +296,7 @@ def advantage(
 
 
 def run_simulations(
-    simulations: Sequence[Simulation], bed: Testbed, replicates: int, seed: int, workers: int
+    simulations: Sequence[Simulation], problem: Problem, replicates: int, seed: int, workers: int
 ) -> tuple[list[Trajectories], int]:
     """Return every simulation's trajectories in their order, and the number of completions drawn.
 
@@ -307,7 +313,7 @@ def run_simulations(
     weights = [float(simulations[place].work * len(block)) for place, block in items]
     total = int(sum(weights))
     parts, _ = share(
-        _simulate_blocks, items, workers, "replicates", total, list(simulations), bed, seed,
+        _simulate_blocks, items, workers, "replicates", total, list(simulations), problem, seed,
         weights=weights,
     )  # fmt: skip
     parts.sort(key=lambda part: part[:2])
@@ -329,11 +335,11 @@ def exits_text(runs: Sequence[Trajectories]) -> str:
 
 
 def _simulate_blocks(
-    items: list[tuple[int, range]], simulations: list[Simulation], bed: Testbed, seed: int
+    items: list[tuple[int, range]], simulations: list[Simulation], problem: Problem, seed: int
 ) -> Iterator:
     """Run blocks of replicates in a worker."""
     for place, block in items:
-        yield place, block[0], simulate(bed, simulations[place], block, seed)
+        yield place, block[0], simulate(problem, simulations[place], block, seed)
         yield WorkCost(rollouts=simulations[place].work * len(block))
 
 

@@ -104,7 +104,7 @@ def theorem12(
         notes = _start_notes(start, design.group_size, design.floor)
     claims = correct_family([*normalised, *plain])
     return Evidence(
-        bed=_bed(setting, design),
+        problem=_problem_facts(setting, design),
         claims=claims,
         panels=[*_start_panels(start), *_panels(paths, costs)],
         rows=[*_start_rows(start), *_rows(paths, costs)],
@@ -114,7 +114,7 @@ def theorem12(
     )
 
 
-def _bed(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
+def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
     """Return facts on policy, rewards and batch for the reader of the report."""
     prompts, count, length = setting.old.logprob_PYL.shape
     value_P = setting.old.value_P(setting.reward_PY)
@@ -629,21 +629,21 @@ def _crossing(paths: PathErrors, limit: float) -> str:
     )
 
 
-def study(experiment: Experiment) -> Evidence:
+def run(experiment: Experiment) -> Evidence:
     """Run `theorem12` on the policy that a configuration draws."""
-    return theorem12(*build_sequences(experiment.bed), experiment.study, experiment.seed)
+    return theorem12(*build_sequences(experiment.problem), experiment.theorem, experiment.seed)
 
 
 def check(experiment: Experiment) -> None:
     """Refuse completions of one token, and prompts of one reward."""
-    if experiment.bed.length < 2:
-        raise ConfigError(f"the policy's tokens={experiment.bed.length}: use at least 2")
-    for prompt, reward_Y in enumerate(build_sequences(experiment.bed)[2]):
+    if experiment.problem.length < 2:
+        raise ConfigError(f"the policy's tokens={experiment.problem.length}: use at least 2")
+    for prompt, reward_Y in enumerate(build_sequences(experiment.problem)[2]):
         if np.ptp(reward_Y) == 0:
             raise ConfigError(
-                f"bed.difficulties={experiment.bed.difficulties} leaves prompt {prompt} with "
-                f"reward {reward_Y[0]:g} alone: use less for it, or more bed.reward_levels"
+                f"problem.difficulties={experiment.problem.difficulties} leaves prompt {prompt} "
+                f"with reward {reward_Y[0]:g} alone: use less for it, or more problem.reward_levels"
             )
 
 
-THEOREM = Theorem(Theorem12Config, STATEMENT, study, check)
+THEOREM = Theorem(Theorem12Config, STATEMENT, run, check)

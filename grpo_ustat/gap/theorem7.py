@@ -16,9 +16,9 @@ from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
 from grpo_ustat.gap.exact import limit_weighting, noise, scaling_at
+from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
-from grpo_ustat.gap.testbeds import Testbed
 from grpo_ustat.runs.claims import FAMILY_ERROR, Claim, comma_list
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
@@ -58,7 +58,7 @@ def plan(design: Theorem7Config) -> list[Simulation]:
     ]
 
 
-def judge(bed: Testbed, design: Theorem7Config, runs: Sequence[Trajectories]) -> Evidence:
+def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]) -> Evidence:
     """Compare the best G of each n, T and learning rate with theory's."""
     cells: dict[GridPoint, Gaps] = {}
     for run in runs:
@@ -66,18 +66,18 @@ def judge(bed: Testbed, design: Theorem7Config, runs: Sequence[Trajectories]) ->
             point = run.rate, run.estimator.rollouts, step
             cells.setdefault(point, {})[run.estimator.group_size] = run.gap_SR[place]
     best = {point: may_be_best(gaps) for point, gaps in cells.items()}
-    theories = {point: predicted_sizes(bed, point, list(gaps)) for point, gaps in cells.items()}
-    claims = [*_bound_claims(bed, list(cells)), *_cell_claims(cells, best, theories)]
+    theories = {point: predicted_sizes(problem, point, list(gaps)) for point, gaps in cells.items()}
+    claims = [*_bound_claims(problem, list(cells)), *_cell_claims(cells, best, theories)]
     rates = list(dict.fromkeys(run.rate for run in runs))
     for total, rate in product(design.totals, rates):
         claims.append(total_claim(total, rate, cells, theories, design.steps))
-    rows = [row for point in cells for row in _rows(bed, point, cells, best, theories)]
+    rows = [row for point in cells for row in _rows(problem, point, cells, best, theories)]
     return Evidence(
         claims=claims,
         panels=_panels(rows, design),
         rows=rows,
         answer=_answer(claims),
-        notes=_notes(bed, rates, best),
+        notes=_notes(problem, rates, best),
     )
 
 
@@ -106,11 +106,13 @@ def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) ->
     return min(1.0, len(p_values) * min(p_values))
 
 
-def predicted_sizes(bed: Testbed, point: GridPoint, sizes: Sequence[int]) -> dict[str, int]:
+def predicted_sizes(problem: Problem, point: GridPoint, sizes: Sequence[int]) -> dict[str, int]:
     """Return the G that is best at (rate, n, T) by each theory: see CHOICE_MEANINGS."""
     rate, n, step = point
-    law = scaling_at(bed, bed.best_K)
-    model = {g: model_gap(bed, Estimator("leave_one_out", n // g, g), rate, step) for g in sizes}
+    law = scaling_at(problem, problem.best_K)
+    model = {
+        g: model_gap(problem, Estimator("leave_one_out", n // g, g), rate, step) for g in sizes
+    }
     return {
         "paper": min(sizes, key=lambda g: paper_error(law, g)),
         "bounds": law.least(sizes),
@@ -123,37 +125,37 @@ def paper_error(law: ScalingLaw, size: float) -> float:
     return size * law.c1 + law.c2 + law.c3 / size
 
 
-def model_gap(bed: Testbed, estimator: Estimator, rate: Rate, step: int) -> float:
+def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> float:
     """Return the gap after `step` steps by the quadratic recursion."""
-    first, sigma = bed.start_K - bed.best_K, noise(bed, bed.best_K, estimator)
-    return float(quadratic_recursion(first, bed.curvature_KK, sigma, rate.values(step))[-1])
+    first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
+    return float(quadratic_recursion(first, problem.curvature_KK, sigma, rate.values(step))[-1])
 
 
 def smallest_bound(
-    bed: Testbed, law: ScalingLaw, error: Callable[[ScalingLaw, float], float], point: GridPoint
+    problem: Problem, law: ScalingLaw, error: Callable[[ScalingLaw, float], float], point: GridPoint
 ) -> float:
     """Return the real G at which Lemma 6's recursion is smallest.
 
     Args:
-        bed: with mu and L.
+        problem: with mu and L.
         law: C1, C2, C3.
         error: n times the gradient's mean squared error at G.
         point: learning rate, n and T.
     """
     rate, n, step = point
-    first = float(bed.gap(bed.start_K[:, None])[0])
+    first = float(problem.gap(problem.start_K[:, None])[0])
 
     def bound(log_size: float) -> float:
         s2 = error(law, np.exp(log_size)) / n
-        return float(recursion(first, *bed.constants, s2, rate.values(step))[-1])
+        return float(recursion(first, *problem.constants, s2, rate.values(step))[-1])
 
     ends = np.log(1 + 1e-3), np.log(1e4)
     return float(np.exp(minimize_scalar(bound, ends, method="bounded", bounds=ends).x))
 
 
-def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
+def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
     """Test the theorem as it is stated: the minimum of Lemma 6's bounds, over all real G."""
-    law = scaling_at(bed, bed.best_K)
+    law = scaling_at(problem, problem.best_K)
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
         "the paper's last term C3/G": (paper_error, root),
@@ -161,7 +163,7 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
     }
     claims = []
     for words, (error, gstar) in forms.items():
-        minimisers = [smallest_bound(bed, law, error, point) for point in points]
+        minimisers = [smallest_bound(problem, law, error, point) for point in points]
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
             enumerated_claim(
@@ -282,7 +284,7 @@ def total_claim(
 
 
 def _rows(
-    bed: Testbed,
+    problem: Problem,
     point: GridPoint,
     cells: dict[GridPoint, Gaps],
     best: dict[GridPoint, set[int]],
@@ -293,7 +295,7 @@ def _rows(
     rows = []
     for size, gap_R in sorted(cells[point].items()):
         mean, low, high = mean_interval(gap_R)
-        model = model_gap(bed, Estimator("leave_one_out", n // size, size), rate, step)
+        model = model_gap(problem, Estimator("leave_one_out", n // size, size), rate, step)
         rows.append(
             {"rate": rate.name, "rollouts": n, "step": step, "total": n * step}
             | {"group_size": size, "num_prompts": n // size, "gap": mean, "low": low, "high": high}
@@ -322,9 +324,9 @@ def _answer(claims: list[Claim]) -> str:
     )
 
 
-def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
+def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
     """Return notes on G* along training, on its weighting, and on the best sizes of the cells."""
-    start, end = (scaling_at(bed, u).best_size() for u in (bed.start_K, bed.best_K))
+    start, end = (scaling_at(problem, u).best_size() for u in (problem.start_K, problem.best_K))
     notes = [
         "the theorem says where the bounds are smallest; they suggest that the gap itself is "
         "smallest there too, which is also tested",
@@ -334,7 +336,9 @@ def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]])
     ]
     for rate in rates:
         if rate.kind == "decaying":
-            law = scaling_at(bed, bed.best_K, limit_weighting(bed.curvature_KK, rate.value))
+            law = scaling_at(
+                problem, problem.best_K, limit_weighting(problem.curvature_KK, rate.value)
+            )
             notes.append(
                 f"exact G* weighted as the limit of {rate.name} does: {law.best_size():.3g}"
             )

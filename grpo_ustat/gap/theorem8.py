@@ -13,9 +13,9 @@ from grpo_ustat.gap.claims import mean_interval, replicates_converge
 from grpo_ustat.gap.convergence import limit_weights, mixture_cdf, mixture_quantiles
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
 from grpo_ustat.gap.exact import noise_everywhere
+from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories, exits_text
 from grpo_ustat.gap.simulated import learning_rates, simulated
-from grpo_ustat.gap.testbeds import Testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
@@ -46,7 +46,7 @@ def plan(design: Theorem8Config) -> list[Simulation]:
     ]
 
 
-def judge(bed: Testbed, design: Theorem8Config, runs: Sequence[Trajectories]) -> Evidence:
+def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]) -> Evidence:
     """Compare the law of (T + offset) times the gap with its limit; the last T decides.
 
     Where J has maximisers that differ, each replicate is compared with the law of its own limit,
@@ -54,11 +54,11 @@ def judge(bed: Testbed, design: Theorem8Config, runs: Sequence[Trajectories]) ->
     """
     claims, rows, panels = [], [], []
     for run in runs:
-        weights_KR = limit_weights_at(bed, run.estimator, run.rate, run.u_SKR[-1])
+        weights_KR = limit_weights_at(problem, run.estimator, run.rate, run.u_SKR[-1])
         rows += _rows(run, weights_KR)
         claims += [_law_claim(run, weights_KR), _mean_claim(run, weights_KR)]
         if weights_KR.shape[1] > 1:
-            claims.append(_trend_claim(bed, run, weights_KR))
+            claims.append(_trend_claim(problem, run, weights_KR))
         panels.append(_panel(run, weights_KR))
     return Evidence(
         claims=claims,
@@ -98,19 +98,19 @@ def label_of(estimator: Estimator) -> str:
 
 
 def limit_weights_at(
-    bed: Testbed, estimator: Estimator, rate: Rate, u_KR: np.ndarray
+    problem: Problem, estimator: Estimator, rate: Rate, u_KR: np.ndarray
 ) -> np.ndarray:
     """Return w_j of the limit that each replicate tends to, [K, R]; [K, 1] if J has one limit only.
 
     Args:
-        bed: its curvature and noise at each limit are enumerated.
+        problem: its curvature and noise at each limit are enumerated.
         rate: c / (t + offset).
         u_KR: the replicates' coordinates.
     """
-    limit_KR, k = bed.limits(u_KR), bed.curved
-    sigma_KKR = noise_everywhere(bed, limit_KR, estimator)
+    limit_KR, k = problem.limits(u_KR), problem.curved
+    sigma_KKR = noise_everywhere(problem, limit_KR, estimator)
     weights = [
-        limit_weights(bed.curvature_at(limit_K)[:k, :k], sigma_KKR[:k, :k, r], rate.value)
+        limit_weights(problem.curvature_at(limit_K)[:k, :k], sigma_KKR[:k, :k, r], rate.value)
         for r, limit_K in enumerate(limit_KR.T)
     ]
     return np.array(weights).T
@@ -244,10 +244,10 @@ def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
     return weights_KR.mean(axis=1, keepdims=True)
 
 
-def _trend_claim(bed: Testbed, run: Trajectories, weights_KR: np.ndarray) -> Claim:
+def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """Test that a replicate's transform does not depend on its limit: given it, it is uniform."""
     last_R = run.scaled_gap(-1)
-    along_R = bed.limits(run.u_SKR[-1])[bed.curved]
+    along_R = problem.limits(run.u_SKR[-1])[problem.curved]
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
     correlation = float(trend.statistic)

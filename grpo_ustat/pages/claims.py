@@ -1,22 +1,22 @@
-"""Claims of a study of a theorem as cells: predicted, measured, interval, p-value, verdict."""
+"""Claims of a theorem as cells: predicted, measured, interval, p-value, verdict."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from grpo_ustat.config.gap import STUDIES
+from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.pages.tables import number_text
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
-# p-values are raw, and corrected for the claims of a study.
+# p-values are raw, and corrected for the claims of a run.
 CLAIM_COLUMNS = (
     "claim", "predicted", "measured", "95 % interval", "p (Holm)", "verdict", "severity",
 )  # fmt: skip
 FAMILY_RULE = (
     "p: the p-value of the hypothesis that the prediction holds; in brackets with Holm's "
     "correction "
-    "over the claims of the study that have one. A claim disagrees if the corrected one is at most "
-    "0.05, so that at most 5 % of studies without an error disagree. Intervals are of each claim "
+    "over the claims of the run that have one. A claim disagrees if the corrected one is at most "
+    "0.05, so that at most 5 % of runs without an error disagree. Intervals are of each claim "
     "by "
     "itself. Without p: enumerated, or not tested. Severity: what else would have agreed."
 )
@@ -25,7 +25,7 @@ VERDICT_WORDS = {
     DISAGREES: "Theory and measurement disagree in at least one claim.",
     OPEN: "Not enough data to say whether theory and measurement agree in every claim.",
 }
-TITLES = {kind: schema.title for kind, schema in STUDIES.items()}
+TITLES = {kind: schema.title for kind, schema in THEOREMS.items()}
 
 
 def claim_cells(claim: dict[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ from grpo_ustat.report.settings import ROLLOUTS_KEY, SIZE_KEY, Axis, setting_lab
 from grpo_ustat.report.verdicts import (
     claims_table,
     in_order,
-    study_figures,
+    theorem_figures,
     theorems_table,
     verdict_sentence,
 )
@@ -113,7 +113,7 @@ def write_report(report: Report) -> None:
     report.notes += run_set_notes(report.run_set)
     if report.theorems:
         report.tables += [theorems_table(in_order(report.runs)), claims_table(report.theorems)]
-        report.study_figures, damaged = study_figures(report.theorems)
+        report.theorem_figures, damaged = theorem_figures(report.theorems)
         report.notes += damaged
         report.answers.append(verdict_sentence(report.theorems))
     if report.studies:

@@ -20,7 +20,7 @@ CONFIG_KEYS = {  # that a configuration of a command has
     "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
               "eval.decoding", "max_steps", "seed"),
     "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
-    "gap": ("study.kind", "bed.name", "seed"),
+    "gap": ("theorem.kind", "problem.name", "seed"),
 }  # fmt: skip
 
 

@@ -49,8 +49,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     # A sentence on each kind of runs.
     answers: list[str] = field(default_factory=list)
-    # Figures that studies of theorems drew themselves.
-    study_figures: list[Figure] = field(default_factory=list)
+    # Figures that runs of theorems drew themselves.
+    theorem_figures: list[Figure] = field(default_factory=list)
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -175,7 +175,7 @@ def page(report: Report) -> Page:
         facts=_facts(runs),
         next_step=report.next_step,
         overview=overview,
-        figures=[*report.study_figures, *table_figures],
+        figures=[*report.theorem_figures, *table_figures],
         tables=list(tables.values()),
         completions=Completions(rows, sentence) if rows else None,
         configurations={run.label: run.config for run in runs},
@@ -200,7 +200,7 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
         return sum(result.get("cost", result).get(key) or 0 for result in results)
 
     of_models = [run for run in runs if run.command != "gap"]
-    of_beds = [run for run in runs if run.command == "gap"]
+    of_problems = [run for run in runs if run.command == "gap"]
     facts: list[tuple[str, Cell]] = [
         ("Runs", counts(run.state.name for run in runs)),
         ("Entries", counts(run.command for run in runs)),
@@ -212,10 +212,10 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
             ("Rollouts of the finished", total(of_models, "rollouts")),
             ("Tokens of the finished", total(of_models, "tokens")),
         ]
-    if of_beds:
+    if of_problems:
         facts += [
-            ("Test problems", counts(run.policy for run in of_beds)),
-            ("Completions drawn from test problems", total(of_beds, "rollouts")),
+            ("Test problems", counts(run.policy for run in of_problems)),
+            ("Completions drawn from test problems", total(of_problems, "rollouts")),
         ]
     versions = [run.result.get("versions", {}) for run in runs if run.result is not None]
     packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]

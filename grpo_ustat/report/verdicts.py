@@ -1,4 +1,4 @@
-"""Studies of theorems together: a verdict on each result, the claims behind it, the figures."""
+"""Theorems together: a verdict on each result, the claims behind it, the figures."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from grpo_ustat.runs.record import (
 
 UNFINISHED = "unfinished"
 RULE = (
-    "A study disagrees if any of its claims does, after Holm's correction over its claims. If none "
-    "disagrees but some claim is not decided, the study is not decided."
+    "A run disagrees if any of its claims does, after Holm's correction over its claims. If none "
+    "disagrees but some claim is not decided, the run is not decided."
 )
 COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the studies of theorems among the runs, in the paper's order."""
+    """Return the runs of theorems among all, in the paper's order."""
     kinds = list(TITLES)
-    studies = [run for run in runs if run.command == "gap"]
-    return sorted(studies, key=lambda run: (*kinds, kind_of(run)).index(kind_of(run)))
+    tested = [run for run in runs if run.command == "gap"]
+    return sorted(tested, key=lambda run: (*kinds, kind_of(run)).index(kind_of(run)))
 
 
 def kind_of(run: RunRecord) -> str:
-    """Return the kind of a study, which names the theorem or lemma."""
-    return run.config["study"]["kind"]
+    """Return the name of the theorem or lemma of a run."""
+    return run.config["theorem"]["kind"]
 
 
-def theorems_table(studies: Sequence[RunRecord]) -> Table:
-    """Make a table with a row per study: counts of its claims by verdict, its verdict and answer.
+def theorems_table(tested: Sequence[RunRecord]) -> Table:
+    """Make a table with a row per run: counts of its claims by verdict, its verdict and answer.
 
     Args:
-        studies: studies of theorems in order, finished or not.
+        tested: runs of theorems in order, finished or not.
     """
     rows, data = [], []
-    for run, identity in zip(studies, _identities(studies), strict=True):
+    for run, identity in zip(tested, _identities(tested), strict=True):
         if run.result is None:
             outcome = dict.fromkeys(COUNT_COLUMNS) | {
                 "verdict": UNFINISHED, "answer": run.unfinished, "statement": None, "rollouts": None
@@ -59,8 +59,8 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
             outcome["rollouts"] = run.result["cost"].get("rollouts")
         cells = ["-" if outcome[name] is None else str(outcome[name]) for name in COUNT_COLUMNS]
         result, _, about = identity["result"].partition(", ")
-        bed = _bed_text(identity, "\n")
-        rows.append([result, about or "-", bed, *cells, outcome["verdict"], outcome["answer"]])
+        problem = _problem_text(identity, "\n")
+        rows.append([result, about or "-", problem, *cells, outcome["verdict"], outcome["answer"]])
         data.append(identity | outcome)
     return Table(
         name="theorems",
@@ -74,42 +74,42 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
     )
 
 
-def claims_table(studies: Sequence[RunRecord]) -> Table:
+def claims_table(tested: Sequence[RunRecord]) -> Table:
     """Make a table with a row per claim: prediction, measurement, interval, verdict.
 
     Args:
-        studies: finished studies of theorems in order.
+        tested: finished runs of theorems in order.
     """
     rows, data = [], []
-    for run, identity in zip(studies, _identities(studies), strict=True):
+    for run, identity in zip(tested, _identities(tested), strict=True):
         for claim in run.final_result["claims"]:
-            rows.append([_study_name(identity), *(cell or "-" for cell in claim_cells(claim))])
+            rows.append([_theorem_name(identity), *(cell or "-" for cell in claim_cells(claim))])
             data.append(identity | {k: x for k, x in claim.items() if k != "alternatives"})
     return Table(
         name="claims",
         title="Every claim, predicted and measured",
-        columns=["study", *CLAIM_COLUMNS],
+        columns=["theorem", *CLAIM_COLUMNS],
         rows=rows,
         notes=["Without an interval: enumerated, or compared as one number. p: raw, in brackets "
-               "with Holm's correction over the study's claims; a claim disagrees where that is at "
+               "with Holm's correction over the run's claims; a claim disagrees where that is at "
                "most 0.05. Severity: what else would have agreed. How each is decided is said in "
-               "claims.csv and on the study's own page."],
+               "claims.csv and on the run's own page."],
         data=data,
         headings=True,
         sentences=("claim", "severity"),
     )  # fmt: skip
 
 
-def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]]:
-    """Return the studies' own figures, and a line for each that cannot be shown.
+def theorem_figures(tested: Sequence[RunRecord]) -> tuple[list[Figure], list[str]]:
+    """Return the runs' own figures, and a line for each that cannot be shown.
 
     Args:
-        studies: finished studies of theorems in order.
+        tested: finished runs of theorems in order.
     """
     figures, lines = [], []
-    for run, identity in zip(studies, _identities(studies), strict=True):
-        bed = _bed_text(identity, ", ")
-        title = identity["result"] if bed == "-" else f"{identity['result']}, on {bed}"
+    for run, identity in zip(tested, _identities(tested), strict=True):
+        problem = _problem_text(identity, ", ")
+        title = identity["result"] if problem == "-" else f"{identity['result']}, on {problem}"
         figure, wrong = read_figure(
             run.folder / "figure.svg", title, f"{PREDICTED_CAPTION}. {run.label}"
         )
@@ -120,23 +120,23 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
     return figures, lines
 
 
-def verdict_sentence(studies: Sequence[RunRecord]) -> str:
-    """State how many studies agree, and which do not.
+def verdict_sentence(tested: Sequence[RunRecord]) -> str:
+    """State how many runs agree, and which do not.
 
     Args:
-        studies: finished studies of theorems in order.
+        tested: finished runs of theorems in order.
     """
-    kinds = [kind_of(run) for run in studies]
-    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}  # of studies, by verdict
-    for run, identity in zip(studies, _identities(studies), strict=True):
-        several = kinds.count(identity["study"]) > 1
-        name = _study_name(identity) if several else identity["result"].partition(", ")[0]
+    kinds = [kind_of(run) for run in tested]
+    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}  # of runs, by verdict
+    for run, identity in zip(tested, _identities(tested), strict=True):
+        several = kinds.count(identity["theorem"]) > 1
+        name = _theorem_name(identity) if several else identity["result"].partition(", ")[0]
         names.setdefault(run.final_result["verdict"], []).append(name)
-    claims = [claim["verdict"] for run in studies for claim in run.final_result["claims"]]
+    claims = [claim["verdict"] for run in tested for claim in run.final_result["claims"]]
     agree = names[AGREES]
-    if len(agree) == len(studies):
+    if len(agree) == len(tested):
         return f"All {len(claims)} claims agree with theory ({enumeration(agree)})."
-    parts = [f"{len(agree)} of {len(studies)} studies agree with theory in every claim"]
+    parts = [f"{len(agree)} of {len(tested)} runs agree with theory in every claim"]
     if names[DISAGREES]:
         parts.append(f"some claims of {enumeration(names[DISAGREES])} disagree")
     if names[OPEN]:
@@ -144,31 +144,31 @@ def verdict_sentence(studies: Sequence[RunRecord]) -> str:
     return f"{', '.join(parts)}; {claims.count(AGREES)} of all {len(claims)} claims agree."
 
 
-def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Identify each study; `differs_in` separates studies of the same result and test problem."""
+def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Identify each run; `differs_in` separates runs of the same theorem and test problem."""
     identities = []
-    for run in studies:
-        alike = [other.keys for other in studies if kind_of(other) == kind_of(run)]
-        keys = distinguishing_keys(alike, ("study.replicates",)) or distinguishing_keys(alike, ())
+    for run in tested:
+        alike = [other.keys for other in tested if kind_of(other) == kind_of(run)]
+        keys = distinguishing_keys(alike, ("theorem.replicates",)) or distinguishing_keys(alike, ())
         kind = kind_of(run)
         identities.append(
             {
                 "result": TITLES.get(kind, kind),
-                "study": kind,
-                "bed": run.policy,
-                "differs_in": key_label(run.keys, [key for key in keys if key != "bed.name"]),
+                "theorem": kind,
+                "problem": run.policy,
+                "differs_in": key_label(run.keys, [key for key in keys if key != "problem.name"]),
                 "run": run.label,
             }
         )
     return identities
 
 
-def _bed_text(identity: dict[str, Any], separator: str) -> str:
-    """Name the test problem and the difference from other studies of its kind; "-" without both."""
-    return separator.join(filter(None, (identity["bed"], identity["differs_in"]))) or "-"
+def _problem_text(identity: dict[str, Any], separator: str) -> str:
+    """Name the test problem and the difference from other runs of its theorem; "-" without both."""
+    return separator.join(filter(None, (identity["problem"], identity["differs_in"]))) or "-"
 
 
-def _study_name(identity: dict[str, Any]) -> str:
-    """Name a study, as in `Theorem 8 (coins)`."""
-    result, bed = identity["result"].partition(", ")[0], _bed_text(identity, ", ")
-    return result if bed == "-" else f"{result} ({bed})"
+def _theorem_name(identity: dict[str, Any]) -> str:
+    """Name a run, as in `Theorem 8 (coins)`."""
+    result, problem = identity["result"].partition(", ")[0], _problem_text(identity, ", ")
+    return result if problem == "-" else f"{result} ({problem})"

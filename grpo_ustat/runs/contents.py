@@ -460,17 +460,17 @@ def _short(value: Any) -> str:
 def command_of(config: dict[str, Any]) -> str:
     """Return the command that a configuration belongs to: `train`, `mse` or `gap`.
 
-    >>> [command_of(x) for x in ({"max_steps": 80}, {"bed": {}, "study": {}}, {"study": {}})]
+    >>> [command_of(x) for x in ({"max_steps": 80}, {"problem": {}}, {"study": {}})]
     ['train', 'gap', 'mse']
     """
-    return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
+    return "train" if "max_steps" in config else "gap" if "problem" in config else "mse"
 
 
 CONFIGURATION: Shape = {
     "model": {"name": str, "model_name_or_path": str}, "dataset": {"name": str},
-    "bed": {"name": str}, "prompt": {"name": str, "shots": NumberOrNull},
+    "problem": {"name": str}, "prompt": {"name": str, "shots": NumberOrNull},
     "baseline": {"name": str}, "objective": {"name": str}, "rollout": {"name": str},
-    "study": {"kind": str, "methods": list[str]},
+    "theorem": {"kind": str}, "study": {"methods": list[str]},
     "seed": Count, "group_size": Size, "max_steps": Count, "group_sizes": list[Size],
     "budget": {"rollouts": Size}, "baselines": list[str], "temperature": float,
     "reward_funcs": list[str], "pool": str | None, "eval": {"decoding": list[str]}, "launch": {},

@@ -255,7 +255,7 @@ class RunRecord:
         For a study of a file of rollouts the model alone: its prompts are in the file.
         """
         if self.command == "gap":
-            return self.config["bed"]["name"]
+            return self.config["problem"]["name"]
         if self._pool_file:
             return self.config["model"]["name"]
         prompt = self.config["prompt"]

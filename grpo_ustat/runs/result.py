@@ -160,12 +160,12 @@ class TheoremCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TheoremResult(RunResult):
-    """The result of a study of a theorem."""
+    """The result of a theorem's test."""
 
-    study: str
+    theorem: str
     statement: str
     # The policy with its exact truth.
-    bed: Mapping[str, float | str]
+    problem: Mapping[str, float | str]
     claims: list[Claim]
     answer: str
     notes: list[str]

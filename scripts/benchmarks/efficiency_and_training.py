@@ -91,7 +91,7 @@ DRAWS = 1000  # pairs of batches behind the relative efficiency of losses that c
 
 
 @dataclass(frozen=True)
-class Bed:
+class Problem:
     """A policy on a data set, and how long it is trained.
 
     Attributes:
@@ -109,12 +109,12 @@ class Bed:
     rates: dict[str, float]
 
 
-BEDS = {
-    "tiny": Bed(
+POLICIES = {
+    "tiny": Problem(
         ["model=tiny", "dataset=plus_digit", "max_completion_length=48"],
         rollouts=128, steps=14, evaluations=16, rates={"sgd": 0.2, "adamw": 3e-4},
     ),
-    "tiny_base": Bed(
+    "tiny_base": Problem(
         ["model=tiny_base", "dataset=arithmetic"],
         rollouts=128, steps=22, evaluations=4, rates={"sgd": 0.4, "adamw": 2e-4},
     ),
@@ -126,12 +126,12 @@ class Cell:
     """One training run.
 
     Attributes:
-        bed, optimizer, loss: which, by name.
+        policy, optimizer, loss: which, by name.
         factor: of `FACTORS`.
         seed: of the run.
     """
 
-    bed: str
+    policy: str
     optimizer: str
     loss: str
     factor: float
@@ -143,31 +143,32 @@ class Cell:
         Args:
             lengths: root of E||ghat||^2 by loss.
         """
-        bed = BEDS[self.bed]
-        rate = self.factor * bed.rates[self.optimizer]
+        policy = POLICIES[self.policy]
+        rate = self.factor * policy.rates[self.optimizer]
         if self.optimizer == "sgd":
             rate *= lengths[REFERENCE] / lengths[self.loss]
         return [
-            *bed.data, *LOSSES[self.loss], f"optimizer={self.optimizer}", f"learning_rate={rate:g}",
-            f"seed={self.seed}", f"budget.rollouts={bed.rollouts}", f"max_steps={bed.steps}",
-            f"eval.num_generations={bed.evaluations}", "rollout_batch_size=1024",
+            *policy.data, *LOSSES[self.loss], f"optimizer={self.optimizer}",
+            f"learning_rate={rate:g}", f"seed={self.seed}", f"budget.rollouts={policy.rollouts}",
+            f"max_steps={policy.steps}", f"eval.num_generations={policy.evaluations}",
+            "rollout_batch_size=1024",
         ]  # fmt: skip
 
 
 def measured_losses(name: str, folder: Path) -> dict[str, dict]:
-    """Efficiency, and the root of E||ghat||^2, of every loss in a bed, from a pool in `folder`."""
-    bed, names = BEDS[name], list(LOSSES)
-    study = compose_config("mse", [*bed.data, "launch.workers=1"])
+    """Efficiency and root of E||ghat||^2 of every loss in a policy, from a pool in `folder`."""
+    policy, names = POLICIES[name], list(LOSSES)
+    study = compose_config("mse", [*policy.data, "launch.workers=1"])
     task = configured_task(study.task_options, study.model, configured_tokenizer(study.model))
     pool, _ = build_pool(study, task.prompts("study"), folder / name)
-    runs = [compose_config("train", [*bed.data, *LOSSES[loss]]) for loss in names]
+    runs = [compose_config("train", [*policy.data, *LOSSES[loss]]) for loss in names]
     losses = [
         replace(run.objective.loss(run.baseline, run.max_completion_length), name=loss)
         for run, loss in zip(runs, names, strict=True)
     ]
     keys = {loss: [run.group_size] for loss, run in zip(losses, runs, strict=True)}
     measured: dict[Loss, list[int]] = {UNBIASED: [UNIT]} | keys
-    errors = loss_errors(pool, measured, bed.rollouts, DRAWS, seed=0)
+    errors = loss_errors(pool, measured, policy.rollouts, DRAWS, seed=0)
     unit = {UNIT: errors[UNBIASED, UNIT].error_D}
     found = {}
     for loss, (size,) in keys.items():
@@ -190,13 +191,15 @@ def train(
     Args:
         cell: which.
         lengths: root of E||ghat||^2 by loss.
-        starts: accuracy before, by bed and seed, where all runs have the same; filled here.
+        starts: accuracy before, by policy and seed, where all runs have the same; filled here.
     """
     start = time.perf_counter()
     config = compose_config("train", cell.overrides(lengths))
     with tempfile.TemporaryDirectory() as folder:  # to which nothing is written
         run = setup.set_up(config, RunFolder(Path(folder), config))
-        before = starts[cell.bed, cell.seed] = starts.get((cell.bed, cell.seed)) or accuracy(run)
+        before = starts[cell.policy, cell.seed] = starts.get((cell.policy, cell.seed)) or accuracy(
+            run
+        )
         progress = trainer.TrainProgress()
         try:
             while progress.step < config.max_steps:
@@ -224,13 +227,15 @@ def run_missing(
     with file.open("a") as out:
         for cell in cells:
             if cell not in done:
-                lengths = {loss: found["length"] for loss, found in efficiencies[cell.bed].items()}
+                lengths = {
+                    loss: found["length"] for loss, found in efficiencies[cell.policy].items()
+                }
                 print(json.dumps(vars(cell) | train(cell, lengths, starts)), file=out, flush=True)
 
 
 def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
     """The runs and the relative efficiencies of a record, see `record`."""
-    runs, efficiencies = [], {bed: {} for bed in BEDS}
+    runs, efficiencies = [], {policy: {} for policy in POLICIES}
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
             cell = Cell(
@@ -242,7 +247,7 @@ def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
                  "learning_rate": float(row["learning_rate"])},
             ))  # fmt: skip
             interval = [float(row[name]) for name in EFFICIENCIES]
-            efficiencies[cell.bed][cell.loss] = {"efficiency": interval[0], "interval": interval}
+            efficiencies[cell.policy][cell.loss] = {"efficiency": interval[0], "interval": interval}
     return runs, efficiencies
 
 
@@ -256,10 +261,10 @@ def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], efficiencies: 
             ["policy", "optimizer", "loss", *EFFICIENCIES, "learning_rate", "rate", "seed", "gain"]
         )
         for cell, row in runs:
-            of_loss = efficiencies[cell.bed][cell.loss]
+            of_loss = efficiencies[cell.policy][cell.loss]
             numbers = [of_loss["efficiency"], *of_loss["interval"][1:], row["learning_rate"]]
             writer.writerow(
-                [cell.bed, cell.optimizer, cell.loss, *(f"{x:.4g}" for x in numbers),
+                [cell.policy, cell.optimizer, cell.loss, *(f"{x:.4g}" for x in numbers),
                  f"{cell.factor:g}", cell.seed, f"{row['after'] - row['before']:.4g}"]
             )  # fmt: skip
 
@@ -277,12 +282,12 @@ class Side:
     """All runs of one policy and one optimizer. Axes: L loss, M factor, S seed.
 
     Attributes:
-        bed, optimizer: names.
+        policy, optimizer: names.
         gain_LMS: accuracy gained.
         efficiency_L: of the losses in the policy at its start.
     """
 
-    bed: str
+    policy: str
     optimizer: str
     gain_LMS: np.ndarray
     efficiency_L: np.ndarray
@@ -314,23 +319,23 @@ def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list
     """The runs by policy and optimizer, of the seeds that have all losses and rates."""
     gains = {cell: row["after"] - row["before"] for cell, row in rows}
     found = []
-    for bed, optimizer in itertools.product(BEDS, ("sgd", "adamw")):
+    for policy, optimizer in itertools.product(POLICIES, ("sgd", "adamw")):
         cells = list(itertools.product(LOSSES, FACTORS))
         seeds = sorted({cell.seed for cell in gains})
         seeds = [
             seed
             for seed in seeds
-            if all(Cell(bed, optimizer, loss, factor, seed) in gains for loss, factor in cells)
+            if all(Cell(policy, optimizer, loss, factor, seed) in gains for loss, factor in cells)
         ]
         if len(seeds) < 3:
             continue
         gain_LMS = np.array([
-            [[gains[Cell(bed, optimizer, loss, factor, seed)] for seed in seeds]
+            [[gains[Cell(policy, optimizer, loss, factor, seed)] for seed in seeds]
              for factor in FACTORS]
             for loss in LOSSES
         ])  # fmt: skip
-        efficiency_L = np.array([efficiencies[bed][loss]["efficiency"] for loss in LOSSES])
-        found.append(Side(bed, optimizer, gain_LMS, efficiency_L))
+        efficiency_L = np.array([efficiencies[policy][loss]["efficiency"] for loss in LOSSES])
+        found.append(Side(policy, optimizer, gain_LMS, efficiency_L))
     return found
 
 
@@ -433,12 +438,12 @@ def report(
     print("|---|---|---|---|---|---|")
     for side in found:
         for row, loss in enumerate(LOSSES):
-            of_loss, gain = efficiencies[side.bed][loss], t_interval(side.gain_LS[row])
+            of_loss, gain = efficiencies[side.policy][loss], t_interval(side.gain_LS[row])
             decided = math.isfinite(of_loss["interval"][2])
             unit = (
                 span(of_loss["interval"], 2) if decided else f"({number(of_loss['efficiency'], 2)})"
             )
-            text = f"| {side.bed}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
+            text = f"| {side.policy}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
             if row:
                 text += f" {span(t_interval(side.difference_LS[row - 1]))} |"
                 text += f" {p_text(p_values.pop(0))}, {p_text(next(holm))} |"
@@ -456,7 +461,7 @@ def report(
         seen = [number(1 - share, 2) if share < 1 else "none" for share in lost]
         low, high = ((side.chosen_LS == end).mean() for end in (0, len(FACTORS) - 1))
         print(
-            f"| {side.bed}, {side.optimizer} | {span(of_side['rank'], 2)} | "
+            f"| {side.policy}, {side.optimizer} | {span(of_side['rank'], 2)} | "
             f"{p_text(of_side['rank_p'])}, {p_text(of_side['rank_holm'])} | "
             f"{span(of_side['slope'])} | {p_text(of_side['slope_holm'])} | "
             f"{', '.join(of_side['pairs'])} | "
@@ -471,9 +476,9 @@ def report(
     rates = {cell: row["learning_rate"] for cell, row in rows}
     for side in found:
         for loss, gain_MS in zip(LOSSES, side.gain_LMS, strict=True):
-            rate = rates[Cell(side.bed, side.optimizer, loss, 1.0, rows[0][0].seed)]
+            rate = rates[Cell(side.policy, side.optimizer, loss, 1.0, rows[0][0].seed)]
             gains = " | ".join(" ".join(map(number, gain_S)) for gain_S in gain_MS)
-            print(f"| {side.bed}, {side.optimizer} | `{loss}` | {rate:.3g} | {gains} |")
+            print(f"| {side.policy}, {side.optimizer} | `{loss}` | {rate:.3g} | {gains} |")
 
 
 def main() -> None:
@@ -485,7 +490,7 @@ def main() -> None:
     parser.add_argument("--only-analysis", type=Path, metavar="FILE", help="that has been made")
     parser.add_argument("--record", type=Path, metavar="FILE.csv", help="is written, a run a line")
     parser.add_argument("--pools", type=Path, help="folder of scored pools; by default a new one")
-    parser.add_argument("--beds", nargs="+", default=list(BEDS), choices=list(BEDS))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     asked = parser.parse_args()
@@ -501,14 +506,14 @@ def main() -> None:
     if not measured.exists():
         with tempfile.TemporaryDirectory() as folder:
             pools = asked.pools or Path(folder)
-            found = {bed: measured_losses(bed, pools) for bed in BEDS}
+            found = {policy: measured_losses(policy, pools) for policy in POLICIES}
         measured.write_text(json.dumps(found, indent=1))
     efficiencies = json.loads(measured.read_text())
     if not asked.only_analysis:
         cells = [
-            Cell(bed, optimizer, loss, factor, seed)
+            Cell(policy, optimizer, loss, factor, seed)
             for seed in asked.seeds
-            for bed in asked.beds
+            for policy in asked.policies
             for optimizer in ("sgd", "adamw")
             for loss in asked.losses
             for factor in FACTORS

@@ -10,7 +10,7 @@ from commands import run
 WAYS = {
     "mse": (("mse", "hydra.run.dir=/proc/x/y"), "/proc/x/y", "hydra.run.dir"),
     "train": (("train", "hydra.run.dir=/proc/x"), "/proc/x", "hydra.run.dir"),
-    "gap": (("gap", "study=lemma6", "hydra.run.dir=/proc/x"), "/proc/x", "hydra.run.dir"),
+    "gap": (("gap", "theorem=lemma6", "hydra.run.dir=/proc/x"), "/proc/x", "hydra.run.dir"),
     "report": (("report", "runs=a", "hydra.run.dir=/proc/x"), "/proc/x", "hydra.run.dir"),
     "a sweep": (("mse", "-m", "seed=0,1", "hydra.sweep.dir=/proc/x"), "/proc/x", "hydra.sweep.dir"),
 }

@@ -130,20 +130,29 @@ MSE = {
     ("study=figure",): "study=figure: it has fields of its own, see --help study",
     ("study=3",): "study=3: it has fields of its own, see --help study",
     ("study=figure4",): "study=figure4: write experiment=figure4",
-    ("study=lemma6",): "study=lemma6 is one of gap's, grpo-ustat gap",
+    ("study=lemma6",): "study=lemma6: write grpo-ustat gap theorem=lemma6",
+    ("theorem=lemma6",): "unknown key theorem: it is one of gap's, grpo-ustat gap",
 }
 GAP = {
-    ("study.replicates=1e3",): (
-        "study.replicates=1000.0: a whole number is needed, such as study.replicates=1000"
+    ("theorem.replicates=1e3",): (
+        "theorem.replicates=1000.0: a whole number is needed, such as theorem.replicates=1000"
     ),
-    ("study.constant_rates=0.5",): (
-        "study.constant_rates=0.5: a list is needed: study.constant_rates=[0.5]"
+    ("theorem.constant_rates=0.5",): (
+        "theorem.constant_rates=0.5: a list is needed: theorem.constant_rates=[0.5]"
     ),
-    (
-        "bed.parameters=true",
-    ): "bed.parameters=true: a whole number is needed, such as bed.parameters=8",
-    ("bed.kind=coin",): (
-        "unknown bed.kind 'coin': did you mean coins? "
+    ("problem.parameters=true",): (
+        "problem.parameters=true: a whole number is needed, such as problem.parameters=8"
+    ),
+    ("study=lemma6",): "study=lemma6: write theorem=lemma6",
+    ("baselines=oracle",): (
+        "unknown key baselines: it is one of mse's, grpo-ustat mse; gap has theorem.baselines"
+    ),
+    ("theorem=lemma6,theorem7",): (
+        "theorem=lemma6,theorem7 names several values: add -m for a run of each, as in "
+        "grpo-ustat gap -m theorem=lemma6,theorem7"
+    ),
+    ("problem.kind=coin",): (
+        "unknown problem.kind 'coin': did you mean coins? "
         "choose from coins, ridge_coins, softmax, sequences"
     ),
 }
@@ -197,10 +206,10 @@ def test_all_bad_points_of_a_sweep_are_named_once():
 
 @pytest.mark.slow(minutes=0.02)
 def test_of_many_bad_points_five_are_named():
-    lines = refusal("gap", "-m", f"study={','.join('tuvwxyz')}").splitlines()
+    lines = refusal("gap", "-m", f"theorem={','.join('tuvwxyz')}").splitlines()
     assert lines[0] == "7 of the sweep's 7 runs cannot start:" and lines[-1] == "  and 2 more"
     assert [line.split(":")[0] for line in lines[1:-1]] == [
-        f"  unknown study '{x}'" for x in "tuvwx"
+        f"  unknown theorem '{x}'" for x in "tuvwx"
     ]
 
 

@@ -13,7 +13,7 @@ from grpo_ustat.config.load import CONF, SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 
 FILES = {  # file: the entries that know all it sets
-    "study/lemma6": {"gap"}, "experiment/figure4": {"mse"},
+    "theorem/lemma6": {"gap"}, "experiment/figure4": {"mse"},
     "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
     "experiment/theorems": {"gap"}, "experiment/smollm2": {"mse"},
     "experiment/table2_math": {"train"}, "logger/wandb": {"mse", "train", "gap"},
@@ -28,7 +28,7 @@ def test_a_file_is_for_the_entries_that_know_all_it_sets(name):
     assert {entry for entry, schema in runs.items() if fits(file, schema)} == FILES[name]
 
 
-@pytest.mark.parametrize("text", ["study: [", "- a\n", "", "hydra:\n", "hydra:\n  sweeper: 3\n"])
+@pytest.mark.parametrize("text", ["report: [", "- a\n", "", "hydra:\n", "hydra:\n  sweeper: 3\n"])
 def test_a_readers_own_file_may_say_anything(text, tmp_path):
     (tmp_path / "own").mkdir()
     file = tmp_path / "own" / "mine.yaml"
@@ -37,11 +37,11 @@ def test_a_readers_own_file_may_say_anything(text, tmp_path):
 
 
 MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
-    "In 'study/lemma6': Could not override 'bed'. No match in the defaults list.": (
-        "mse", "study=lemma6 is one of gap's, grpo-ustat gap"
+    "In 'theorem/lemma6': Could not override 'problem'. No match in the defaults list.": (
+        "mse", "theorem=lemma6 is one of gap's, grpo-ustat gap"
     ),
-    "In 'mine/own': Could not override 'bed'. No match in the defaults list.": (
-        "mse", "In 'mine/own': Could not override 'bed'. No match in the defaults list."
+    "In 'mine/own': Could not override 'problem'. No match in the defaults list.": (
+        "mse", "In 'mine/own': Could not override 'problem'. No match in the defaults list."
     ),
     "Could not override 'model'. No match in the defaults list.": (
         "gap", "unknown key model: it is one of mse's or train's, "
@@ -56,28 +56,28 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not override 'group_sizes'. Key 'group_sizes' is not in": (
         "train", "unknown key group_sizes: did you mean group_size?"
     ),
-    "Could not override 'study.group_size'. Key 'group_size' is not in": (
-        "train", "unknown key study.group_size: it is one of gap's, grpo-ustat gap"
+    "Could not override 'theorem.group_size'. Key 'group_size' is not in": (
+        "train", "unknown key theorem.group_size: it is one of gap's, grpo-ustat gap"
     ),
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"
     ),
-    "Could not find 'bed/x' Available options in 'bed': coins none softmax Config search path": (
-        "gap", "unknown bed 'x': choose from coins, none, softmax"
+    "Could not find 'problem/x' Available options in 'problem': coins none softmax Config s": (
+        "gap", "unknown problem 'x': choose from coins, none, softmax"
     ),
     "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config s": (
         "gap", "unknown experiment 'x': choose from theorems"
     ),
-    "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (
-        "gap", "study=corollary5 is shown by grpo-ustat mse"
+    "Could not find 'theorem/corollary5' Available options in 'theorem': lemma6 Config s": (
+        "gap", "theorem=corollary5 is shown by grpo-ustat mse"
     ),
-    "Could not find 'study/best_group_size' Available options in 'study': lemma6 Config search": (
+    "Could not find 'theorem/best_group_size' Available options in 'theorem': lemma6 Config s": (
         "gap",
-        "study=best_group_size is shown by grpo-ustat report "
+        "theorem=best_group_size is shown by grpo-ustat report "
         "runs=[outputs/best_group_size,outputs/best_group_size_start]",
     ),
-    "Could not find 'study/Theorem2' Available options in 'study': lemma6 Config search path": (
-        "gap", "study=Theorem2 is shown by grpo-ustat mse experiment=monte_carlo_check"
+    "Could not find 'theorem/Theorem2' Available options in 'theorem': lemma6 Config search path": (
+        "gap", "theorem=Theorem2 is shown by grpo-ustat mse experiment=monte_carlo_check"
     ),
 }  # fmt: skip
 

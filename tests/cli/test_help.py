@@ -61,7 +61,7 @@ def test_options_of_baselines_are_those_that_rules_take():
 
 ONLY_TRAINS = {name for name, baseline in BASELINES.items() if baseline.only_trains}
 # Another class each, which `build_config` chooses before any check.
-CHOSEN_AS_A_WHOLE = {"dataset.kind", "bed.kind", "study.kind"}
+CHOSEN_AS_A_WHOLE = {"dataset.kind", "problem.kind", "theorem.kind"}
 GIVEN = {
     "train": ["dataset=plus_one", "prompt=few_shot", "objective=grpo", "group_size=16"],
     "mse": ["dataset=plus_one", "prompt=few_shot"],
@@ -125,7 +125,7 @@ def test_groups_list_what_the_entry_can_take(entry):
 @pytest.mark.parametrize("entry", RUNS)
 def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    given = "bed=softmax" if entry == "gap" else "model=tiny_direct"
+    given = "problem=softmax" if entry == "gap" else "model=tiny_direct"
     show_help(entry, words("all", given))
     text = capsys.readouterr().out
     config = compose(entry, given)
@@ -186,11 +186,11 @@ def test_commands_to_copy_name_what_there_is(entry):
             assert known if name in groups else name in fields
 
 
-def test_help_shows_the_fields_of_the_study_and_the_bed_that_are_chosen(capsys):
-    show_help("gap", words("study=theorem12"))
+def test_help_shows_the_fields_of_the_theorem_and_the_problem_that_are_chosen(capsys):
+    show_help("gap", words("theorem=theorem12"))
     text = capsys.readouterr().out
-    assert "study.learning_rates=" in text and "bed.vocabulary=2" in text
-    assert "study.steps" not in text and "bed.slopes" not in text and "figure4" not in text
+    assert "theorem.learning_rates=" in text and "problem.vocabulary=2" in text
+    assert "theorem.steps" not in text and "problem.slopes" not in text and "figure4" not in text
 
 
 def test_a_choice_is_told_by_the_first_comment_of_its_file():

@@ -19,7 +19,7 @@ from grpo_ustat.config.schema import ConfigError
 WRITE = {  # a line: what to type
     "mse policy=tiny": "model=tiny",
     "train policy=Qwen/Qwen2.5-0.5B": "model=Qwen/Qwen2.5-0.5B",
-    "gap policy=softmax": "bed=softmax",
+    "gap policy=softmax": "problem=softmax",
     "mse polcy=tiny": "model=tiny",
     "train algo=grpo": "objective=grpo",
     "train algo=leave_one_out": "baseline=leave_one_out",
@@ -38,12 +38,12 @@ WRITE = {  # a line: what to type
     "train actor_rollout_ref.rollout.n=8": "group_size=8",
     "train n=1024": "budget.rollouts=1024",
     "mse n=1024": "study.rollouts=1024",
-    "gap n=64": "study.rollouts=64",
+    "gap n=64": "theorem.rollouts=64",
     "train lr=1e-5": "learning_rate=1e-5",
     "train -m lr=1e-4,1e-5": "-m learning_rate=1e-4,1e-5",
     "train actor.optim.lr=1e-6": "learning_rate=1e-6",
     "train steps=10": "max_steps=10",
-    "gap steps=10": "study.steps=10",
+    "gap steps=10": "theorem.steps=10",
     "train kl_coef=0.01": "objective.beta=0.01",
     "train clip_ratio=0.2": "objective.epsilon=0.2",
     "train max_new_tokens=256": "max_completion_length=256",
@@ -52,7 +52,8 @@ WRITE = {  # a line: what to type
     "train use_vllm=true": "rollout=vllm",
     "train scheduler=cosine": "schedule.lr_scheduler_type=cosine",
     "train reward_fn=my.py:score": "'reward_funcs=[my.py:score]'",
-    "gap theorem=7": "study=theorem7",
+    "gap theorem=7": "theorem=theorem7",
+    "gap lemma=6": "theorem=lemma6",
     "report path=outputs": "runs=outputs",
 }
 

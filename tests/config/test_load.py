@@ -32,7 +32,7 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
-BED_OF = {  # studies of beds of other kinds
+THEOREM_OF = {  # on problems of other kinds
     "sequences": "theorem12",
     "graded_sequences": "theorem12",
     "ridge_coins": "theorem8",
@@ -41,8 +41,8 @@ BED_OF = {  # studies of beds of other kinds
 
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
-    if group == "bed" and name in BED_OF:
-        return [f"study={BED_OF[name]}"]
+    if group == "problem" and name in THEOREM_OF:
+        return [f"theorem={THEOREM_OF[name]}"]
     if name == "hub" or "smollm2" in name:
         return ["model.model_name_or_path=org/name"]
     needs = {
@@ -170,29 +170,30 @@ WRONG = {
         "mse", ["experiment=figure5_offline"], "one of train's, grpo-ustat train"
     ),
     "other budget": ("train", ["budget=study"], "budget=study is one of mse's, grpo-ustat"),
-    "study of gap": ("mse", ["study=lemma6"], "study=lemma6 is one of gap's, grpo-ustat"),
+    "theorem of gap": ("mse", ["theorem=lemma6"], "theorem: it is one of gap's, grpo-ustat"),
     "study of mse": (
-        "gap", ["study=figure4"], "study=figure4 is shown by grpo-ustat mse experiment=figure4"
+        "gap", ["theorem=figure4"], "theorem=figure4 is shown by grpo-ustat mse experiment=figure4"
     ),
     "size of train": (
-        "gap", ["group_size=4"], "grpo-ustat train; gap has study.group_size"
+        "gap", ["group_size=4"], "grpo-ustat train; gap has theorem.group_size"
     ),
     "model of two": (
         "gap", ["model=tiny"],
         "it is one of mse's or train's, grpo-ustat mse or grpo-ustat train",
     ),
-    "bed of gap": ("train", ["bed=coins"], "bed: it is one of gap's, grpo-ustat gap"),
+    "problem of gap": ("train", ["problem=coins"], "problem: it is one of gap's, grpo-ustat gap"),
     "field of mse": ("gap", ["study.questions=3"], "study.questions: it is one of mse's"),
-    "field of gap": ("mse", ["study.shift=3"], "study.shift: it is one of gap's"),
-    "field of a study": (
-        "gap", ["study.shift=3"], "it is of study.kind=theorem12, choose such a study by study="
+    "field of gap": ("mse", ["theorem.shift=3"], "theorem.shift: it is one of gap's"),
+    "field of a theorem": (
+        "gap", ["theorem.shift=3"], "it is of theorem.kind=theorem12, choose such a theorem by "
+        "theorem="
     ),
     "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
-    "studies of gap": ("gap", ["study=x"], "choose from corollaries9_10, lemma11"),
-    "misspelt bed": ("gap", ["bed.rech=1"], "unknown key bed.rech: did you mean bed.reach?"),
+    "theorems": ("gap", ["theorem=x"], "choose from corollaries9_10, lemma11"),
+    "misspelt problem": ("gap", ["problem.rech=1"], "problem.rech: did you mean problem.reach?"),
     "another trainer's": ("mse", ["num_generations=4"], "here it is group_sizes"),
-    "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: choose a"),
-    "few replicates": ("gap", ["study.replicates=2"], "study.replicates=2 must be 10 or more"),
+    "wrong problem": ("gap", ["problem=sequences"], "with problem.kind=sequences: choose a"),
+    "few replicates": ("gap", ["theorem.replicates=2"], "theorem.replicates=2 must be 10 or more"),
     "one file": (
         "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
     ),
@@ -470,7 +471,7 @@ def test_a_result_of_another_configuration_is_never_shown(tmp_path):
 @pytest.mark.parametrize("entry, overrides", [
     ("train", ("max_steps=4", "model=tiny_base", "baseline=oracle", "learning_rate=1e-3")),
     ("mse", ("study.questions=5", "group_sizes=[2,4]", "debug=mse")),
-    ("gap", ("study=lemma11", "bed=coins", "seed=3")),
+    ("gap", ("theorem=lemma11", "problem=coins", "seed=3")),
 ])  # fmt: skip
 def test_tests_compose_what_a_command_line_composes(entry, overrides):
     """`commands.compose` composes files once and sets values afterwards."""
@@ -492,7 +493,7 @@ def test_tests_compose_what_a_command_line_composes(entry, overrides):
             "train: tiny_base on arithmetic; algorithm1 with leave_one_out, 80 steps of 16 prompts "
             "x 16 completions, adamw at 0.0001, seed 3",
         ),
-        ("gap", ("study=lemma6",), "gap: lemma6 on coins, 2000 replicates"),
+        ("gap", ("theorem=lemma6",), "gap: lemma6 on coins, 2000 replicates"),
     ],
 )
 def test_a_run_says_in_a_line_what_it_does(entry, overrides, plan):

@@ -39,20 +39,20 @@ def test_the_mean_of_mixed_groups_is_shifted_towards_one_half(chance, size):
 def test_the_gradient_of_mixed_groups_is_longer_exactly_as_they_are_rarer(baseline, factor):
     rng = np.random.default_rng(3)
     rewards = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    bed = TabularPolicy(rng.normal(size=(3, 3, 4)), 1.5 * rng.normal(size=4), rewards)
+    problem = TabularPolicy(rng.normal(size=(3, 3, 4)), 1.5 * rng.normal(size=4), rewards)
     for p in range(3):
         mean, mixed_mean, mixed = np.zeros(4), np.zeros(4), 0.0
         for group in itertools.product(range(3), repeat=3):
             index = list(group)
-            z = bed.rewards_PY[p, index]
-            law = np.prod(bed.probabilities_PY[p, index])
+            z = problem.rewards_PY[p, index]
+            law = np.prod(problem.probabilities_PY[p, index])
             weights = advantages(baseline, z[None], BaselineContext())[0]
-            estimate = weights @ bed.scores_PYD[p, index] / 3
+            estimate = weights @ problem.scores_PYD[p, index] / 3
             mean += law * estimate
             if 0 < z.mean() < 1:
                 mixed += law
                 mixed_mean += law * estimate
-        np.testing.assert_allclose(mean, factor * bed.gradient_PD[p], atol=1e-12)
+        np.testing.assert_allclose(mean, factor * problem.gradient_PD[p], atol=1e-12)
         np.testing.assert_allclose(mixed_mean / mixed, mean / mixed, atol=1e-12)
 
 

@@ -69,19 +69,21 @@ def test_knapsack_takes_the_largest_gains_of_its_value():
 def test_the_error_of_unequal_groups_is_that_of_every_outcome():
     """Groups of 2 and 3 at two prompts of two outcomes each, all 32 of them."""
     rng = np.random.default_rng(0)
-    bed = TabularPolicy(rng.normal(size=(2, 2, 3)), rng.normal(size=3), np.eye(2))
+    problem = TabularPolicy(rng.normal(size=(2, 2, 3)), rng.normal(size=3), np.eye(2))
     sizes, error = (2, 3), 0.0
     groups = [list(itertools.product(range(2), repeat=size)) for size in sizes]
     for outcome in itertools.product(*groups):
         chance = np.prod([
-            bed.probabilities_PY[x, list(group)].prod() for x, group in enumerate(outcome)
+            problem.probabilities_PY[x, list(group)].prod() for x, group in enumerate(outcome)
         ])  # fmt: skip
         estimates = [
-            pairwise(bed.scores_PYD[x, list(group)], bed.rewards_PY[x, list(group)])
+            pairwise(problem.scores_PYD[x, list(group)], problem.rewards_PY[x, list(group)])
             for x, group in enumerate(outcome)
         ]
-        error += chance * np.square((np.sum(estimates, axis=0) - bed.gradient_PD.sum(0)) / 2).sum()
-    moments = bed.moments()
+        error += (
+            chance * np.square((np.sum(estimates, axis=0) - problem.gradient_PD.sum(0)) / 2).sum()
+        )
+    moments = problem.moments()
     first, second = moments.a_v - moments.g_sq, moments.d + moments.g_sq
     assert error == pytest.approx(group_error(first, second, np.array(sizes)).sum() / 4, rel=1e-12)
 
@@ -91,12 +93,12 @@ def test_held_out_errors_are_the_true_ones_of_the_plans():
     error in sample far below it.
     """
     rng = np.random.default_rng(1)
-    bed = prompts(12, rng)
-    moments = bed.moments()
+    problem = prompts(12, rng)
+    moments = problem.moments()
     first, second = moments.a_v - moments.g_sq, moments.d + moments.g_sq
     judged, true, own = [], [], []
     for _ in range(60):
-        halves, _ = halves_of(pool_with_lengths(bed, 12, rng))
+        halves, _ = halves_of(pool_with_lengths(problem, 12, rng))
         half, other = ({name: x[k, 0] for name, x in halves.items()} for k in (0, 1))
         sizes = allocate(plans_of(half, 6, True)[MEASURED_NOISE], 12, 96)
         judged.append(group_error(other["first"], other["second"], sizes).sum())
@@ -113,12 +115,12 @@ def test_known_differences_are_saved():
     With G ~ 6 and 1 the first order falls to (6 + 1)^2 / (2 (36 + 1)) = .66 of it.
     """
     rng = np.random.default_rng(2)
-    bed = prompts(40, rng, beta=(20.0, 20.0), spread=0.0, slope=0.0)
-    features = bed.features_PYD * np.where(np.arange(40) % 2, 6.0, 1.0)[:, None, None]
-    bed = TabularPolicy(features, 0.0 * bed.theta_D, bed.rewards_PY)
+    problem = prompts(40, rng, beta=(20.0, 20.0), spread=0.0, slope=0.0)
+    features = problem.features_PYD * np.where(np.arange(40) % 2, 6.0, 1.0)[:, None, None]
+    problem = TabularPolicy(features, 0.0 * problem.theta_D, problem.rewards_PY)
     rows = {
         (row.plan, row.group_size): row
-        for row in allocation_savings(pool_with_lengths(bed, 64, rng))
+        for row in allocation_savings(pool_with_lengths(problem, 64, rng))
     }
     best = rows["shrunken p(1-p) x score norm", 8].change
     assert -0.36 < best.estimate < -0.25 and best.low < -0.24 and best.high < -0.2

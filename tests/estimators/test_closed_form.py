@@ -332,7 +332,7 @@ def heavy_pool(questions, count, rng, sd=1.0):
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", ["completions", "questions"])
 def test_a_small_pool_of_heavy_tails_is_told_from_a_large_and_from_a_light_one(interval):
-    """12 x 16 heavy: warned; 60 x 32 of the tabular bed and light ones: not (coverage .95)."""
+    """12 x 16 heavy: warned; 60 x 32 of the tabular problem and light ones: not (coverage .95)."""
     rng = np.random.default_rng(4)
     heavy = [
         statistics(heavy_pool(12, 16, rng), ["oracle"], [4], interval).tails.heavy

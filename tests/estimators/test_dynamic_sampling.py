@@ -35,37 +35,37 @@ def policy():
     return TabularPolicy(rng.normal(size=(3, 3, 4)), 0.6 * rng.normal(size=4), rewards)
 
 
-def outcomes(bed):
+def outcomes(problem):
     """Of one group of a random prompt: chance, estimate and whether it is kept."""
     chances, estimates, kept = [], [], []
     for p in range(3):
         for group in itertools.product(range(3), repeat=SIZE):
             index = list(group)
-            z = bed.rewards_PY[p, index][None]
+            z = problem.rewards_PY[p, index][None]
             weights = advantages("leave_one_out", z, BaselineContext())[0]
-            estimates.append(weights @ bed.scores_PYD[p, index] / SIZE)
-            chances.append(np.prod(bed.probabilities_PY[p, index]) / 3)
+            estimates.append(weights @ problem.scores_PYD[p, index] / SIZE)
+            chances.append(np.prod(problem.probabilities_PY[p, index]) / 3)
             kept.append(len(set(z[0])) > 1)
     return np.array(chances), np.array(estimates), np.array(kept)
 
 
 def test_kept_groups_have_the_right_direction_and_one_over_k_times_the_length():
-    bed = policy()
-    chance, estimate, kept = outcomes(bed)
+    problem = policy()
+    chance, estimate, kept = outcomes(problem)
     share = chance[kept].sum()
-    right = (bed.probabilities_PY * bed.rewards_PY).sum(axis=1)
+    right = (problem.probabilities_PY * problem.rewards_PY).sum(axis=1)
     assert share == pytest.approx((1 - right**SIZE - (1 - right) ** SIZE).mean(), rel=1e-12)
     mean = chance[kept] @ estimate[kept] / share
-    np.testing.assert_allclose(mean, bed.gradient_PD.mean(axis=0) / share, rtol=1e-10)
+    np.testing.assert_allclose(mean, problem.gradient_PD.mean(axis=0) / share, rtol=1e-10)
     second = chance @ np.square(estimate).sum(axis=1)
     inside = chance[kept] @ np.square(estimate[kept]).sum(axis=1) / share
     assert inside == pytest.approx(second / share, rel=1e-10)
 
 
 def test_the_error_of_two_kept_groups_is_that_of_every_pair_of_them():
-    bed = policy()
-    chance, estimate, kept = outcomes(bed)
-    share, gradient = chance[kept].sum(), bed.gradient_PD.mean(axis=0)
+    problem = policy()
+    chance, estimate, kept = outcomes(problem)
+    share, gradient = chance[kept].sum(), problem.gradient_PD.mean(axis=0)
     law, inside = chance[kept] / share, share * estimate[kept]
     pairs = (inside[:, None] + inside[None]) / 2 - gradient
     error = np.einsum("i,j,ij->", law, law, np.square(pairs).sum(axis=2))

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from offpolicy_bed import BETA, GROUP, LENGTH, small_setting, token_kl_P
+from offpolicy_problem import BETA, GROUP, LENGTH, small_setting, token_kl_P
 from reference import plain_advantages
 
 from grpo_ustat.config.schema import ConfigError

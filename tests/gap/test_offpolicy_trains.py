@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from offpolicy_bed import BETA, LENGTH, small_setting
+from offpolicy_problem import BETA, LENGTH, small_setting
 from reference import plain_advantages
 
 from grpo_ustat.config.objective import ObjectiveConfig

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from offpolicy_bed import kl_P, token_kl_P
+from offpolicy_problem import kl_P, token_kl_P
 
 from grpo_ustat.gap.sequences import SequencePolicy
 

@@ -226,20 +226,24 @@ def claim(verdict, what="slope of the error", **changes):
     return of | {"verdict": verdict, "how": "95 % over 100 replicates"} | changes
 
 
-def proved(folder, study, *claims, bed="coins", seed=0, done=True, answer="It was found."):
-    """A study of a theorem, see `claim`; unless `done` killed."""
-    begin(folder, configured("gap", {"seed": seed}, f"study={study}", f"bed={bed}"),
+def proved(folder, theorem, *claims, problem="coins", seed=0, done=True, answer="It was found."):
+    """A run of a theorem, see `claim`; unless `done` killed."""
+    begin(folder, configured("gap", {"seed": seed}, f"theorem={theorem}", f"problem={problem}"),
           DONE if done else KILLED)  # fmt: skip
     if not done:
         return folder
     verdicts = [one["verdict"] for one in claims]
     worst = next((v for v in ("disagrees", "not decided") if v in verdicts), "agrees")
-    result = {"study": study, "statement": "The paper says so.", "bed": {"prompts": 4, "mu": 0.5}}
+    result = {
+        "theorem": theorem,
+        "statement": "The paper says so.",
+        "problem": {"prompts": 4, "mu": 0.5},
+    }
     result |= {"claims": list(claims), "answer": answer, "notes": ["a note"], "verdict": worst}
-    result |= {"cost": {"rollouts": 3000, "seconds": 7.5}, "summary": f"{study}: {answer}"}
+    result |= {"cost": {"rollouts": 3000, "seconds": 7.5}, "summary": f"{theorem}: {answer}"}
     result |= {"versions": {"grpo-ustat": "1"}}
     (folder / "result.json").write_text(json.dumps(completed(TheoremResult, result)))
-    (folder / "figure.svg").write_text(SVG.replace("TEXT", f"drawn by {study} on {bed}"))
+    (folder / "figure.svg").write_text(SVG.replace("TEXT", f"drawn by {theorem} on {problem}"))
     return folder
 
 

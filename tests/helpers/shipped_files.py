@@ -14,11 +14,11 @@ from grpo_ustat.estimators.baselines import BASELINES
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
 
 
-MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a bed has none
+MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a problem has none
 LOSSES, TRAINING = ("baseline", "objective"), ("optimizer", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
     **dict.fromkeys((*MODELS, *LOSSES), ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
-    "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
+    "problem": ("gap",), "theorem": ("gap",), "experiment": ("train",),
 }  # fmt: skip
 OTHER_TAKERS = {  # files that are not as others of their group
     ("experiment", "figure4"): ("mse",), ("experiment", "figure4_offline"): ("mse",),

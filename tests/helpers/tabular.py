@@ -1,4 +1,4 @@
-r"""An enumerable policy whose value, gradient and moments are exact: the test bed of the theory.
+r"""An enumerable policy whose value, gradient and moments are exact: the problem of the theory.
 
 `pi_theta(y|x) = softmax_y( phi(x, y)' theta )` over a handful of outcomes, parameters shared by all
 prompts; the score is `phi(x, y) - E phi(x, .)`.

@@ -24,7 +24,7 @@ from importlib import import_module, invalidate_caches
 from pathlib import Path
 
 IMPORTED = (
-    "grpo_ustat.train.trainer", "grpo_ustat.mse.study", "grpo_ustat.gap.study",
+    "grpo_ustat.train.trainer", "grpo_ustat.mse.study", "grpo_ustat.gap.run",
     "grpo_ustat.report.aggregate", "grpo_ustat.cli.app", "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_pdf", "matplotlib.backends.backend_svg", "pyarrow.parquet",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2",

@@ -180,7 +180,7 @@ def test_mse_on_a_disk_that_is_really_full(disk, workers):
 @pytest.mark.slow
 def test_gap_on_a_disk_that_is_really_full(disk):
     subprocess.run(["mount", "-o", "remount,size=32k", disk], check=True)
-    words = ("study=lemma6", "study.replicates=100", "hydra.run.dir=run")
+    words = ("theorem=lemma6", "theorem.replicates=100", "hydra.run.dir=run")
     code, _, told = run_command("gap", *words, cwd=disk)
     assert code != 0 and "Traceback" not in told
     assert "/run could not be written (No space left on device" in told

@@ -1,4 +1,4 @@
-"""The page of a study of a theorem: verdict, statement, bed, claims beside measurements."""
+"""The page of a theorem: verdict, statement, problem, claims beside measurements."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from test_run_page import folder_of
 from grpo_ustat.pages.page import render, visible
 
 CONFIG = {
-    "seed": 2, "study": {"kind": "theorem8", "steps": [10, 100]},
-    "bed": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
+    "seed": 2, "theorem": {"kind": "theorem8", "steps": [10, 100]},
+    "problem": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
 }  # fmt: skip
 CLAIMS = [
     {"what": "T times the gap", "predicted": 0.123456, "measured": 0.12, "low": 0.1, "high": 0.14,
@@ -24,8 +24,8 @@ CLAIMS = [
      "verdict": "disagrees", "how": "enumerated"},
 ]  # fmt: skip
 RESULT = {
-    "study": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
-    "bed": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
+    "theorem": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
+    "problem": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
     "answer": "The limit is there, the bound is not.", "notes": ["3 replicates left the set"],
     "verdict": "disagrees", "cost": {"rollouts": 1234567, "seconds": 12.25},
     "summary": "not shown", "versions": {"grpo-ustat": "0.1"}, "config_hash": "0123456789ab",
@@ -40,7 +40,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_finished_study_says_what_it_found(folder):
+def test_a_finished_run_says_what_it_found(folder):
     page = page_of(folder)
     assert page.title == "Theorem 8, the law of the gap, on valley, seed 2"
     assert page.answer == (
@@ -69,13 +69,13 @@ def test_predictions_stand_beside_measurements(folder):
     ]  # fmt: skip
 
 
-def test_a_study_that_enumerates_says_so(tmp_path):
-    result = RESULT | {"bed": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
+def test_a_run_that_enumerates_says_so(tmp_path):
+    result = RESULT | {"problem": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
     page = page_of(folder_of(tmp_path, CONFIG, result))
     assert dict(page.facts)["Completions drawn"] == "0: enumerated"
 
 
-def test_an_unfinished_study_says_so(tmp_path):
+def test_an_unfinished_run_says_so(tmp_path):
     page = page_of(folder_of(tmp_path, CONFIG))
     assert page.answer == "Unfinished: nothing is measured yet." and page.notes == []
     assert [table.title for table in page.tables] == ["Starts and ends"]
@@ -83,7 +83,7 @@ def test_an_unfinished_study_says_so(tmp_path):
 
 
 def test_a_page_before_its_result_is_that_after_it(tmp_path):
-    """As a study leaves it, the result being written last."""
+    """As a run leaves it, the result being written last."""
     folder = folder_of(tmp_path, CONFIG)
     early = render(page_of(folder, RESULT))
     (folder / "result.json").write_text(json.dumps(RESULT))
@@ -94,8 +94,16 @@ def test_hostile_claims_show_their_texts(tmp_path):
     """Claims, answer, notes, statement and facts of the test problem add no tag to the page."""
     texts = [text.replace("\ud800", "") for text in hostile.TEXTS]
     claims = [CLAIMS[1] | {"what": text, "predicted": text, "how": text} for text in texts]
-    told = {"statement": texts[0], "answer": texts[1], "notes": texts, "bed": {texts[2]: texts[3]}}
-    config = CONFIG | {"bed": {"name": texts[4], "kind": "softmax"}, "study": {"kind": texts[5]}}
+    told = {
+        "statement": texts[0],
+        "answer": texts[1],
+        "notes": texts,
+        "problem": {texts[2]: texts[3]},
+    }
+    config = CONFIG | {
+        "problem": {"name": texts[4], "kind": "softmax"},
+        "theorem": {"kind": texts[5]},
+    }
     found = Skeleton(
         render(page_of(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))
     )

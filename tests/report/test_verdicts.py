@@ -1,4 +1,4 @@
-"""Studies of theorems in a report: a verdict each, every claim, their own figures, one sentence."""
+"""Theorems in a report: a verdict each, every claim, their own figures, one sentence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def theorems(*folders):
 def two(path):
     """Theorem 8 agrees in two claims; Lemma 6 disagrees in one of three."""
     proved(path / "a", "theorem8", AGREES, BOUND, answer="The laws are the same.")
-    proved(path / "b", "lemma6", DISAGREES, AGREES, OPEN, bed="softmax", answer="It is looser.")
+    proved(path / "b", "lemma6", DISAGREES, AGREES, OPEN, problem="softmax", answer="It is looser.")
     return path
 
 
@@ -94,7 +94,7 @@ def test_every_claim_has_prediction_measurement_interval_and_verdict(tmp_path):
     tested = {"p_value": 0.001, "holm_p": 0.003, "alternatives": {"half": 0.2, "twice": 1e-9}}
     tested |= {"severity": "1 of 2 alternatives would also have agreed"}
     proved(tmp_path / "a", "theorem8", AGREES, BOUND)
-    proved(tmp_path / "b", "lemma6", DISAGREES | tested, AGREES, OPEN, bed="softmax")
+    proved(tmp_path / "b", "lemma6", DISAGREES | tested, AGREES, OPEN, problem="softmax")
     sheet = claims_table(theorems(tmp_path))
     assert "alternatives" not in sheet.data[0] and sheet.data[0]["holm_p"] == 0.003
     assert sheet.rows[:2] == [
@@ -116,12 +116,12 @@ SENTENCES = {  # of Lemma 6, Theorem 7, Theorem 8
     ),
     "one of each": (
         (AGREES, DISAGREES, OPEN),
-        "1 of 3 studies agree with theory in every claim, some claims of Theorem 7 disagree, "
+        "1 of 3 runs agree with theory in every claim, some claims of Theorem 7 disagree, "
         "some claims of Theorem 8 are not decided; 1 of all 3 claims agree.",
     ),
     "two disagree": (
         (DISAGREES, AGREES, DISAGREES),
-        "1 of 3 studies agree with theory in every claim, some claims of Lemma 6 and Theorem 8 "
+        "1 of 3 runs agree with theory in every claim, some claims of Lemma 6 and Theorem 8 "
         "disagree; 1 of all 3 claims agree.",
     ),
 }
@@ -134,10 +134,10 @@ def test_the_answer_is_one_sentence_that_names_what_does_not_agree(tmp_path, cla
     assert verdict_sentence(theorems(tmp_path)) == sentence
 
 
-def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_differ_in(tmp_path):
+def test_runs_of_one_theorem_are_told_apart_by_problem_and_by_what_else_they_differ_in(tmp_path):
     proved(tmp_path / "a", "lemma6", AGREES)
-    proved(tmp_path / "b", "lemma6", DISAGREES, bed="softmax")
-    proved(tmp_path / "c", "lemma6", DISAGREES, bed="softmax", seed=1)
+    proved(tmp_path / "b", "lemma6", DISAGREES, problem="softmax")
+    proved(tmp_path / "c", "lemma6", DISAGREES, problem="softmax", seed=1)
     runs = theorems(tmp_path)
     assert [row[2] for row in theorems_table(runs).rows] == [
         "coins\nseed=0", "softmax\nseed=0", "softmax\nseed=1",
@@ -147,17 +147,17 @@ def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_diffe
 
 
 @pytest.mark.slow
-def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
+def test_unfinished_and_damaged_runs_are_named_and_count_nowhere(tmp_path):
     two(tmp_path)
     proved(tmp_path / "c", "theorem7", done=False)
-    torn = proved(tmp_path / "d", "theorem12", AGREES, bed="sequences")
+    torn = proved(tmp_path / "d", "theorem12", AGREES, problem="sequences")
     (torn / "result.json").write_text('{"claims": [')
     old = proved(tmp_path / "e", "lemma11", AGREES) / "result.json"
     old.write_text(old.read_text().replace('"statement"', '"said"'))
-    bare = proved(tmp_path / "f", "proposition13", AGREES, bed="unequal_coins") / "result.json"
+    bare = proved(tmp_path / "f", "proposition13", AGREES, problem="unequal_coins") / "result.json"
     bare.write_text(bare.read_text().replace('"measured"', '"meant"'))
     null = claim("agrees", measured=None)
-    proved(tmp_path / "h", "proposition13", null, bed="unequal_coins", seed=1)
+    proved(tmp_path / "h", "proposition13", null, problem="unequal_coins", seed=1)
     (proved(tmp_path / "g", "theorem8", AGREES, seed=1) / "figure.svg").write_text("<svg>")
     got = found(tmp_path)
     notes = {run.label: run.notes[0] for run in got.runs if run.notes}
@@ -180,7 +180,7 @@ def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     assert "damaged: g: figure.svg is not shown: not an SVG" in page
     drawn = "".join(pictures(page))
     assert drawn.count("drawn by theorem8 on coins") == 1 and "drawn by lemma6" in drawn
-    assert "2 of 3 studies agree with theory in every claim" in page
+    assert "2 of 3 runs agree with theory in every claim" in page
 
 
 def test_nothing_finished_is_nothing_to_show(tmp_path):
@@ -195,7 +195,7 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
     names = {f"{name}.{kind}" for name in ("theorems", "claims", "runs") for kind in ("csv", "tex")}
     assert {file.name for file in home.iterdir()} == names | {"report.html"}
     rows = csv_rows(home / "theorems.csv")
-    assert [(row["study"], row["disagree"], row["verdict"]) for row in rows] == [
+    assert [(row["theorem"], row["disagree"], row["verdict"]) for row in rows] == [
         ("lemma6", "1", "disagrees"), ("theorem8", "0", "agrees"),
     ]  # fmt: skip
     assert [row["verdict"] for row in csv_rows(home / "claims.csv")].count("agrees") == 3
@@ -207,7 +207,7 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
     drawn = pictures((home / "report.html").read_text())
     assert ["on softmax" in drawn[0], "on coins" in drawn[1]] == [True, True]
     order = [
-        "1 of 2 studies agree with theory in every claim, some claims of Lemma 6 disagree; "
+        "1 of 2 runs agree with theory in every claim, some claims of Lemma 6 disagree; "
         "3 of all 5 claims agree.",
         "What is predicted, and whether it is measured", "It is looser.",
         "Lemma 6, the gap under constant and falling learning rates, on softmax",
@@ -224,12 +224,12 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
 def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
     two(tmp_path)
     entries = [
-        Entry(f"study={name}", tmp_path / folder, None, None)
+        Entry(f"theorem={name}", tmp_path / folder, None, None)
         for name, folder in (("theorem8", "a"), ("lemma6", "b"), ("theorem7", "none"))
     ]
     report_sweep(entries, tmp_path / "theorems", None)
     text = (tmp_path / "theorems/report.html").read_text()
-    assert "missing: study=theorem7: not begun" in text and "some claims of Lemma 6" in text
+    assert "missing: theorem=theorem7: not begun" in text and "some claims of Lemma 6" in text
 
 
 @pytest.mark.slow(minutes=0.02)
@@ -260,7 +260,7 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     assert places == sorted(places)
     assert texts[texts.index("Test problems") + 1] == "coins (1); softmax (1)"
     assert texts[texts.index("Policies") + 1] == "tiny_base, bare"
-    (agreement,) = (place for place, text in enumerate(texts) if "1 of 2 studies agree" in text)
+    (agreement,) = (place for place, text in enumerate(texts) if "1 of 2 runs agree" in text)
     assert "held-out accuracy at step 8 is 0.400" in texts[agreement + 1]
 
 
@@ -279,7 +279,7 @@ def test_theorems_training_and_errors_make_one_report(tmp_path):
     assert [text for text in texts if text in pictures][:3] == pictures
 
 
-def test_hostile_texts_of_a_study_are_shown_as_texts(tmp_path, capsys):
+def test_hostile_texts_of_a_run_are_shown_as_texts(tmp_path, capsys):
     """In a claim, its prediction, the answer and the figure; a terminal is not steered either."""
     texts = [text.replace("\ud800", "") for text in hostile.MARKUP + hostile.UNSEEN]
     claims = [claim("agrees", text, predicted=text, how=text) for text in texts]

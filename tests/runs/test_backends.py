@@ -111,18 +111,20 @@ def test_tensorboard_holds_claims_notes_and_verdict_of_a_theorem(tmp_path):
         {"what": "share", "predicted": x, "measured": 0.75, "low": None, "high": None,
          "verdict": "not decided", "how": "exact"} for x in ("<= 1", 0.8)
     ]  # fmt: skip
-    bed, cost = {"mu": 0.5, "order": "1/G"}, {"rollouts": 0, "seconds": 1.5}
+    problem, cost = {"mu": 0.5, "order": "1/G"}, {"rollouts": 0, "seconds": 1.5}
     notes = ["all is enumerated", "but for one"]
-    told = {"study": "lemma11", "answer": "It holds.", "verdict": "not decided", "empty": []}
-    folder.finish(claims=claims, notes=notes, bed=bed, cost=cost, **told)
+    told = {"theorem": "lemma11", "answer": "It holds.", "verdict": "not decided", "empty": []}
+    folder.finish(claims=claims, notes=notes, problem=problem, cost=cost, **told)
     send(folder.path, "tensorboard")
     found = events(tmp_path / "run" / "tracker")
     assert said(found, "result/verdict") == ["not decided"]
-    assert said(found, "result/bed/order") == ["1/G"]
+    assert said(found, "result/problem/order") == ["1/G"]
     assert said(found, "result/notes") == ["all is enumerated\nbut for one"]
     (text,) = said(found, "claims")
     assert '"predicted": "<= 1"' in text and '"measured": 0.75' in text
-    assert found["scalars"]["result/bed/mu"] == [(0, 0.5)] and set(found["images"]) == {"figure"}
+    assert found["scalars"]["result/problem/mu"] == [(0, 0.5)] and set(found["images"]) == {
+        "figure"
+    }
 
 
 def test_tensorboard_holds_each_step_of_a_run_that_goes_on_once(tmp_path):
@@ -246,10 +248,10 @@ def _words(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
-def test_a_study_of_a_theorem_is_tracked(tmp_path, monkeypatch, every_format, logger):
+def test_a_run_of_a_theorem_is_tracked(tmp_path, monkeypatch, every_format, logger):
     """Figure, claims and result, stored when the command ends."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked = ("study=lemma11", f"logger={logger}", "logger.finish_seconds=60")
+    asked = ("theorem=lemma11", f"logger={logger}", "logger.finish_seconds=60")
     code, text = finished("gap", *asked, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
     assert code == 0 and "warning" not in text, text
     if logger == "tensorboard":

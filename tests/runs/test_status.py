@@ -239,7 +239,7 @@ def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypa
 
 
 def of_theorems(place):
-    """A sweep of three studies of theorems, one of them finished."""
+    """A sweep of three theorems, one of them finished."""
     rows = {"lemma6": [START, END], "theorem7": [START], "theorem8": []}
     points = []
     for name, history_of in rows.items():
@@ -247,7 +247,7 @@ def of_theorems(place):
         if history_of:
             folder(path, *history_of, result=OF_THEOREM if name == "lemma6" else None)
         of = SimpleNamespace(path=path, config_hash="abc")
-        points.append(PlannedRun(f"study={name}", SimpleNamespace(), of, place))
+        points.append(PlannedRun(f"theorem={name}", SimpleNamespace(), of, place))
     return note_sweep("gap", points)
 
 
@@ -258,11 +258,11 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
     (header,) = (line.split() for line in out if line.split()[:1] == ["run"])
     assert header == ["run", "state", "starts", "time", "agree", "disagree", "not", "decided"]
     assert any(line.split() == ["wall"] for line in out)
-    rows = [line.split() for line in out if line.startswith(" study=")]
+    rows = [line.split() for line in out if line.startswith(" theorem=")]
     assert rows == [
-        ["study=lemma6", "done", "1", "1:23", "12", "1", "0"],
-        ["study=theorem7", "stopped", "1"],
-        ["study=theorem8", "missing"],
+        ["theorem=lemma6", "done", "1", "1:23", "12", "1", "0"],
+        ["theorem=theorem7", "stopped", "1"],
+        ["theorem=theorem8", "missing"],
     ]
     text = " ".join(" ".join(out).split())
     assert "1 done, 1 stopped, 1 missing of 3 runs; predictions that agree" in text
@@ -271,7 +271,7 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
 def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch):
     """One whose configuration is lost is shown beside those that come first."""
     for name, config, result in (
-        ("gap/x", {"bed": {}, "study": {}}, OF_THEOREM),
+        ("gap/x", {"problem": {}, "theorem": {}}, OF_THEOREM),
         ("mse/x", {"group_sizes": [2], "study": {"rollouts": 64}}, OF_STUDY),
         ("other/x", None, None),
         ("train/x", {"max_steps": 4}, RESULT),

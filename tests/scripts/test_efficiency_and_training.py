@@ -31,7 +31,7 @@ def table_rows():
                 continue
             p_values = "; ".join(benchmark.p_text(tested[key]) for key in ("rank_p", "rank_holm"))
             rows.append(
-                f"| `{side.bed}`, {NAMES[side.optimizer]}, {count} | "
+                f"| `{side.policy}`, {NAMES[side.optimizer]}, {count} | "
                 f"{benchmark.span(tested['rank'], 2)} | {p_values} | "
                 f"{benchmark.span(tested['slope'])} | {benchmark.p_text(tested['slope_holm'])} |"
             )

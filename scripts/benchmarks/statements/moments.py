@@ -353,19 +353,19 @@ class Trained(NamedTuple):
 
 def train(rate: float, number: int, count: int, size: int = 8, batches: int = 32) -> Trained:
     """Train so many runs through a number of windows."""
-    bed, run_R1 = Softmax(0.8), np.arange(count)[:, None]
+    problem, run_R1 = Softmax(0.8), np.arange(count)[:, None]
     rng, theta, drift = np.random.default_rng(7), np.zeros((count, 20)), 0.0
     values, exact, steps = np.empty((count, 4, number)), [], [[] for _ in range(count)]
     for window in range(number):
         terms = []
         for _ in range(batches):
-            p, mean, constants = bed.policy(theta)
+            p, mean, constants = problem.policy(theta)
             exact.append(constants)
             question_R1 = rng.integers(40, size=(count, 1))
             ends = p[run_R1, question_R1].cumsum(axis=2)[..., None, :-1]
             outcome_RG = (rng.random((count, 1, size, 1)) > ends).sum(axis=3)[:, 0]
-            rewards = bed.rewards_PY[question_R1, outcome_RG]
-            scores = bed.phi_PYD[question_R1, outcome_RG] - mean[run_R1, question_R1]
+            rewards = problem.rewards_PY[question_R1, outcome_RG]
+            scores = problem.phi_PYD[question_R1, outcome_RG] - mean[run_R1, question_R1]
             ghat = np.einsum("rg,rgd->rd", pool_gradient_weights(rewards), scores)
             terms.append((rewards, np.square(scores).sum(axis=2), ghat))
             if len(exact) == 1:

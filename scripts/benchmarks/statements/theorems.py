@@ -1,12 +1,12 @@
-"""Verdicts of studies of theorems, shortened: false ones, and those that find a planted error.
+"""Verdicts of theorems, shortened: false ones, and those that find a planted error.
 
-Every study is run at many seeds: as it is, where "disagrees" is wrong, and at a tenth of the seeds
-with an error planted in what it predicts, which "disagrees" finds. Lemma 11 and Theorem 12 predict
-what is enumerated, at no seed but their bed's, and are run once. Each claim that disagreed has a
-row of its own.
+Every theorem is tested at many seeds: as it is, where "disagrees" is wrong, and at a tenth of the
+seeds with an error planted in what it predicts, which "disagrees" finds. Lemma 11 and Theorem 12
+predict what is enumerated, at no seed but their problem's, and are tested once. Each claim that
+disagreed has a row of its own.
 
 Limits are of T: at 400 steps the mean scaled gap of `theorem8` is still 1 to 3 % above its limit,
-so the shortened study has few replicates of many steps.
+so the shortened test has few replicates of many steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.gap.evidence import theorem
 
 SHORT = {
-    "lemma6": ["study=lemma6", "study.replicates=300", "study.steps=60",
-               "study.constant_rates=[0.05,0.2]"],
-    "theorem7": ["study=theorem7", "study.replicates=300", "study.steps=[40,100]",
-                 "study.rollouts=[16]"],
-    "theorem7_total": ["study=theorem7_total", "study.replicates=300", "study.totals=[1600]",
-                       "study.steps=[50,100]"],
-    "theorem8": ["study=theorem8", "study.replicates=100", "study.steps=[400,1600]"],
-    "theorem8_mixture": ["study=theorem8_mixture", "study.replicates=200",
-                         "study.steps=[100,400]"],
-    "corollaries9_10": ["study=corollaries9_10", "study.replicates=600", "study.steps=60"],
-    "proposition13": ["study=proposition13", "study.replicates=200", "study.steps=120"],
+    "lemma6": ["theorem=lemma6", "theorem.replicates=300", "theorem.steps=60",
+               "theorem.constant_rates=[0.05,0.2]"],
+    "theorem7": ["theorem=theorem7", "theorem.replicates=300", "theorem.steps=[40,100]",
+                 "theorem.rollouts=[16]"],
+    "theorem7_total": ["theorem=theorem7_total", "theorem.replicates=300", "theorem.totals=[1600]",
+                       "theorem.steps=[50,100]"],
+    "theorem8": ["theorem=theorem8", "theorem.replicates=100", "theorem.steps=[400,1600]"],
+    "theorem8_mixture": ["theorem=theorem8_mixture", "theorem.replicates=200",
+                         "theorem.steps=[100,400]"],
+    "corollaries9_10": ["theorem=corollaries9_10", "theorem.replicates=600", "theorem.steps=60"],
+    "proposition13": ["theorem=proposition13", "theorem.replicates=200", "theorem.steps=120"],
 }  # fmt: skip
-ONCE = {"lemma11": ["study=lemma11"], "theorem12": ["study=theorem12"]}
+ONCE = {"lemma11": ["theorem=lemma11"], "theorem12": ["theorem=theorem12"]}
 
 
 def times(factor: float) -> Callable[[Callable], Callable]:
@@ -44,7 +44,7 @@ def times(factor: float) -> Callable[[Callable], Callable]:
 
 def largest_size(real: Callable) -> Callable:
     """Every theory predicts the largest group size."""
-    return lambda bed, point, sizes: dict.fromkeys(real(bed, point, sizes), max(sizes))
+    return lambda problem, point, sizes: dict.fromkeys(real(problem, point, sizes), max(sizes))
 
 
 def other_group(real: Callable) -> Callable:
@@ -54,7 +54,7 @@ def other_group(real: Callable) -> Callable:
 
 def one_optimum(real: Callable) -> Callable:
     """Every replicate's limit is the maximiser next to 0."""
-    return lambda bed, estimator, rate, u_KR: real(bed, estimator, rate, 0 * u_KR)
+    return lambda problem, estimator, rate, u_KR: real(problem, estimator, rate, 0 * u_KR)
 
 
 PLANTED: dict[str, dict[str, tuple[str, Callable]]] = {
@@ -89,13 +89,13 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
     """The verdict at each seed, and the claims that disagreed.
 
     Args:
-        words: of the study's configuration.
+        words: of the configuration.
         seeds: of the runs.
         wrong: whether it is wrong to disagree.
     """
     config = compose_config("gap", [*words, "launch.workers=1"])
     for seed in seeds:
-        evidence = theorem(config.study.kind).study(replace(config, seed=seed).experiment)
+        evidence = theorem(config.theorem.kind).run(replace(config, seed=seed).experiment)
         disagree = [claim.what for claim in evidence.claims if claim.verdict == "disagrees"]
         said: dict[str, bool | float] = dict.fromkeys(disagree, wrong)
         if evidence.verdict == "disagrees":
@@ -104,7 +104,7 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
 
 
 def theorems(name: str, asked: Asked) -> Iterator[Cell]:
-    """Verdicts of studies of theorems: false disagreements, and planted errors that are found."""
+    """Verdicts of theorems: false disagreements, and planted errors that are found."""
     if name in ONCE:
         studies = verdicts(ONCE[name], range(1), True)
         yield Cell({"case": "as it is, enumerated"}, studies, statements=("disagrees",))

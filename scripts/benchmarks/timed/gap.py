@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Callable
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.gap.problems import build_problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, run_simulations
-from grpo_ustat.gap.testbeds import build_testbed
 
 PROGRAMS = {
     "coins, vanilla": ("coins", Estimator("none", 16, 1)),
@@ -40,11 +40,11 @@ def programs(asked: argparse.Namespace) -> list[str]:
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
     """Build the test problem; a run is all replicates."""
-    bed, estimator = PROGRAMS[program]
-    testbed = build_testbed(compose_config("gap", [f"bed={bed}"]).bed)
+    name, estimator = PROGRAMS[program]
+    problem = build_problem(compose_config("gap", [f"problem={name}"]).problem)
     simulation = Simulation(estimator, Rate("constant", 0.05), (asked.steps,))
 
     def run() -> None:
-        run_simulations([simulation], testbed, asked.replicates, asked.number, asked.workers)
+        run_simulations([simulation], problem, asked.replicates, asked.number, asked.workers)
 
     return run

@@ -1,6 +1,6 @@
 r"""Policies with enumerated truth: J, its maximum, gradient, curvature and all covariances.
 
-A bed has parameters theta in R^D, of which the policy sees `u = Q theta` in R^K alone (Q has
+A problem has parameters theta in R^D, of which the policy sees `u = Q theta` in R^K alone (Q has
 orthonormal rows), so that its maximisers form a flat set of dimension D - K. Everything is a
 function of u, whatever Q is, and enumerated over the outcomes y of every prompt x, drawn uniformly.
 Replicates R come last in every shape, where arithmetic on them is fastest.
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_ustat.config.beds import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
+from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
 # Least probability of any outcome of a coin within the box.
@@ -26,8 +26,8 @@ GRID_POINTS = 41
 
 
 @dataclass(frozen=True, kw_only=True)
-class Testbed(ABC):
-    """Base of all beds; a kind of bed defines `law` and `curvature_at`."""
+class Problem(ABC):
+    """Base of all problems; a kind of problem defines `law` and `curvature_at`."""
 
     # In the run folder's `result.json`.
     kind: ClassVar[str]
@@ -141,7 +141,7 @@ class Testbed(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoinTestbed(Testbed):
+class CoinProblem(Problem):
     r"""Answers that are coins: right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
     Beside its answer a completion shows a matter of style, heads with `1/2 + n_x' u`, which earns
@@ -177,7 +177,7 @@ class CoinTestbed(Testbed):
         return np.sqrt(2 * self.reach / self.lambda_K)
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities and scores, see `Testbed.law`."""
+        """Return probabilities and scores, see `Problem.law`."""
         bend_R = (self.lambda_K[:, None] * np.square(u_KR)).sum(axis=0) / 2
         right_PR = self.value_P[:, None] + self.slope_PK @ u_KR - bend_R
         heads_PR = 0.5 + self.style_PK @ u_KR
@@ -196,7 +196,7 @@ class CoinTestbed(Testbed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RidgeCoinTestbed(Testbed):
+class RidgeCoinProblem(Problem):
     r"""Coins whose maximisers are a ridge: J curves along v and is flat along w, u = (v, w).
 
     Right with `p_x = v_x + a_x v - lambda(w) v^2 / 2`, `lambda(w) = lambda (1 + rho w)`; heads,
@@ -264,7 +264,7 @@ class RidgeCoinTestbed(Testbed):
         return np.array([np.sqrt(2 * self.reach / self.least_curvature), self.width])
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities and scores, see `Testbed.law`."""
+        """Return probabilities and scores, see `Problem.law`."""
         v_R, w_R = u_KR
         lambda_R = self.curvature * (1 + self.bend * w_R)
         right_PR = self.value_P[:, None] + self.slope_P[:, None] * v_R - lambda_R * v_R**2 / 2
@@ -280,7 +280,7 @@ class RidgeCoinTestbed(Testbed):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """Return the curvature at u, see `Testbed.curvature_at`."""
+        """Return the curvature at u, see `Problem.curvature_at`."""
         across = self.curvature * self.bend * u_K[0]
         return np.array([[self.curvature * (1 + self.bend * u_K[1]), across], [across, 0.0]])
 
@@ -309,7 +309,7 @@ def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxTestbed(Testbed):
+class SoftmaxProblem(Problem):
     r"""A tabular softmax policy, `pi(y|x) ~ exp( phi_y' u + o_xy )`.
 
     The features phi are shared by the prompts, whose offsets o pull them apart: no u suits all, so
@@ -324,7 +324,7 @@ class SoftmaxTestbed(Testbed):
     offset_PY: np.ndarray
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities and scores, see `Testbed.law`."""
+        """Return probabilities and scores, see `Problem.law`."""
         logits_PYR = (self.feature_YK @ u_KR)[None] + self.offset_PY[..., None]
         weights_PYR = np.exp(logits_PYR - logits_PYR.max(axis=1, keepdims=True))
         probability_PYR = weights_PYR / weights_PYR.sum(axis=1, keepdims=True)
@@ -340,57 +340,57 @@ class SoftmaxTestbed(Testbed):
         return -np.einsum("py,pyk,pyl->kl", weight_PY, score, score) / len(self.rewards_PY)
 
 
-def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
-    """Return the bed that a configuration's node describes, whose truth is enumerated."""
+def build_problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
+    """Return the problem that a configuration's node describes, whose truth is enumerated."""
     try:
-        testbed = _testbed(bed)
-        start_gap = float(testbed.gap(testbed.start_K[:, None])[0])
-        least_curvature = testbed.least_curvature
+        problem = _problem(config)
+        start_gap = float(problem.gap(problem.start_K[:, None])[0])
+        least_curvature = problem.least_curvature
     except (ValueError, np.linalg.LinAlgError) as error:
-        raise ConfigError(f"bed={bed.name}: {error}") from error
+        raise ConfigError(f"problem={config.name}: {error}") from error
     if not np.isfinite(start_gap) or least_curvature <= 0:
         raise ConfigError(
-            f"bed={bed.name} has no finite maximum (curvature {least_curvature:.3g} where the "
-            "gradient vanishes): pull its prompts apart less, or change its rewards"
+            f"problem={config.name} has no finite maximum (curvature {least_curvature:.3g} where "
+            "the gradient vanishes): pull its prompts apart less, or change its rewards"
         )
-    if start_gap > bed.reach:
+    if start_gap > problem.reach:
         raise ConfigError(
-            f"bed.start={bed.start} is {start_gap:.4g} below the maximum, bed.reach={bed.reach}: "
-            "start nearer, or raise bed.reach"
+            f"problem.start={config.start} is {start_gap:.4g} below the maximum, "
+            f"problem.reach={config.reach}: start nearer, or raise problem.reach"
         )
-    return testbed
+    return problem
 
 
-def _testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
-    """Return the bed with a configuration's numbers, which may have no maximum."""
+def _problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
+    """Return the problem with a configuration's numbers, which may have no maximum."""
     plane: dict[str, Any] = {
-        "parameters": bed.parameters,
-        "start_K": np.array(bed.start, dtype=float),
-        "reach": bed.reach,
+        "parameters": config.parameters,
+        "start_K": np.array(config.start, dtype=float),
+        "reach": config.reach,
     }
-    if isinstance(bed, SoftmaxConfig):
-        features, rewards = np.array(bed.features), np.array(bed.rewards)
-        offset_PY = -np.array(bed.centres) @ features.T
-        return SoftmaxTestbed(rewards_PY=rewards, feature_YK=features, offset_PY=offset_PY, **plane)
-    coin_rewards_PY = np.tile([1.0, 1.0, 0.0, 0.0], (len(bed.values), 1))
-    if isinstance(bed, CoinsConfig):
-        return CoinTestbed(
+    if isinstance(config, SoftmaxConfig):
+        features, rewards = np.array(config.features), np.array(config.rewards)
+        offset_PY = -np.array(config.centres) @ features.T
+        return SoftmaxProblem(rewards_PY=rewards, feature_YK=features, offset_PY=offset_PY, **plane)
+    coin_rewards_PY = np.tile([1.0, 1.0, 0.0, 0.0], (len(config.values), 1))
+    if isinstance(config, CoinsConfig):
+        return CoinProblem(
             rewards_PY=coin_rewards_PY,
-            value_P=np.array(bed.values),
-            slope_PK=np.array(bed.slopes),
-            style_PK=np.array(bed.styles),
-            lambda_K=np.array(bed.curvature),
+            value_P=np.array(config.values),
+            slope_PK=np.array(config.slopes),
+            style_PK=np.array(config.styles),
+            lambda_K=np.array(config.curvature),
             **plane,
         )
-    return RidgeCoinTestbed(
+    return RidgeCoinProblem(
         rewards_PY=coin_rewards_PY,
-        value_P=np.array(bed.values),
-        slope_P=np.array(bed.slopes),
-        style_P=np.array(bed.styles),
-        along_P=np.array(bed.along),
-        curvature=bed.curvature,
-        bend=bed.bend,
-        spread=bed.spread,
-        width=bed.width,
+        value_P=np.array(config.values),
+        slope_P=np.array(config.slopes),
+        style_P=np.array(config.styles),
+        along_P=np.array(config.along),
+        curvature=config.curvature,
+        bend=config.bend,
+        spread=config.spread,
+        width=config.width,
         **plane,
     )

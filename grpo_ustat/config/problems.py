@@ -1,6 +1,6 @@
-"""Typed schemas of the test problems (`bed=`): small policies on which studies of theorems run.
+"""Typed schemas of the test problems (`problem=`): policies that theorems are tested on.
 
-A test problem's node is typed by its `kind`, see `BEDS`. Values live in `conf/bed/`.
+A test problem's node is typed by its `kind`, see `PROBLEMS`. Values live in `conf/problem/`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ MAX_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
 
 
 @dataclass
-class BedConfig:
+class ProblemConfig:
     """Fields that every kind of test problem has."""
 
     name: str = field("of the test problem, in the run folder's name")
     kind: str = field(
-        "of policy; choose by bed=NAME",
+        "of policy; choose by problem=NAME",
         choices=("coins", "ridge_coins", "softmax", "sequences"),
     )
 
@@ -28,7 +28,7 @@ class BedConfig:
 
 
 @dataclass
-class PlaneConfig(BedConfig):
+class PlaneConfig(ProblemConfig):
     """A policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
@@ -42,11 +42,11 @@ class PlaneConfig(BedConfig):
     def check(self) -> None:
         """Refuse a start that the parameters cannot have."""
         if not self.start:
-            raise ConfigError("bed.start=[] has no coordinate: give one number for each of u")
+            raise ConfigError("problem.start=[] has no coordinate: give one number for each of u")
         if self.parameters < len(self.start):
             raise ConfigError(
-                f"bed.parameters={self.parameters} with {len(self.start)} coordinates in bed.start"
-                f": use bed.parameters={len(self.start)} or more"
+                f"problem.parameters={self.parameters} with {len(self.start)} coordinates in "
+                f"problem.start: use problem.parameters={len(self.start)} or more"
             )
 
 
@@ -60,12 +60,12 @@ class CoinPlaneConfig(PlaneConfig):
         """Refuse probabilities that are not between 0 and 1."""
         super().check()
         if not self.values or not all(0 < value < 1 for value in self.values):
-            raise ConfigError(f"bed.values={self.values} must be between 0 and 1")
+            raise ConfigError(f"problem.values={self.values} must be between 0 and 1")
 
 
 @dataclass
 class CoinsConfig(CoinPlaneConfig):
-    """Answers that are coins, see `gap.testbeds.CoinTestbed`."""
+    """Answers that are coins, see `gap.problems.CoinProblem`."""
 
     slopes: list[Any] = field("of that probability in u, for each prompt; their mean is 0")
     styles: list[Any] = field("slopes of what earns nothing, the score's noise, likewise")
@@ -79,14 +79,14 @@ class CoinsConfig(CoinPlaneConfig):
             setattr(self, name, _floats(name, getattr(self, name), shape))
         if len(self.curvature) != len(self.start) or min(self.curvature) <= 0:
             raise ConfigError(
-                f"bed.curvature={self.curvature}: give a number above 0 for each of the "
-                f"{len(self.start)} coordinates of bed.start"
+                f"problem.curvature={self.curvature}: give a number above 0 for each of the "
+                f"{len(self.start)} coordinates of problem.start"
             )
 
 
 @dataclass
 class RidgeCoinsConfig(CoinPlaneConfig):
-    """Coins whose maximisers are a ridge, see `gap.testbeds.RidgeCoinTestbed`; u = (v, w)."""
+    """Coins whose maximisers are a ridge, see `gap.problems.RidgeCoinProblem`; u = (v, w)."""
 
     slopes: list[float] = field("of that probability in v, for each prompt; their mean is 0")
     styles: list[float] = field("slopes in v of what earns nothing, the score's noise, at w = 0")
@@ -100,22 +100,23 @@ class RidgeCoinsConfig(CoinPlaneConfig):
         """Refuse numbers of wrong shapes, and a start outside the ridge."""
         super().check()
         if len(self.start) != 2:
-            raise ConfigError(f"bed.start={self.start}: give v and w, two numbers")
+            raise ConfigError(f"problem.start={self.start}: give v and w, two numbers")
         for name in ("slopes", "styles", "along"):
             if len(getattr(self, name)) != len(self.values):
                 raise ConfigError(
-                    f"bed.{name} has {len(getattr(self, name))} numbers, bed.values has "
+                    f"problem.{name} has {len(getattr(self, name))} numbers, problem.values has "
                     f"{len(self.values)}: give one for each prompt"
                 )
         if abs(self.start[1]) > self.width:
             raise ConfigError(
-                f"bed.start={self.start} has a w larger than bed.width={self.width}: start within"
+                f"problem.start={self.start} has a w larger than problem.width={self.width}: "
+                "start within"
             )
 
 
 @dataclass
 class SoftmaxConfig(PlaneConfig):
-    """A tabular softmax policy, see `gap.testbeds.SoftmaxTestbed`."""
+    """A tabular softmax policy, see `gap.problems.SoftmaxProblem`."""
 
     features: list[Any] = field("of each outcome, as many as u has coordinates")
     centres: list[Any] = field("u at which a prompt's outcomes have equal probability")
@@ -131,7 +132,7 @@ class SoftmaxConfig(PlaneConfig):
 
 
 @dataclass
-class SequencesConfig(BedConfig):
+class SequencesConfig(ProblemConfig):
     """A policy that writes token by token, see `gap.sequences`."""
 
     prompts: int = field("that share the parameters", "prompts", positive=True)
@@ -149,18 +150,18 @@ class SequencesConfig(BedConfig):
         """Refuse sizes that are too small or too large to enumerate."""
         if self.vocabulary < 2 or self.vocabulary**self.length > MAX_COMPLETIONS:
             raise ConfigError(
-                f"bed.vocabulary={self.vocabulary} bed.length={self.length}: use 2 tokens or more, "
-                f"and at most {MAX_COMPLETIONS} completions in all"
+                f"problem.vocabulary={self.vocabulary} problem.length={self.length}: use 2 tokens "
+                f"or more, and at most {MAX_COMPLETIONS} completions in all"
             )
         if not 2 <= self.reward_levels <= self.vocabulary**self.length:
             raise ConfigError(
-                f"bed.reward_levels={self.reward_levels}: use 2 to as many as there are "
+                f"problem.reward_levels={self.reward_levels}: use 2 to as many as there are "
                 f"completions, {self.vocabulary**self.length}"
             )
         if len(self.difficulties) != self.prompts or min(self.difficulties) <= 0:
             raise ConfigError(
-                f"bed.difficulties={self.difficulties} with bed.prompts={self.prompts}: give a "
-                "number above 0 for each prompt"
+                f"problem.difficulties={self.difficulties} with problem.prompts={self.prompts}: "
+                "give a number above 0 for each prompt"
             )
 
 
@@ -169,16 +170,16 @@ def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[flo
     try:
         floats = [[float(number) for number in row] for row in rows]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"bed.{name}={rows}: use rows of numbers, [[..],[..]]") from error
+        raise ConfigError(f"problem.{name}={rows}: use rows of numbers, [[..],[..]]") from error
     if len(floats) != shape[0] or not floats or any(len(row) != shape[1] for row in floats):
         raise ConfigError(
-            f"bed.{name} has {len(floats)} rows of {sorted({len(row) for row in floats})} numbers: "
-            f"use {shape[0]} of {shape[1]}"
+            f"problem.{name} has {len(floats)} rows of {sorted({len(row) for row in floats})} "
+            f"numbers: use {shape[0]} of {shape[1]}"
         )
     return floats
 
 
-BEDS = {
+PROBLEMS = {
     "coins": CoinsConfig,
     "ridge_coins": RidgeCoinsConfig,
     "softmax": SoftmaxConfig,

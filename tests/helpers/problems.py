@@ -1,17 +1,17 @@
-"""Small beds for tests."""
+"""Small problems for tests."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.gap.testbeds import CoinTestbed, RidgeCoinTestbed, SoftmaxTestbed
+from grpo_ustat.gap.problems import CoinProblem, RidgeCoinProblem, SoftmaxProblem
 
 SLOPES = np.array([[0.25, 0.125], [-0.25, 0.125], [0.125, -0.25], [-0.125, 0.0]])
 STYLES = np.array([[0.63, 0.09], [-0.63, 0.09], [0.63, -0.09], [-0.63, -0.09]])
 
 
-def coins(prompts: int = 4, **changes) -> CoinTestbed:
-    """As conf/bed/coins.yaml, unless changed."""
+def coins(prompts: int = 4, **changes) -> CoinProblem:
+    """As conf/problem/coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (prompts, 1)),
         parameters=8,
@@ -22,10 +22,10 @@ def coins(prompts: int = 4, **changes) -> CoinTestbed:
         style_PK=STYLES,
         lambda_K=np.array([1.0, 0.6]),
     )
-    return CoinTestbed(**given | changes)
+    return CoinProblem(**given | changes)
 
 
-def unequal(**changes) -> CoinTestbed:
+def unequal(**changes) -> CoinProblem:
     """Two prompts of which one is easier, one coordinate, no style."""
     given = dict(
         prompts=2, parameters=4, start_K=np.array([0.1]),
@@ -35,8 +35,8 @@ def unequal(**changes) -> CoinTestbed:
     return coins(**given | changes)
 
 
-def ridge(**changes) -> RidgeCoinTestbed:
-    """As conf/bed/ridge_coins.yaml, unless changed."""
+def ridge(**changes) -> RidgeCoinProblem:
+    """As conf/problem/ridge_coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (4, 1)),
         parameters=8,
@@ -48,11 +48,11 @@ def ridge(**changes) -> RidgeCoinTestbed:
         along_P=np.array([0.6, -0.6, -0.6, 0.6]),
         curvature=1.0, bend=0.8, spread=1.8, width=0.5,
     )  # fmt: skip
-    return RidgeCoinTestbed(**given | changes)
+    return RidgeCoinProblem(**given | changes)
 
 
-def softmax(**changes) -> SoftmaxTestbed:
-    """As conf/bed/softmax.yaml, unless changed."""
+def softmax(**changes) -> SoftmaxProblem:
+    """As conf/problem/softmax.yaml, unless changed."""
     features = np.array([[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0], [0.0, -2.0], [0.0, 0.0]])
     centres = np.array([[0.4, 0.0], [-0.4, 0.0], [0.0, 0.3], [0.0, -0.3]])
     given = dict(
@@ -63,4 +63,4 @@ def softmax(**changes) -> SoftmaxTestbed:
         feature_YK=features,
         offset_PY=-centres @ features.T,
     )
-    return SoftmaxTestbed(**given | changes)
+    return SoftmaxProblem(**given | changes)

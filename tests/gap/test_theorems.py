@@ -1,4 +1,4 @@
-"""Studies of theorems on small beds: right theory agrees, wrong theory is found out."""
+"""Theorems on small problems: right theory agrees, wrong theory is found out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from beds import coins, ridge, softmax
+from problems import coins, ridge, softmax
 from scipy import stats
 
 from grpo_ustat.config.gap import (
@@ -21,9 +21,9 @@ from grpo_ustat.gap import lemma6 as lemma
 from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
+from grpo_ustat.gap.problems import CoinProblem
 from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
 from grpo_ustat.gap.simulated import run_and_judge
-from grpo_ustat.gap.testbeds import CoinTestbed
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 CONSTANT, FALLING = Rate("constant", 0.2), Rate("decaying", 2.5, 20)
@@ -34,24 +34,24 @@ def verdicts(evidence, word=""):
     return [claim.verdict for claim in evidence.claims if word in claim.what]
 
 
-def unsaved_study(module, bed, design, seed=0, plan=None):
-    return run_and_judge(plan or module.plan, module.judge, bed, design, seed, 1)
+def unsaved_run(module, problem, design, seed=0, plan=None):
+    return run_and_judge(plan or module.plan, module.judge, problem, design, seed, 1)
 
 
 # Lemma 6
 
 
-def small_lemma6(bed, steps=60, **rates):
+def small_lemma6(problem, steps=60, **rates):
     """GRPO of four groups of four."""
     rates = {"constant_rates": [0.2], "decaying_rate": 2.5, "offset": 20} | rates
     design = Lemma6Config(
         kind="lemma6", baselines=["leave_one_out"], rollouts=16, group_size=4,
         steps=steps, replicates=400, **rates,
     )  # fmt: skip
-    return unsaved_study(lemma, bed, design)
+    return unsaved_run(lemma, problem, design)
 
 
-def test_lemma6_agrees_on_both_beds():
+def test_lemma6_agrees_on_both_problems():
     on_coins = small_lemma6(coins())
     assert set(verdicts(on_coins)) == {AGREES} and len(on_coins.claims) == 5
     slow = small_lemma6(softmax(), constant_rates=[0.5], decaying_rate=8.0, offset=40)
@@ -94,7 +94,7 @@ def small_theorem7(group_sizes, steps, replicates, rollouts=(16,), totals=(), se
         constant_rates=[0.2], decaying_rate=2.5, offset=20, steps=steps, replicates=replicates,
     )  # fmt: skip
     constant = [one for one in seven.plan(design) if one.rate == CONSTANT]
-    return unsaved_study(seven, coins(), design, seed, lambda _: constant)
+    return unsaved_run(seven, coins(), design, seed, lambda _: constant)
 
 
 @pytest.mark.slow
@@ -163,14 +163,14 @@ def test_the_best_are_those_not_significantly_above_any_other(rng):
 # Theorem 8 and its corollaries
 
 
-def small_theorem8(bed, one, steps, replicates, offset=20):
+def small_theorem8(problem, one, steps, replicates, offset=20):
     """Of one estimator alone."""
     design = Theorem8Config(
         kind="theorem8", rollouts=one.rollouts, group_sizes=[one.group_size],
         decaying_rate=2.5, offset=offset, steps=steps, replicates=replicates,
     )  # fmt: skip
     alone = [each for each in eight.plan(design) if each.estimator == one]
-    return unsaved_study(eight, bed, design, plan=lambda _: alone)
+    return unsaved_run(eight, problem, design, plan=lambda _: alone)
 
 
 def small_mixture():
@@ -218,14 +218,16 @@ def test_limit_weights_at_of_a_ridge_are_those_worked_by_hand():
     answers, n^2 (1 + kappa w)^2 / (4 h (1 - h)) from style with h = 1/2 + m w; the weight is
     c^2 Sigma lambda / (2 (2 c lambda - 1)).
     """
-    bed, c, w = ridge(), 2.5, 0.3
-    heads = 0.5 + bed.along_P * w
-    style = np.square(bed.style_P * (1 + bed.spread * w)) / (4 * heads * (1 - heads))
-    sigma = (np.square(bed.slope_P) + style).mean()  # B = G = 1: E[s^2 (z - V)^2], grad J = 0
-    curvature = bed.curvature * (1 + bed.bend * w)
+    problem, c, w = ridge(), 2.5, 0.3
+    heads = 0.5 + problem.along_P * w
+    style = np.square(problem.style_P * (1 + problem.spread * w)) / (4 * heads * (1 - heads))
+    sigma = (np.square(problem.slope_P) + style).mean()  # B = G = 1: E[s^2 (z - V)^2], grad J = 0
+    curvature = problem.curvature * (1 + problem.bend * w)
     expected = c**2 * sigma * curvature / (2 * (2 * c * curvature - 1))
     u_KR = np.array([[0.1, -0.05], [w, w]])
-    found = eight.limit_weights_at(bed, Estimator("oracle", 1, 1), Rate("decaying", c, 10), u_KR)
+    found = eight.limit_weights_at(
+        problem, Estimator("oracle", 1, 1), Rate("decaying", c, 10), u_KR
+    )
     np.testing.assert_allclose(found, [[expected, expected]], rtol=1e-12)
 
 
@@ -256,11 +258,13 @@ def test_the_law_of_a_mean_is_exact_for_one_weight_and_close_for_two(rng):
 
 def test_weights_sum_to_the_weighted_noise():
     """What theorem 7 weighs directions by is what theorem 8 adds up."""
-    bed, c = softmax(), 4.0
-    sigma = noise(bed, bed.best_K, GRPO)
-    total = np.trace(limit_weighting(bed.curvature_KK, c) @ sigma)
-    assert eight.limit_weights(bed.curvature_KK, sigma, c).sum() == pytest.approx(total, rel=1e-12)
-    law = scaling_at(bed, bed.best_K, limit_weighting(bed.curvature_KK, c))
+    problem, c = softmax(), 4.0
+    sigma = noise(problem, problem.best_K, GRPO)
+    total = np.trace(limit_weighting(problem.curvature_KK, c) @ sigma)
+    assert eight.limit_weights(problem.curvature_KK, sigma, c).sum() == pytest.approx(
+        total, rel=1e-12
+    )
+    law = scaling_at(problem, problem.best_K, limit_weighting(problem.curvature_KK, c))
     assert law.mse(4, 4) == pytest.approx(total, rel=1e-12)
 
 
@@ -270,16 +274,16 @@ def test_corollaries_agree_where_assumption_2_holds():
         kind="corollaries9_10", rollouts=8, group_sizes=[2, 4],
         decaying_rate=2.5, offset=20, steps=100, replicates=600,
     )  # fmt: skip
-    evidence = unsaved_study(both, coins(), design)
+    evidence = unsaved_run(both, coins(), design)
     assert set(verdicts(evidence)) <= {AGREES, OPEN}
     exact = [c for c in evidence.claims if c.low is None]
     assert len(exact) == 7 and {c.verdict for c in exact} == {AGREES}
 
 
 def test_corollary_10_is_not_asked_where_assumption_2_fails():
-    bed = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
-    assert assumption2(coins(), np.zeros(2)) < 1e-15 < assumption2(bed, np.zeros(2))
-    claims = both.baseline_claims(bed, 2.5)
+    problem = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
+    assert assumption2(coins(), np.zeros(2)) < 1e-15 < assumption2(problem, np.zeros(2))
+    claims = both.baseline_claims(problem, 2.5)
     assert {claim.verdict for claim in claims} == {OPEN}
     assert claims[4].measured < -1e-6  # b* really has smaller noise than V in some direction
 
@@ -290,46 +294,46 @@ def test_assumption_2_is_given_each_prompt():
     """
     same = {"prompts": 2, "slope_PK": np.array([[0.3, 0.0], [-0.3, 0.0]])}
     same |= {"style_PK": np.zeros((2, 2)), "lambda_K": np.array([1.0, 1.0]), "reach": 0.02}
-    bed = coins(value_P=np.array([0.4, 0.6]), **same)
-    probability, score = (x[..., 0] for x in bed.law(bed.best_K[:, None]))
-    centred = bed.rewards_PY - both.value_at(bed)[:, None]
+    problem = coins(value_P=np.array([0.4, 0.6]), **same)
+    probability, score = (x[..., 0] for x in problem.law(problem.best_K[:, None]))
+    centred = problem.rewards_PY - both.value_at(problem)[:, None]
     third = np.einsum("py,py,pyk,pyl->pkl", probability, centred, score, score)
-    assert np.abs(third.sum(axis=0)).max() < 1e-15 < 1e-3 < assumption2(bed, bed.best_K)
-    weight = limit_weighting(bed.curvature_KK, 2.5)
+    assert np.abs(third.sum(axis=0)).max() < 1e-15 < 1e-3 < assumption2(problem, problem.best_K)
+    weight = limit_weighting(problem.curvature_KK, 2.5)
     fisher = np.einsum("py,pyk,pyl->pkl", probability, score, score)
     shift_P = np.einsum("kl,pkl->p", weight, third) / np.einsum("kl,pkl->p", weight, fisher)
-    assert both.shifted_sum(bed, 2.5, shift_P) < 0.95 * both.shifted_sum(bed, 2.5, 0.0)
-    common, own, least = both.baseline_claims(bed, 2.5)[:3]
+    assert both.shifted_sum(problem, 2.5, shift_P) < 0.95 * both.shifted_sum(problem, 2.5, 0.0)
+    common, own, least = both.baseline_claims(problem, 2.5)[:3]
     assert common.measured == pytest.approx(0.0, abs=1e-9)  # one shift for all is not enough
     assert own.measured == pytest.approx(np.abs(shift_P).max(), abs=1e-5)
     assert {common.verdict, own.verdict, least.verdict} == {OPEN} and least.measured < -1e-3
 
 
 def test_the_covariance_of_a_baseline_is_that_of_its_rule():
-    bed = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
-    moments = both.second_moments(bed)
+    problem = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
+    moments = both.second_moments(problem)
     for baseline in ("none", "optimal", "oracle"):
-        expected = noise(bed, bed.best_K, Estimator(baseline, 1, 1))
-        found = both.covariance(moments, both.value_at(bed, baseline))
+        expected = noise(problem, problem.best_K, Estimator(baseline, 1, 1))
+        found = both.covariance(moments, both.value_at(problem, baseline))
         np.testing.assert_allclose(found, expected, atol=1e-15)
 
 
 def test_a_shifted_baseline_has_the_noise_of_a_constant():
     """V = 1/2 everywhere, so V + 0.1 is the constant 0.6, by hand: E[s s' (z - 0.6)^2] - g g'."""
-    bed = coins()
-    law = bed.law(np.zeros((2, 1)))
+    problem = coins()
+    law = problem.law(np.zeros((2, 1)))
     probability, score = law[0][..., 0], law[1][..., 0]
-    squared = np.square(bed.rewards_PY - 0.6)
+    squared = np.square(problem.rewards_PY - 0.6)
     second = np.einsum("py,pyk,pyl->kl", probability * squared, score, score) / 4
-    expected = np.trace(limit_weighting(bed.curvature_KK, 2.5) @ second)
-    assert both.shifted_sum(bed, 2.5, 0.1) == pytest.approx(expected, rel=1e-12)
+    expected = np.trace(limit_weighting(problem.curvature_KK, 2.5) @ second)
+    assert both.shifted_sum(problem, 2.5, 0.1) == pytest.approx(expected, rel=1e-12)
 
 
-# Beds and intervals
+# Problems and intervals
 
 
-def test_a_study_says_what_it_stands_on():
+def test_a_run_says_what_it_stands_on():
     paths, drawn = run_simulations([], coins(), 10, 0, 1)
     assert (paths, drawn) == ([], 0)
-    fields = {f.name for f in dataclasses.fields(CoinTestbed)}
+    fields = {f.name for f in dataclasses.fields(CoinProblem)}
     assert {"value_P", "slope_PK", "style_PK", "lambda_K"} <= fields

@@ -1,4 +1,4 @@
-"""One run of `gap`: the study that a configuration names, its folder, table and costs."""
+"""One run of `gap`: the theorem that a configuration names, its folder, table and costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEVERITY_COLUMNS = 120
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
-    """Run the study, or show the one that the folder already holds.
+    """Test the theorem, or show the result that the folder already holds.
 
     Returns:
         Number of its predictions that do not agree with the measurement.
@@ -39,9 +39,9 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
     if result is None:
-        theorem(config.study.kind).check(config.experiment)
+        theorem(config.theorem.kind).check(config.experiment)
         with folder.lock():  # which another process may have finished just now
-            result = main_only(folder.result) or run_study(config, folder)
+            result = main_only(folder.result) or run_theorem(config, folder)
     else:
         text = f"{folder.path} is complete; on_existing=overwrite runs it again."
         console.print(text, soft_wrap=True)
@@ -57,16 +57,16 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     return float(sum(claim["verdict"] != AGREES for claim in result["claims"]))
 
 
-def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
-    """Run the study and write its folder: curves.csv, figure, report.html and result.json.
+def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
+    """Test the theorem and write its folder: curves.csv, figure, report.html and result.json.
 
     Returns:
         The content of result.json.
     """
     main_only(folder.open)
-    start, record = time.perf_counter(), theorem(config.study.kind)
+    start, record = time.perf_counter(), theorem(config.theorem.kind)
     try:
-        evidence = record.study(config.experiment)
+        evidence = record.run(config.experiment)
     except Stopped:
         if is_main():
             leave_page(folder, VIEW)
@@ -75,9 +75,9 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     counts = verdict_counts([claim.verdict for claim in evidence.claims])
     words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     result = TheoremResult(
-        study=config.study.kind,
+        theorem=config.theorem.kind,
         statement=record.statement,
-        bed=evidence.bed,
+        problem=evidence.problem,
         claims=list(evidence.claims),
         answer=evidence.answer,
         notes=list(evidence.notes),
@@ -104,7 +104,7 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
 
     Severities are shown if there is room for sentences, at 120 columns and more.
     """
-    table = Table(title=TITLES[result["study"]], caption=result["statement"])
+    table = Table(title=TITLES[result["theorem"]], caption=result["statement"])
     rows = [claim_cells(claim) for claim in result["claims"]]
     columns = {name: [row[i] for row in rows] for i, name in enumerate(CLAIM_COLUMNS)}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
@@ -121,17 +121,19 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
 def show_plan(runs: Sequence[PlannedRun]) -> None:
     """Print a line for each run, and their total."""
     table = Table(box=SIMPLE, pad_edge=False)
-    for name in ("study", "bed", "replicates", "steps", "completions", "time"):
-        side = "left" if name in ("study", "bed") else "right"
+    for name in ("theorem", "problem", "replicates", "steps", "completions", "time"):
+        side = "left" if name in ("theorem", "problem") else "right"
         table.add_column(name, justify=side, no_wrap=name in ("completions", "time"))
     times = []
     for planned in runs:
         config = planned.config
-        completions = theorem(config.study.kind).completions(config.experiment)
+        completions = theorem(config.theorem.kind).completions(config.experiment)
         times.append(earlier_seconds(planned, completions))
-        sizes = [_size_text(getattr(config.study, name, None)) for name in ("replicates", "steps")]
+        sizes = [
+            _size_text(getattr(config.theorem, name, None)) for name in ("replicates", "steps")
+        ]
         millions = f"{completions / 1e6:,.1f} M" if completions else "-"
-        cells = [config.study.kind, config.bed.name, *sizes, millions, time_text(times[-1])]
+        cells = [config.theorem.kind, config.problem.name, *sizes, millions, time_text(times[-1])]
         table.add_row(*cells)
     known = [seconds for seconds in times if seconds is not None]
     if len(runs) > 1:
@@ -143,27 +145,27 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     notes = []
     if known:
         notes.append(
-            "Time, about: at the rate of the newest finished study of this kind, bed and "
+            "Time, about: at the rate of the newest finished run of this theorem, problem and "
             "launch.workers here."
         )
     if len(known) < len(times):
         notes.append(
-            "Time unknown: no study of this kind, bed and launch.workers has finished here; "
+            "Time unknown: no run of this theorem, problem and launch.workers has finished here; "
             "the first that does says it."
         )
     console.print(*notes, "Folders hold less than 10 MB each.")
 
 
 def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
-    """Return the expected seconds of a study, from an earlier one on this machine.
+    """Return the expected seconds of a run, from an earlier one on this machine.
 
-    It is the rate of the newest finished study of the same kind, bed and workers, or its time if
-    nothing is drawn; None if there is no such study.
+    It is the rate of the newest finished run of the same theorem, problem and workers, or its time
+    if nothing is drawn; None if there is no such run.
     """
     config, own = planned.config, planned.folder
     same = {
-        "study.kind": config.study.kind,
-        "bed.name": config.bed.name,
+        "theorem.kind": config.theorem.kind,
+        "problem.name": config.problem.name,
         "launch.workers": config.launch.workers,
     }
     earlier = finished_runs("gap", same, Path(config.output_root) / "gap", own and own.path)
