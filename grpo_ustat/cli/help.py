@@ -43,7 +43,8 @@ USUAL: dict[str, dict[str, str]] = {
     },
     "gap": {
         "What is tested": "theorem theorem.rollouts theorem.group_size theorem.baselines "
-        "theorem.steps theorem.replicates theorem.constant_rates theorem.decaying_rate theorem.offset problem "
+        "theorem.steps theorem.replicates theorem.constant_rates theorem.decaying_rate "
+        "theorem.offset problem "
         "problem.parameters problem.start problem.reach problem.values problem.slopes "
         "problem.styles problem.curvature",
         "The run": "experiment dry_run seed launch.workers launch.num_processes "
