@@ -30,6 +30,7 @@ KINDS = ("nightly", "slow")  # marks of tests that run only where their option i
 def pytest_addoption(parser):
     for kind in KINDS:
         parser.addoption(f"--{kind}", action="store_true", help=f"run the {kind} tests alone")
+    parser.addoption("--rewrite", action="store_true", help="write tests/golden/ anew")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,128 @@
+"""What users read, word by word: each screen and page is a file in tests/golden/.
+
+Other tests assert numbers, keys and names. `python -m pytest tests/test_wording.py --rewrite`
+writes the files anew. Most screens show stored results, so that they are the same on all machines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import doctor_faults
+import golden
+import pytest
+from commands import compose
+from page_views import page_of
+
+from grpo_ustat import __main__ as program
+from grpo_ustat.cli.verbs import VERBS
+from grpo_ustat.doctor import __main__ as doctor
+from grpo_ustat.doctor.checks import CHECKS, Check
+from grpo_ustat.mse import study
+from grpo_ustat.pages.page import render
+from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.train import trainer
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = Path("docs/examples")
+STUDY = EXAMPLES / "mse/tiny_base"
+TRAINING = EXAMPLES / "sweep/group_size-8/seed-0"
+TRL_LOG = EXAMPLES / "trl/completions"
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """Type a command: what it prints, first on standard output, then on standard error."""
+
+    def command(verb, *words):
+        monkeypatch.setattr(sys, "argv", [verb, *map(str, words)])
+        with suppress(SystemExit):
+            importlib.import_module(VERBS[verb].module or f"grpo_ustat.{verb}.__main__").main()
+        return "".join(capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def check(request, monkeypatch, tmp_path):
+    """Compare a text with a golden file, or write the file under `--rewrite`."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", str(golden.WIDTH))
+    monkeypatch.delenv("GRPO_USTAT_COMMAND", raising=False)
+
+    def compare(name, text):
+        text = golden.masked(text, FOLDER=tmp_path, HERE=ROOT)
+        difference = golden.difference(name, text, request.config.getoption("rewrite"))
+        assert not difference, f"\n{difference}"
+
+    return compare
+
+
+def finished(folder):
+    """A run folder whose run is complete."""
+    return SimpleNamespace(path=folder, result=lambda: RunRecord(folder).result)
+
+
+@pytest.mark.parametrize("name", ["tiny_base", "tiny", "tiny_direct"])
+def test_study_terminal(check, capsys, name):
+    study.run(compose("mse"), finished(EXAMPLES / "mse" / name))
+    check(f"mse_{name}", capsys.readouterr().out)
+
+
+def test_training_terminal(check, capsys):
+    trainer.fit(compose("train", "max_steps=16"), finished(TRAINING))
+    check("train", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mse", STUDY), ("train", TRAINING)])
+def test_run_page(check, name, folder):
+    check(f"{name}_page", golden.page_text(render(page_of(folder))))
+
+
+@pytest.mark.parametrize("name", ["mse", "sweep"])
+def test_report(check, typed, tmp_path, name):
+    check(f"report_{name}", typed("report", f"runs={EXAMPLES / name}", f"output_root={tmp_path}"))
+    (page,) = tmp_path.rglob("report.html")
+    check(f"report_{name}_page", golden.page_text(page.read_text()))
+
+
+def test_theorem(check, typed, tmp_path):
+    check("gap", typed("gap", "study=lemma11", f"hydra.run.dir={tmp_path}/run"))
+    check("gap_page", golden.page_text((tmp_path / "run/report.html").read_text()))
+
+
+def test_advice(check, typed):
+    check("advise", typed("advise", TRL_LOG, "num_generations=4"))
+
+
+def test_conversion(check, typed, tmp_path):
+    check("convert", typed("convert", TRL_LOG, tmp_path / "rollouts.parquet"))
+
+
+def test_sweep_status(check, typed):
+    check("sweep", typed("sweep", "status", EXAMPLES / "sweep"))
+
+
+def test_doctor(check, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    threads = next(one for one in CHECKS if one.name == "threads")
+    faults = [Check(name, getattr(doctor_faults, name), 20) for name in ("well", "crash")]
+    doctor.show([threads, *faults], tmp_path)
+    check("doctor", capsys.readouterr().out)
+
+
+def test_help(check, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo-ustat", "--help"])
+    with pytest.raises(SystemExit):
+        program.main()
+    check("help", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_verb(check, typed, verb):
+    check(f"help_{verb}", typed(verb, "--help"))
