@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(config, items):
     Of workers that take a file each (.ci/run) none is then left alone with a long one.
     """
     wanted, kept, others = [kind for kind in KINDS if config.getoption(kind)] or [""], [], []
+    if config.getoption("rewrite"):
+        wanted = ["", "slow"]
     for item in items:
         (kept if _kind(item) in wanted else others).append(item)
     config.hook.pytest_deselected(items=others)

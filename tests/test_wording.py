@@ -7,6 +7,7 @@ writes the files anew. Most screens show stored results, so that they are the sa
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +20,12 @@ from commands import compose
 from page_views import page_of
 
 from grpo_ustat import __main__ as program
+from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.cli.verbs import VERBS
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.doctor import __main__ as doctor
 from grpo_ustat.doctor.checks import CHECKS, Check
+from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.mse import study
 from grpo_ustat.pages.page import render
 from grpo_ustat.runs.record import RunRecord
@@ -126,3 +130,40 @@ def test_help(check, capsys, monkeypatch):
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_verb(check, typed, verb):
     check(f"help_{verb}", typed(verb, "--help"))
+
+
+def refusal(verb, words, composing=compose):
+    """The line that refuses a configuration; it names a key or a value that was typed."""
+    with pytest.raises(ConfigError) as caught:
+        config = composing(verb, *words)
+        theorem(config.study.kind).check(config)
+    line = str(caught.value)
+    assert "\n" not in line, words
+    assert any(name in line for word in words for name in re.findall(r"[\w/]+", word)), words
+    return f"error: {line}"
+
+
+@pytest.mark.slow(minutes=0.2)
+@pytest.mark.parametrize("verb", ["train", "mse", "gap"])
+def test_refusals(check, verb):
+    """Add one as a line `$ grpo-ustat VERB WORDS` of the golden file, which --rewrite answers."""
+    check(f"refused_{verb}", golden.transcript(f"refused_{verb}", refusal))
+
+
+@pytest.mark.nightly(minutes=0.5)
+@pytest.mark.parametrize("verb", ["train", "mse", "gap"])
+def test_hydra_refuses_as_the_helper_of_tests(verb):
+    """`commands.compose` composes files once and sets values afterwards."""
+    for _, *words in golden.commands(f"refused_{verb}"):
+        by_hydra = refusal(verb, words, lambda verb, *words: compose_config(verb, list(words)))
+        assert by_hydra == refusal(verb, words)
+
+
+def test_plans(check):
+    check("plans", golden.transcript("plans", lambda verb, words: compose(verb, *words).plan))
+
+
+@pytest.mark.parametrize("verb", ["train", "mse", "gap"])
+def test_costs(check, typed, tmp_path, verb):
+    words = ("dry_run=true", f"output_root={tmp_path}", "launch.workers=2")
+    check(f"costs_{verb}", typed(verb, *words))

@@ -32,11 +32,6 @@ def test_a_folder_of_somebodys_own_files_is_refused_before_any_work(own):
     assert sorted(own.rglob("*")) == before and list(own.parent.iterdir()) == [own]
 
 
-def test_a_step_of_one_rollout_is_refused():
-    with pytest.raises(ConfigError, match="study.rollouts=1 must be 2 or more"):
-        compose("mse", "study.rollouts=1").check()
-
-
 def test_the_error_of_tf32_is_in_the_result_and_in_words():
     cpu, cuda = compose("mse"), compose("mse", "launch.device=cuda")
     assert precision(cpu) == Precision(weights="float32", tf32=False, tf32_error=None)

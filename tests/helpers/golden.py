@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import textwrap
 from html.parser import HTMLParser
 from pathlib import Path
@@ -37,6 +38,21 @@ def masked(text, **places):
     for name, pattern in MASKS.items():
         text = re.sub(pattern, name, text, flags=re.MULTILINE)
     return "".join(line.rstrip() + "\n" for line in text.strip("\n").splitlines())
+
+
+def commands(name):
+    """The command lines of a golden file, the lines that begin with `$`, as verb and words."""
+    lines = (GOLDEN / f"{name}.txt").read_text().splitlines()
+    return [tuple(shlex.split(line)[2:]) for line in lines if line.startswith("$ ")]
+
+
+def transcript(name, answer):
+    """Every command line of a golden file with the answer to its verb and words."""
+    blocks = []
+    for verb, *words in commands(name):
+        line = shlex.join(["grpo-ustat", verb, *words])
+        blocks.append(f"$ {line}\n{answer(verb, words)}")
+    return "\n".join(blocks)
 
 
 def difference(name, text, rewrite=False):

@@ -194,16 +194,6 @@ def test_a_run_without_options_is_the_run_it_was():
     assert "template_options" not in draws_of(compose("mse"))["prompt"]
 
 
-@pytest.mark.parametrize("overrides, message", [
-    (("prompt=bare", NO_THOUGHT), "are of a chat template, and prompt=bare uses none"),
-    (("prompt=chat", "prompt.template_options={tokenize: false}"), "names tokenize, which is no"),
-    (("prompt=chat", "prompt.template_options={a-b: 1}"), "names a-b, which is no"),
-])  # fmt: skip
-def test_options_that_no_template_takes_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        compose("mse", *overrides)
-
-
 def test_options_of_a_model_without_a_template_are_refused():
     config = compose("mse", "prompt=as_is", NO_THOUGHT)
     with pytest.raises(ConfigError, match="enable_thinking.*embedded:tiny_base has none"):

@@ -103,12 +103,6 @@ def test_nothing_left_is_refused_with_the_lengths(tmp_path):
         configured_task(config.task_options, config.model).prompts("study")
 
 
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_limit_is_a_positive_number(value):
-    with pytest.raises(ConfigError, match=f"prompt.max_length={value}"):
-        compose("train", f"prompt.max_length={value}")
-
-
 SMALL = ("budget.rollouts=8", "group_size=4")
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import compose
 
 from grpo_ustat.config.data import MathConfig
 from grpo_ustat.config.row_files import Row
@@ -127,11 +126,6 @@ def test_a_given_answer_goes_before_the_box_and_an_empty_one_does_not():
 def test_wrong_options_are_refused(fields, match):
     with pytest.raises(ConfigError, match=match):
         found(**fields)
-
-
-def test_a_judge_without_time_is_refused():
-    with pytest.raises(ConfigError, match="dataset.judge_seconds=0.0 must be above 0"):
-        compose("train", "dataset=math", "prompt=qwen_math_cot", "dataset.judge_seconds=0")
 
 
 @pytest.mark.parametrize(
