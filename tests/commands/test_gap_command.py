@@ -85,13 +85,12 @@ def test_a_run_leaves_a_folder_and_is_shown_again(tmp_path, gap, every_format):
     files = {file.name for file in run.iterdir()}
     figures = {f"figure.{kind}" for kind in ("pdf", "svg", "png")}
     assert files >= figures | {".hydra", "code.json", "report.html"}
-    assert "Lemma 6" in first.stdout and "run" in first.stdout
-    again = gap(*SMALL, "launch.workers=2")  # which is no part of what a run is
-    assert again.returncode == 0 and "is complete" in again.stdout
-    page = (run / "report.html").read_text()
-    assert "Polyak-Lojasiewicz" in page and "agrees" in page
+    written = (run / "result.json").stat().st_mtime_ns
+    # The number of workers is no part of a run's identity.
+    again = gap(*SMALL, "launch.workers=2")
+    assert again.returncode == 0 and (run / "result.json").stat().st_mtime_ns == written
     other = gap(*SMALL, "seed=1")
-    assert other.returncode == 2 and "(seed: 0 there, 1 asked)" in other.stderr
+    assert other.returncode == 2 and "seed: 0" in other.stderr
 
 
 def test_a_refused_bed_leaves_no_folder(tmp_path, gap):

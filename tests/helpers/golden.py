@@ -40,6 +40,11 @@ def masked(text, **places):
     return "".join(line.rstrip() + "\n" for line in text.strip("\n").splitlines())
 
 
+def naming(*words):
+    """A pattern for `match=` of a text that holds all words, in any order."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(str(word))})" for word in words)
+
+
 def commands(name):
     """The command lines of a golden file, the lines that begin with `$`, as verb and words."""
     lines = (GOLDEN / f"{name}.txt").read_text().splitlines()
