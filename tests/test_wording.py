@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import doctor_faults
 import golden
 import pytest
 from commands import compose
+from folders import KILLED, begin, claim, configured, loss_row, proved, studied, trained
 from page_views import page_of
 
 from grpo_ustat import __main__ as program
@@ -92,6 +94,45 @@ def test_report(check, typed, tmp_path, name):
     check(f"report_{name}", typed("report", f"runs={EXAMPLES / name}", f"output_root={tmp_path}"))
     (page,) = tmp_path.rglob("report.html")
     check(f"report_{name}_page", golden.page_text(page.read_text()))
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_report_of_unequal_runs(check, typed, tmp_path):
+    """Theorems, a study and a sweep of which runs are missing, unfinished, damaged or equal."""
+    runs = tmp_path / "runs"
+    for kind, verdict in (
+        ("lemma6", "disagrees"),
+        ("theorem8", "agrees"),
+        ("lemma11", "not decided"),
+    ):
+        proved(runs / kind, kind, claim(verdict))
+    proved(runs / "theorem7", "theorem7", done=False)
+    for size, seed in ((2, 0), (2, 1), (8, 0), (8, 1), (32, 0)):
+        reached = {0: 0.2, 8: 0.3 + 0.02 * size % 0.3 + 0.01 * seed}
+        trained(runs / f"G-{size}-seed-{seed}", size, seed, reached)
+    trained(runs / "killed", 32, 2, {0: 0.2, 4: 0.3}, done=False)
+    trained(runs / "rate", 2, 0, {0: 0.2, 8: 0.9}, changes={"learning_rate": 1.0}, commit="b" * 40)
+    shutil.copytree(runs / "G-2-seed-0", runs / "G-2-seed-0-again")
+    (trained(runs / "damaged", 8, 2, {0: 0.2, 8: 0.3}) / "result.json").write_text("{")
+    errors = {(name, size): 8.0 / size for name in ("none", "oracle") for size in (2, 4)}
+    studied(runs / "study", "tiny", errors | {("optimal", 2): 3.0}, losses=[loss_row("dapo", 8)])
+    check("report_all", typed("report", f"runs={runs}", f"output_root={tmp_path}", "name=all"))
+    check("report_all_page", golden.page_text((tmp_path / "report/all/report.html").read_text()))
+
+
+def test_unfinished_runs(check, tmp_path):
+    """First lines of the pages of killed runs; of a training run at three stages."""
+    folders = [begun(tmp_path / kind, kind) for kind in ("train", "mse", "gap")]
+    for reached in ({0: 0.2}, {0: 0.2, 4: 0.3}):
+        folders.append(trained(tmp_path / f"train-{len(reached)}", 4, 0, reached, done=False))
+    pages = [golden.page_text(render(page_of(folder))) for folder in folders]
+    check("unfinished", "\n\n".join(re.split("What the symbols|What was run", x)[0] for x in pages))
+
+
+def begun(folder, entry):
+    """A run folder of which nothing but its configuration is there."""
+    begin(folder, configured(entry, {}), KILLED)
+    return folder
 
 
 def test_theorem(check, typed, tmp_path):
