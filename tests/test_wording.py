@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import beside
 import doctor_faults
 import golden
 import pytest
@@ -118,6 +119,15 @@ def test_report_of_unequal_runs(check, typed, tmp_path):
     studied(runs / "study", "tiny", errors | {("optimal", 2): 3.0}, losses=[loss_row("dapo", 8)])
     check("report_all", typed("report", f"runs={runs}", f"output_root={tmp_path}", "name=all"))
     check("report_all_page", golden.page_text((tmp_path / "report/all/report.html").read_text()))
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_report_of_sizes_that_train_best(check, typed, tmp_path):
+    accuracies = {2: beside.WORSE, 8: beside.ALIKE, 32: beside.CLOSE}
+    (runs,) = beside.sweep(tmp_path / "runs", accuracies)
+    (study_folder,) = beside.study(tmp_path / "study")
+    words = (f"runs=[{runs},{study_folder}]", f"output_root={tmp_path}")
+    check("report_best_group_size", typed("report", *words))
 
 
 def test_unfinished_runs(check, tmp_path):
