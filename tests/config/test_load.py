@@ -89,7 +89,7 @@ def test_a_model_refused_by_a_worker_is_one_line(tmp_path):
     arguments = ("model=hub", "model.model_name_or_path=no-org/no-model", "launch.workers=2")
     code, _, err = run("mse", *arguments, cwd=tmp_path)
     assert code == 2
-    assert "error: no model could be loaded" in err and "Traceback" not in err
+    assert err.startswith("error: ") and "no-org/no-model" in err and "Traceback" not in err
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_file_of_ones_own_replaces_a_rules_defaults_and_adds_choices(tmp_path)
         (run_of,) = parse("train", [*line, f"baseline={name}"]).planned_runs
         assert run_of.config.baseline.options == {"epsilon": epsilon}
     assert compose_config("train", [own, "baseline=wide"]).baseline.options == {"epsilon": 2.0}
-    with pytest.raises(ConfigError, match="group_std: missing epsilon; it takes epsilon"):
+    with pytest.raises(ConfigError, match="group_std: .*epsilon"):
         parse("train", [*line, "baseline=bare"])
     runs = parse("train", ["-m", *line, "baseline=glob([wide,*_std])"]).planned_runs
     assert [one.config.baseline.options.get("epsilon") for one in runs] == [1e-4, 0.5, 0.1, 2.0]
@@ -215,11 +215,9 @@ def test_a_declared_rule_needs_no_other_place(tmp_path):
     assert codes == dict.fromkeys(lines, 0) | dict.fromkeys(("misspelt", "no key", "range"), 2)
     assert "part_of_mean" in texts["help"] and "r less a part of the group's mean." in texts["help"]
     assert "baseline_options.part_of_mean.share=0.5" in texts["options"]
-    assert "did you mean part_of_mean? choose from batch_std" in texts["misspelt"]
-    assert texts["no key"].strip() == (
-        "error: part_of_mean sets nothing: write baseline=part_of_mean"
-    )
-    assert "baseline.options.share=2.0 must be finite and in [1e-12, 1.0]" in texts["range"]
+    assert "part_of_mean?" in texts["misspelt"] and "batch_std" in texts["misspelt"]
+    assert "baseline=part_of_mean" in texts["no key"]
+    assert "baseline.options.share=2.0" in texts["range"] and "[1e-12, 1.0]" in texts["range"]
     (file,) = tmp_path.glob("outputs/train/*/seed-0/completions.parquet")
     rows = [row for row in pq.read_table(file).to_pylist() if row["step"] == 1]
     rewards = [row["reward"] for row in rows]

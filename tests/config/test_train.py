@@ -123,4 +123,4 @@ def test_an_end_of_the_learning_rate_belongs_to_the_run():
 @pytest.mark.slow(minutes=0.02)
 def test_names_of_other_trainers_are_translated(tmp_path):
     code, _, err = run("train", "num_generations=8", cwd=tmp_path)
-    assert code == 2 and "unknown key num_generations: here it is group_size" in err
+    assert code == 2 and "num_generations" in err and "group_size" in err
