@@ -30,6 +30,7 @@ KINDS = ("nightly", "slow")  # marks of tests that run only where their option i
 def pytest_addoption(parser):
     for kind in KINDS:
         parser.addoption(f"--{kind}", action="store_true", help=f"run the {kind} tests alone")
+    parser.addoption("--rewrite", action="store_true", help="write tests/golden/ anew")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,6 +45,8 @@ def pytest_collection_modifyitems(config, items):
     Of workers that take a file each (.ci/run) none is then left alone with a long one.
     """
     wanted, kept, others = [kind for kind in KINDS if config.getoption(kind)] or [""], [], []
+    if config.getoption("rewrite"):
+        wanted = ["", "slow"]
     for item in items:
         (kept if _kind(item) in wanted else others).append(item)
     config.hook.pytest_deselected(items=others)

@@ -28,7 +28,7 @@ def answer(run: RunRecord) -> str:
     if study is None:
         parts = (run.folder / "pool").glob("*.safetensors")
         scored = len({part.name.split("-")[0] for part in parts})
-        questions = run.value("study.questions")
+        questions = run.value("study.questions") or run.value("dataset.study_size")
         return (
             f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
             "is drawn."

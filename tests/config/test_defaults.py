@@ -115,10 +115,10 @@ def test_a_file_of_ones_own_may_leave_them_out(tmp_path):
         kept = [x for x in lines if "learning_rate" not in x and "max_completion" not in x]
         (tmp_path / group / "mine.yaml").write_text("\n".join(kept))
     own = f"hydra.searchpath=[file://{tmp_path}]"
-    with pytest.raises(ConfigError, match=r"^learning_rate=null: a number is needed"):
+    with pytest.raises(ConfigError, match=r"^learning_rate=null"):
         compose_config("train", [own, "model=mine"])
     assert compose_config("train", [own, "model=mine", "learning_rate=1e-3"]).learning_rate == 1e-3
-    with pytest.raises(ConfigError, match=r"^max_completion_length has no value: set max_comp"):
+    with pytest.raises(ConfigError, match=r"^max_completion_length "):
         compose_config("mse", [own, "dataset=mine"])
     assert compose_config("mse", [own, "dataset=mine", "max_completion_length=9"])
 

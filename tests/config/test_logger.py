@@ -36,7 +36,7 @@ def test_a_package_that_is_missing_is_refused_before_any_work(monkeypatch, tmp_p
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     sys.modules.pop("trackio", None)
     importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=r"needs the package trackio: pip install -e '.\["):
+    with pytest.raises(ConfigError, match=r"trackio: pip install -e '.\["):
         asked(name="trackio").check()
     asked(name="trackio").check(needed=False)
 
@@ -50,6 +50,6 @@ def test_a_logger_is_no_part_of_what_a_run_is(monkeypatch):
 
 def test_a_key_in_a_configuration_is_refused_unseen():
     key = "hf_" + "a1" * 15
-    with pytest.raises(ConfigError, match="prompt.template looks like a key") as caught:
+    with pytest.raises(ConfigError, match="prompt.template") as caught:
         compose("train", f"prompt.template='{{question}} {key}'")
     assert key not in str(caught.value)

@@ -43,7 +43,7 @@ HARMLESS = {
 def test_a_key_is_refused_and_not_shown(key):
     with pytest.raises(ConfigError) as caught:
         check_no_secrets({"dataset": {"options": [{"x": f"a {key} b"}]}}, {})
-    assert "dataset.options.x looks like a key" in str(caught.value)
+    assert "dataset.options.x" in str(caught.value)
     assert key not in str(caught.value)
 
 

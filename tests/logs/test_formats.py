@@ -137,7 +137,7 @@ EVALUATIONS = {
 def test_evaluations_are_known_from_within_their_folder(tmp_path, monkeypatch, name, place):
     EVALUATIONS[name][0](tmp_path)
     monkeypatch.chdir(tmp_path / place)
-    with pytest.raises(ConfigError, match="none of 15 rows can be used: 15 of an evaluation"):
+    with pytest.raises(ConfigError, match="15 rows .* 15 of an evaluation"):
         convert(Path("."), FORMATS[name], tmp_path / "o.parquet", Options())
 
 
@@ -153,7 +153,7 @@ def test_validation_of_verl_may_lie_deeper(tmp_path, evaluation, source):
         assert conversion.kept == left_out(conversion, "of an evaluation") == 15
         assert {row["completion"].split()[0] for row in table} == {"20"}
     else:
-        with pytest.raises(ConfigError, match="15 of an evaluation, by the name of its folder"):
+        with pytest.raises(ConfigError, match="15 of an evaluation"):
             converted(tmp_path / "e" / source, "verl")
 
 
@@ -210,7 +210,7 @@ def test_renamed_files_are_read_one_by_one(tmp_path):
     verl(tmp_path / "a/5_old.jsonl", 0, 5)
     assert converted(tmp_path / "a")[0].kept == 15
     verl(tmp_path / "a/5_older.jsonl", 1, 5)
-    with pytest.raises(ConfigError, match="holds 2 files, such as 5_old.jsonl, whose names are"):
+    with pytest.raises(ConfigError, match="2 files, such as 5_old.jsonl"):
         converted(tmp_path / "a")
     assert converted(tmp_path / "a/5_older.jsonl")[0].kept == 15
 

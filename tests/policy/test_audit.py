@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import random_policy, random_rollouts
+from golden import naming
 
 import grpo_ustat as gu
 from grpo_ustat.config.schema import ConfigError
@@ -70,9 +71,7 @@ def test_a_right_loop_agrees_and_nothing_changes(policy, packed):
     before = {name: g.clone() for name, g in gradients.items()}
     found = gu.audit(policy.model, gradients, rows, completions_at_once=5)
     assert found.agrees and found.difference < 1e-5
-    assert found.sentence() == (
-        "The applied gradient is the declared one (ratio 1.000, cosine 1.000)"
-    )
+    assert "ratio 1.000, cosine 1.000" in found.sentence()
     assert policy.model.training
     for name, parameter in policy.model.named_parameters():
         assert parameter.requires_grad and torch.equal(parameter.grad, before[name])
@@ -165,18 +164,18 @@ def test_frozen_parameters_and_those_without_a_gradient(policy, packed):
     found = gu.audit(policy.model, gradients | {largest: None}, rows)
     assert not found.agrees and found.cause == NOT_OF_ROWS
     empty = gu.audit(policy.model, dict.fromkeys(gradients), rows)
-    assert empty.sentence() == "The applied gradient is 0, the declared one is not"
+    assert "applied gradient is 0" in empty.sentence()
 
 
 def test_gradients_of_another_model_are_refused(policy, packed):
     rows = rows_of(packed)
     gradients = loop(policy.model, rows, by_tokens(rows))
     name = next(iter(gradients))
-    with pytest.raises(ConfigError, match=f"1 of .* the first is {name}: give "):
+    with pytest.raises(ConfigError, match=naming("1 of ", name)):
         gu.audit(policy.model, {n: g for n, g in gradients.items() if n != name}, rows)
-    with pytest.raises(ConfigError, match=f"{name} has shape .* give whole gradients"):
+    with pytest.raises(ConfigError, match=f"{name} .*shape"):
         gu.audit(policy.model, gradients | {name: gradients[name][:1]}, rows)
-    with pytest.raises(ConfigError, match=r"rewards of shape \(2, 8\) for 32 rows"):
+    with pytest.raises(ConfigError, match=naming("(2, 8)", 32)):
         gu.UpdateRows.of_loss(
             LOSS, REWARDS[:2], packed.input_ids_BT, packed.attention_mask_BT,
             packed.completion_mask_BT,

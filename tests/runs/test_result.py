@@ -87,10 +87,10 @@ def test_a_key_that_is_missing_is_named(record):
 def test_nested_keys_are_named_with_their_place():
     result = completed(StudyResult)
     del result["policy"]["mean_reward_low"]
-    assert misfit(result, StudyResult) == "it has no policy.mean_reward_low"
+    assert "policy.mean_reward_low" in misfit(result, StudyResult)
     covariance = {"covariance": [[1.0, 2.0, 3.0], [1.0, 2.0], [1.0, 2.0, 3.0]]}
     wrong = misfit(covariance, Scaling, "scaling", whole=False)
-    assert wrong == "scaling.covariance[1] is a list, not a list of 3"
+    assert wrong.startswith("scaling.covariance[1] ")
 
 
 @pytest.mark.parametrize("one", [one for one in OURS if one.always], ids=lambda one: one.name)

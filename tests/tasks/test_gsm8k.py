@@ -73,9 +73,7 @@ def test_answers_by_hand():
     "answer", ["72", "#### ", "#### x = 3", "#### 3 or 4", "#### 1,23", "5 ####"]
 )
 def test_an_answer_that_is_no_number_is_refused(answer):
-    with pytest.raises(
-        ConfigError, match="rows.jsonl row 1: field answer is .* a solution that ends"
-    ):
+    with pytest.raises(ConfigError, match="rows.jsonl row 1: field answer "):
         question(answer)
 
 

@@ -52,10 +52,9 @@ def test_one_that_does_not_is_told_in_the_first_line(monkeypatch, capsys, online
     with pytest.raises(ConfigError, match=message):
         load()
     assert constants.HF_HUB_OFFLINE
-    assert capsys.readouterr().err == (
-        "warning: the hub does not answer (Name or service not known): its local cache alone is "
-        "read, as HF_HUB_OFFLINE=1 has it\n"
-    )
+    err = capsys.readouterr().err
+    assert err.startswith("warning: ") and err.count("\n") == 1
+    assert "Name or service not known" in err and "HF_HUB_OFFLINE=1" in err
 
 
 def test_one_that_is_silent_is_not_waited_for(monkeypatch, capsys, online):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import readme
 from commands import compose
+from golden import naming
 from launching import finished
 from slow_cases import slow_after
 
@@ -48,16 +50,15 @@ def texts(a_task, split):
 
 
 @pytest.mark.slow
-def test_one_file_is_split_without_overlap_and_says_so(tmp_path):
+def test_one_file_is_split_without_overlap(tmp_path):
     path = written(tmp_path / "my.jsonl", [*ROWS[:20], "", *ROWS[20:]])
     made = task(path)
     study, test, train = (texts(made, split) for split in ("study", "test", "train"))
     assert (len(study), len(test), len(train)) == (10, 10, 20)
     assert study | test | train == {row["question"] for row in ROWS}
-    assert made.note == (
-        f"{path}: 10 questions for studies (dataset.study_size), 10 for tests "
-        "(dataset.test_size), 20 to train on"
-    )
+    assert re.findall(r"\d+ \w+|dataset\.\w+", made.note.removeprefix(str(path))) == [
+        "10 questions", "dataset.study_size", "10 for", "dataset.test_size", "20 to",
+    ]  # fmt: skip
     again = task(written(tmp_path / "other.jsonl", ROWS[::-1]))
     assert texts(again, "test") == test
     assert {q.id for q in again.questions("study")} == {q.id for q in made.questions("study")}
@@ -70,9 +71,9 @@ def test_sizes_can_be_set_and_a_study_may_take_all(tmp_path):
     assert [len(made.questions(s)) for s in ("study", "test", "train")] == [5, 15, 20]
     whole = configured(path, "dataset.study_size=40", entry="mse")
     assert len(make_task(whole.task_options).questions("study")) == 40
-    with pytest.raises(ConfigError, match="no row is left for test, lower dataset.study_size"):
+    with pytest.raises(ConfigError, match="test.* dataset.study_size"):
         make_task(whole.task_options).questions("test")
-    with pytest.raises(ConfigError, match="study_size=30 and dataset.test_size=20 of 40 rows"):
+    with pytest.raises(ConfigError, match=naming("study_size=30", "dataset.test_size=20", 40)):
         configured(path, "dataset.study_size=30", "dataset.test_size=20")
 
 
@@ -169,15 +170,6 @@ def test_a_broken_row_is_refused_before_the_command_says_what_it_does(answer, fa
     path = written(tmp_path / "my.jsonl", [*ROWS[:2], {"question": "x", "answer": answer}])
     with pytest.raises(ConfigError, match=f"my.jsonl row 3: {fault}"):
         compose("mse", "dataset=jsonl", f"dataset.path={path}")
-
-
-@pytest.mark.parametrize("words, message", [
-    ((), "dataset.path has no value: set dataset.path="),
-    (("dataset.path=nowhere.jsonl",), "dataset.path=nowhere.jsonl: there is no such file or fold"),
-])  # fmt: skip
-def test_a_file_that_is_not_there_is_refused(words, message):
-    with pytest.raises(ConfigError, match=message):
-        compose("train", "dataset=jsonl", *words)
 
 
 def test_an_empty_file_is_refused(tmp_path):
@@ -302,20 +294,18 @@ def test_a_reward_that_a_decorator_changes_is_read_as_it_is_called(tmp_path):
     source = "def two(f):\n return lambda completions, **rest: f(completions)\n@two\n"
     file_function.cache_clear()
     path, reward = reward_in(tmp_path, source + "def score(p, t):\n return 1")
-    with pytest.raises(ConfigError, match=r"my.py:score takes \(completions, \*\*rest\): write"):
+    with pytest.raises(ConfigError, match=r"my.py:score .*\(completions, \*\*rest\)"):
         task(path, reward)
 
 
 def test_a_file_without_its_function_says_which_it_has(tmp_path):
     path, reward = reward_in(tmp_path, "def a(p, t): 0\nasync def b(p, t): 0\n")
     file = reward.removesuffix(":score").partition("=")[2]
-    with pytest.raises(
-        ConfigError, match=r"write dataset.reward=.*my.py:FUNCTION, .*my.py has a, b"
-    ):
+    with pytest.raises(ConfigError, match=r"dataset.reward=.*my.py:FUNCTION, .* a, b"):
         configured(path, f"dataset.reward={file}")
-    with pytest.raises(ConfigError, match=r"write reward_funcs=.*my.py:FUNCTION, .*my.py has a, b"):
+    with pytest.raises(ConfigError, match=r"reward_funcs=.*my.py:FUNCTION, .* a, b"):
         configured(path, f"reward_funcs=[task,{file}]")
-    with pytest.raises(ConfigError, match=r"dataset.reward=no.py: there is no file no.py"):
+    with pytest.raises(ConfigError, match=r"dataset.reward=no.py"):
         configured(path, "dataset.reward=no.py")
 
 
@@ -363,18 +353,18 @@ def test_too_few_rows_to_train_on_are_refused_with_what_can_be_typed(rows, words
 def test_rows_of_a_test_file_are_not_counted_among_those_to_train_on(tmp_path):
     path, tests = (written(tmp_path / name, ROWS[:8]) for name in ("my.jsonl", "test.jsonl"))
     words = ("budget.rollouts=64", f"dataset.test_path={tests}")
-    with pytest.raises(ConfigError, match=r"study_size\) and 6 to train on, .* 8 a step .* 9 r"):
+    with pytest.raises(ConfigError, match=naming("study_size", "6 to train", "8 a step", "9 r")):
         configured(path, *words)
 
 
 def test_more_than_there_are_names_what_was_typed_alone(tmp_path):
     path = written(tmp_path / "my.jsonl", ROWS[:2])
-    with pytest.raises(ConfigError, match=r"^dataset.study_size=4 of 2 rows in .*: use at most 2"):
+    with pytest.raises(ConfigError, match=r"^dataset.study_size=4 of 2 rows"):
         configured(path, "dataset.study_size=4", entry="mse")
 
 
 def test_a_reward_file_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="nowhere.py:score: there is no file nowhere.py"):
+    with pytest.raises(ConfigError, match="nowhere.py:score"):
         check_reward_file("nowhere.py:score", "dataset.reward")
 
 
@@ -428,7 +418,7 @@ def test_both_commands_run_with_files_alone(entry, tmp_path):
     reward = f"dataset.reward={DATA / 'my.py'}:score"
     code, told = finished(entry, *data, reward, f"debug={entry}", cwd=tmp_path, seconds=600)
     assert code == 0, told
-    assert "my.jsonl: 10 questions for studies (dataset.study_size), " in told
+    assert "my.jsonl: 10 questions" in told
     result = json.loads(readme.only(tmp_path, "result.json").read_text())
     assert result["left_out"] == {}
 
@@ -497,17 +487,17 @@ def test_what_is_no_number_in_parquet_is_refused_by_row(tmp_path):
     for value, shown in ((float("nan"), "nan"), (float("inf"), "inf")):
         rows = [{"question": f"{n}?", "answer": value if n == 2 else 1.0} for n in range(8)]
         pq.write_table(pa.Table.from_pylist(rows), path)
-        with pytest.raises(ConfigError, match=f"my.parquet row 3: field answer is {shown}, it mus"):
+        with pytest.raises(ConfigError, match=f"my.parquet row 3: field answer is {shown}"):
             task(path)
         beside = [{"question": f"{n}?", "answer": 1, "x": row["answer"]}
                   for n, row in enumerate(rows)]  # fmt: skip
         pq.write_table(pa.Table.from_pylist(beside), path)
-        with pytest.raises(ConfigError, match=f"my.parquet row 3: field x is {shown}, it must be"):
+        with pytest.raises(ConfigError, match=f"my.parquet row 3: field x is {shown}"):
             task(path)
 
 
 def test_half_a_character_is_refused_wherever_it_comes_from(tmp_path):
-    with pytest.raises(ConfigError, match=r"prompt.template='.question.\\ud83d': a text of whole"):
+    with pytest.raises(ConfigError, match=r"prompt.template='.question.\\ud83d'"):
         compose("train", "prompt.template='{question}\ud83d'")
-    with pytest.raises(ConfigError, match=r"row 1: field solution is 'x\\ud800', it must be"):
+    with pytest.raises(ConfigError, match=r"row 1: field solution is 'x\\ud800'"):
         Row({"solution": "x\ud800"}, "row 1").text("solution")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from commands import compose
+from golden import naming
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
@@ -52,11 +53,9 @@ def test_a_source_gives_the_first_questions_of_a_split(monkeypatch):
 def test_only_what_is_asked_for_must_be_there(monkeypatch):
     few = source(monkeypatch, options={"many": 4, "study": []})
     assert len(few.questions("train")) == 4
-    with pytest.raises(ConfigError, match="dataset.study_size=2, but .*'letters' has 0 study"):
+    with pytest.raises(ConfigError, match=naming("dataset.study_size=2", "letters", "0 study")):
         few.questions("study")
-    with pytest.raises(
-        ConfigError, match="dataset.train_size=5, but .* has 4 train .*train_size=4"
-    ):
+    with pytest.raises(ConfigError, match=naming("dataset.train_size=5", "train_size=4")):
         source(monkeypatch, train=5).questions("train")
 
 
@@ -87,16 +86,14 @@ def test_wrong_questions_are_refused(monkeypatch, options, split, match):
     shots = 1 if "examples" in options or split == "examples" else 0
     with pytest.raises(ConfigError, match=match) as caught:
         source(monkeypatch, options=options, examples=shots).questions(split)
-    assert "grpo_ustat.tasks entry point 'letters'" in str(caught.value)
+    assert "'letters'" in str(caught.value)
 
 
 def test_a_task_that_cannot_be_made_is_named(monkeypatch):
     def refuse(**options):
         raise ValueError("many must be even")
 
-    with pytest.raises(
-        ConfigError, match="tasks entry point 'letters': ValueError: many must be even"
-    ):
+    with pytest.raises(ConfigError, match="'letters': ValueError: many must be even"):
         source(monkeypatch, task=refuse)
     with pytest.raises(ConfigError, match="TypeError: .*unexpected keyword argument 'size'"):
         source(monkeypatch, task=lambda many: None, options={"size": 3})
@@ -113,11 +110,9 @@ def test_rewards_are_the_functions(monkeypatch):
 
 def test_functions_of_another_call_are_refused_when_they_are_loaded(monkeypatch):
     named = {"name": "grpo_ustat.rewards entry point 'x'"}
-    with pytest.raises(
-        ConfigError, match=r"'x' takes \(completions, \*\*more\): write it as \(pro"
-    ):
+    with pytest.raises(ConfigError, match=r"'x' .*\(completions, \*\*more\): .*\(prompt"):
         OwnJudge(lambda completions, **more: [1.0], **named)
-    with pytest.raises(ConfigError, match=r"'x' takes \(prompts, completions\): write it as \(pro"):
+    with pytest.raises(ConfigError, match=r"'x' .*\(prompts, completions\): .*\(prompt"):
         OwnJudge(lambda prompts, completions: [1.0], **named)
     OwnJudge(max, **named)  # whose signature is not known
 
@@ -125,13 +120,9 @@ def test_functions_of_another_call_are_refused_when_they_are_loaded(monkeypatch)
         def questions(self):
             return []
 
-    with pytest.raises(
-        ConfigError, match=r"questions takes \(\): it is called as questions\(split"
-    ):
+    with pytest.raises(ConfigError, match=r"questions .*\(\).* questions\(split"):
         source(monkeypatch, task=Wrong)
-    with pytest.raises(
-        ConfigError, match=r"'letters' returned 3, which has no method questions\(s"
-    ):
+    with pytest.raises(ConfigError, match=r"'letters' returned 3, .* questions\(split"):
         source(monkeypatch, task=lambda: 3)
 
 
@@ -160,7 +151,7 @@ def test_a_task_without_its_methods_is_refused_when_it_is_made(monkeypatch, meth
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j])
 def test_what_is_no_reward_is_refused_by_prompt(value):
     judge = OwnJudge(lambda *_: value, name="grpo_ustat.rewards entry point 'near'")
-    with pytest.raises(ConfigError, match="'near', prompt p7: the reward is .*a finite number"):
+    with pytest.raises(ConfigError, match="'near', prompt p7: the reward"):
         judge.rewards([PROMPT], ["1"])
 
 
@@ -173,9 +164,7 @@ def test_a_reward_that_fails_is_named_with_its_prompt_and_place():
 def test_half_a_character_and_an_exit_of_a_task_are_one_line(monkeypatch):
     broken = [question("train0"), Question("train1", "x\ud800", "1", "letters", "1")]
     asked = source(monkeypatch, options={"train": broken})
-    with pytest.raises(
-        ConfigError, match=r"questions\('train'\) holds 'x\\ud800' as text, it must"
-    ):
+    with pytest.raises(ConfigError, match=r"questions\('train'\) .*'x\\ud800'"):
         asked.questions("train")
 
     def leave(**options):

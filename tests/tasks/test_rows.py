@@ -83,7 +83,7 @@ def test_zstandard_is_read_where_it_is_installed(tmp_path):
     if importlib.util.find_spec("zstandard"):
         assert [row.fields for row in Origin("k", str(file)).rows("train")] == ROWS
     else:
-        with pytest.raises(ConfigError, match="rows.jsonl.zst cannot be read: .*install zstandard"):
+        with pytest.raises(ConfigError, match="rows.jsonl.zst .*zstandard"):
             Origin("k", str(file)).rows("train")
 
 
@@ -112,13 +112,13 @@ def test_a_hub_id_is_loaded_as_configured(monkeypatch):
     rows = origin.rows("train")
     assert [row.fields for row in rows] == ROWS and asked == [("org/name", "main", "v1")]
     assert rows[2].where == "org/name split train row 3"
-    with pytest.raises(ConfigError, match="no split 'test', only train, validation: set dataset"):
+    with pytest.raises(ConfigError, match="'test', .*train, validation"):
         origin.rows("test")
 
 
 def test_a_hub_that_cannot_be_reached_says_what_to_do(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"org/name .*Offline.* use dataset.path=FILE_OR_FOLDER"):
+    with pytest.raises(ConfigError, match=r"org/name .*dataset.path=FILE_OR_FOLDER"):
         Origin("dataset.path", "org/name").rows("train")
 
 

