@@ -20,8 +20,10 @@ from grpo_ustat.config.model import (
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
-NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-SIZE_KEYS = {  # of config.json, by what they are here
+# Bytes of a number.
+NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Keys of config.json, by their names here.
+SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "vocabulary": "vocab_size",
     "hidden": "hidden_size",
@@ -30,11 +32,16 @@ SIZE_KEYS = {  # of config.json, by what they are here
     "key_heads": "num_key_value_heads",
     "width": "head_dim",
 }
-HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
-PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
-POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
-LOGIT_MEMORY_FACTOR = 4.5  # memory of log-probabilities and derivatives, over their logits
-MAX_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer by layer
+# About the bytes of a safetensors file beside its arrays.
+HEADER_BYTES = 1000
+# Python with PyTorch, transformers and tasks; not counted on a GPU.
+PROCESS_BYTES = 580_000_000
+# Memory of the process that reads a pool, over the size of its files.
+POOL_MEMORY_FACTOR = 2.5
+# Memory of log-probabilities and derivatives, over the size of their logits.
+LOGIT_MEMORY_FACTOR = 4.5
+# Half of a GPU; a larger graph is scored layer by layer.
+MAX_GRAPH_BYTES = 32 * 2**30
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,8 @@ def cost(work: Work) -> Cost:
     if work.by_layer is None and graph is not None and graph > MAX_GRAPH_BYTES:
         graph = _graph(size, work.pass_tokens, computed, by_layer=True)
     if work.bf16:
-        graph = _sum([graph, _product(size.parameters, 2)])  # autocast's weights
+        # Autocast holds a copy of the weights.
+        graph = _sum([graph, _product(size.parameters, 2)])
 
     weights = _product(size.parameters, entry)
     training = _product(weights, work.kept_per_weight)

@@ -18,8 +18,10 @@ from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.history import wall_seconds
 from grpo_ustat.runs.record import RunRecord
 
-MAX_RUNS_READ = 50  # finished runs, the newest
-AGREEING_KEYS = (  # keys of model and device, in which an earlier run must agree
+# The newest finished runs that are read.
+MAX_RUNS_READ = 50
+# Keys of model and device in which an earlier run must agree.
+AGREEING_KEYS = (
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
 )  # fmt: skip
@@ -134,10 +136,12 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
         return None
     work = result.get("cost", result)
     parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
-    seconds = sum(parts) / processes if parts else work["seconds"]  # parts are sums over workers
+    # The parts are sums over workers.
+    seconds = sum(parts) / processes if parts else work["seconds"]
     drawn = work["rollouts"] + work.get("value_rollouts", 0)
     whole = all(number > 0 for number in (*parts, seconds, drawn, work["tokens"]))
-    if not whole or seconds > wall + 1:  # times are cut to seconds
+    # Stored times are cut to whole seconds.
+    if not whole or seconds > wall + 1:
         return None
     rate, length = work["tokens"] / seconds, work["tokens"] / drawn
     keys = ("tokens", "seconds_generate")

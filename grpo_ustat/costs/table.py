@@ -22,8 +22,10 @@ from grpo_ustat.costs.duration import (
 )
 from grpo_ustat.terminal.console import Console
 
-MAX_BATCHES = 6  # different ones that are described in words
-EXAMPLE_PROCESSES = 8  # of the example of FSDP2
+# Different batches that are described in words.
+MAX_BATCHES = 6
+# Processes in the example of FSDP2.
+EXAMPLE_PROCESSES = 8
 
 
 def show_costs(plans: Sequence[Plan]) -> None:

@@ -39,11 +39,16 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
-BEAT_SECONDS = 10.0  # seconds between two signs of life
-DEAD_AFTER_SECONDS = 60.0  # seconds without one after which an owner on another machine is dead
-LOOK_SECONDS = 1.0  # seconds between two looks for one
-SETTLE_SECONDS = 2.0  # seconds in which others that took over at the same moment show
-FLOCK_SECONDS = 1.0  # seconds that flock may be denied; who only looks holds it for microseconds
+# Seconds between two signs of life.
+BEAT_SECONDS = 10.0
+# Seconds without a sign of life after which an owner on another machine is dead.
+DEAD_AFTER_SECONDS = 60.0
+# Seconds between two looks for a sign of life.
+LOOK_SECONDS = 1.0
+# Seconds in which processes that took over at the same moment become visible.
+SETTLE_SECONDS = 2.0
+# Seconds for which flock may be denied; a process that only looks holds it for microseconds.
+FLOCK_SECONDS = 1.0
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -123,7 +128,8 @@ class Lock:
         """Write this process into the locked file, and keep it alive from a thread."""
         if previous:
             _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
-        os.pwrite(descriptor, self._content, 0)  # first: an empty file would be nobody's
+        # The content comes first, because an empty file has no owner.
+        os.pwrite(descriptor, self._content, 0)
         os.ftruncate(descriptor, len(self._content))
         os.fsync(descriptor)
         if settle:
@@ -175,7 +181,8 @@ class Lock:
         _HELD_LOCKS.discard(self)
         self._released.set()
         try:
-            with suppress(Held, OSError):  # it ends with the descriptor all the same
+            # The lock ends with the descriptor in any case.
+            with suppress(Held, OSError):
                 self.check()
                 self.path.unlink()
         finally:
@@ -189,7 +196,8 @@ class Lock:
                     os.utime(self.path)
 
 
-_HELD_LOCKS: set[Lock] = set()  # what this process holds
+# Locks that this process holds.
+_HELD_LOCKS: set[Lock] = set()
 
 
 def check_own() -> None:
@@ -249,7 +257,8 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
     until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # the folder went, with a process that was refused
+        # A process that was refused may remove the folder in between.
+        with suppress(FileNotFoundError):
             descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
             if flocked is not False and _is_at(path, descriptor):
@@ -372,7 +381,8 @@ def _named(content: bytes) -> str:
 def _this_process() -> Owner:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     job, boot_id = (slurm.job_id(), slurm.restart_count()), None
-    with suppress(OSError):  # not Linux
+    # Only Linux has this file.
+    with suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Owner(uuid4().hex, socket.gethostname(), os.getpid(), boot_id, now, *job)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-LOOK_SECONDS = 0.5  # seconds between two looks for a parent
+# Seconds between two looks for a parent.
+LOOK_SECONDS = 0.5
 
 
 def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
@@ -32,7 +33,8 @@ def kill_children(pid: int, recursive: bool = False) -> None:
 
 def kill_group(pid: int) -> None:
     """Kill a process that leads a group, and its group."""
-    with suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
+    # macOS denies permission for zombies.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 

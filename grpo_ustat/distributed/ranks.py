@@ -13,11 +13,12 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.signals import Stopped
 
-PARENT_VARIABLE = "GRPO_USTAT_PARENT"  # process id of the command that started the ranks
-WORKER_VARIABLE = "GRPO_USTAT_WORKER"  # environment: which of the local workers a process is
-LONGEST_WAIT = timedelta(
-    days=20
-)  # that a rank waits for the others; gloo's own 30 minutes are short
+# Process id of the command that started the ranks.
+PARENT_VARIABLE = "GRPO_USTAT_PARENT"
+# Number of a local worker, in its environment.
+WORKER_VARIABLE = "GRPO_USTAT_WORKER"
+# Time for which a rank waits for the others; the 30 minutes of gloo are too short.
+LONGEST_WAIT = timedelta(days=20)
 
 
 class RefusedByRank(ConfigError):
@@ -170,7 +171,8 @@ class _Peers:
         from torch.distributed.rendezvous import rendezvous
 
         self.calls = 0
-        if dist.is_initialized():  # by accelerate
+        if dist.is_initialized():
+            # Accelerate has joined the ranks.
             self._store = dist.distributed_c10d._get_default_store()
         else:
             self._store, number, size = next(rendezvous("env://"))

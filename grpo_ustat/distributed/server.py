@@ -10,7 +10,8 @@ import atexit
 import os
 import shutil
 
-FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"  # in the environment of the server
+# Folder of the socket, in the environment of the server.
+FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"
 
 
 def remove_folder(path: str, process: int) -> None:

@@ -13,7 +13,8 @@ import time
 from types import FrameType
 from typing import ClassVar
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
+# EX_TEMPFAIL of sysexits.h: the same command continues from here.
+EXIT_CODE = 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -28,7 +29,8 @@ class StopRequest:
     """
 
     _inner: ClassVar[StopRequest | None] = None
-    _since: ClassVar[float | None] = None  # when the first signal came
+    # Time of the first signal.
+    _since: ClassVar[float | None] = None
 
     def __init__(self) -> None:
         # Number of the last such signal, 0 without one.
@@ -37,7 +39,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self._outer, self._before = StopRequest._inner, {}
         StopRequest._inner = self
-        if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        # Python lets no other thread set handlers.
+        if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
         if self._outer is not None:
             self.received = self._outer.received

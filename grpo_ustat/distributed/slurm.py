@@ -37,13 +37,16 @@ from grpo_ustat.terminal.console import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
 WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
-SCONTROL_SECONDS = 20.0  # seconds that scontrol has; it answers within 0.03 on an idle controller
+# Seconds for scontrol to answer; on an idle controller it takes at most 0.03.
+SCONTROL_SECONDS = 20.0
 # A shell that ignores signals, as what it runs then does: a second signal reaches every process
 # that a task has started.
 IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
-JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")  # SBATCH_ is what the user prefers
+# Variables of SBATCH_ stay: they are the user's preferences.
+JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
-_first_record: dict[str, dict[str, str]] = {}  # of each job
+# SLURM's first record of each job.
+_first_record: dict[str, dict[str, str]] = {}
 
 
 class Grace(NamedTuple):
@@ -184,7 +187,8 @@ def _job() -> dict[str, str]:
     job = job_id()
     if not job:
         return {}
-    text = _query("scontrol", "show", "job", job) or ""  # of all, where an array has this number
+    # If an array has this number, SLURM prints all its jobs.
+    text = _query("scontrol", "show", "job", job) or ""
     records = re.split(r"(?m)^(?=JobId=)", text)
     own = next((one for one in records if re.match(rf"JobId={job}\b", one)), "")
     # Only lines in which nothing is a name or a comment, and the first one up to the name.
@@ -254,7 +258,8 @@ def join_tasks() -> None:
         WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
         MASTER_ADDR=process.stdout.split()[0],
-        MASTER_PORT=str(20000 + (7919 * job + step) % 12000),  # below the ports of connections
+        # These ports are below those of connections.
+        MASTER_PORT=str(20000 + (7919 * job + step) % 12000),
     )
 
 

@@ -36,9 +36,11 @@ from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
-LONGEST_TEMPORARY_PATH = 75  # bytes; with /pymp-XXXXXXXX/listener-XXXXXXXX a socket's 107
+# In bytes: with /pymp-XXXXXXXX/listener-XXXXXXXX it reaches the 107 of a socket.
+LONGEST_TEMPORARY_PATH = 75
 Work = Callable[..., Iterator[Any]]
-_FORK_SERVER: dict[str, int] = {}  # "owner": its process; none where workers start afresh
+# `owner`: the process that started the server; empty if workers start afresh.
+_FORK_SERVER: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def preload(modules: Sequence[str], device: str) -> None:
     mp.set_forkserver_preload([server.__name__, *modules])
     os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
     try:
-        with _signals_held():  # nor does the server, which would take its workers with it
+        # The server must not end at these signals either: its workers would end with it.
+        with _signals_held():
             forkserver.ensure_running()
     except ChildProcessError:
         return
@@ -202,7 +205,8 @@ def _events(
                     daemon=True,
                 )
                 process.start()
-                far_end.close()  # so that the pipe ends with the worker
+                # So the pipe ends with the worker.
+                far_end.close()
                 processes.append(process)
                 numbers[pipe] = number
         while numbers:
@@ -237,10 +241,12 @@ def _signals_held() -> Iterator[None]:
 
     This process sees both afterwards.
     """
-    resource_tracker.ensure_running()  # starting it later would lift the mask
+    # Starting the tracker later would lift the mask.
+    resource_tracker.ensure_running()
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})  # children inherit
+    # Children inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})
     try:
         yield
     finally:
@@ -259,15 +265,20 @@ def _run_worker(
     arguments: tuple,
 ) -> None:
     """Run a worker's process, which sends its events and then its outcome."""
-    os.environ.update(environment)  # a fork has that of its server
+    # A fork has the environment of its server.
+    os.environ.update(environment)
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    end_with_parent(os.getppid(), ancestor=parent.pid)  # the same process, or a server between
-    for stop in STOPPING:  # which a scheduler sends to all; the parent answers
+    # The process with this id is the same one, or a server between the two.
+    end_with_parent(os.getppid(), ancestor=parent.pid)
+    # A scheduler sends these signals to all processes; the parent answers them.
+    for stop in STOPPING:
         signal.signal(stop, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts may listen
-    sending = threading.Lock()  # judges send from threads of their own
+    # Programs that the worker starts may listen to them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    # Judges send from their own threads.
+    sending = threading.Lock()
 
     def send(kind: str, event: Any) -> None:
         with sending:

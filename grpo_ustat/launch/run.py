@@ -43,7 +43,8 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         Stopped: by a signal; finished work is saved.
     """
     with StopRequest():
-        stop_if_requested()  # while it was composed, or between two runs of a sweep
+        # A signal may have come during composition, or between two runs of a sweep.
+        stop_if_requested()
         join_tasks()
         check_ranks(config)
         if world() > 1 or config.launch.num_processes == 1:
@@ -78,7 +79,8 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
     with faults_of(folder.path):
         modules = command.preload(config) if world() == 1 and folder.result() is None else ()
         if modules:
-            from grpo_ustat.distributed.workers import preload  # which --help needs not
+            # Only here, because --help does not need it.
+            from grpo_ustat.distributed.workers import preload
 
             preload(modules, config.launch.device)
         with waiting("starting", visible=is_main()), without_garbage_collection():

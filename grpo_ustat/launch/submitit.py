@@ -14,8 +14,10 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
 from grpo_ustat.terminal.console import tell
 
-REQUEUE_SECONDS = 60.0  # seconds that the first rank has to requeue the job
-REQUEUE_LOOK_SECONDS = 5  # seconds between two looks whether it has
+# Seconds that the first rank has to requeue the job.
+REQUEUE_SECONDS = 60.0
+# Seconds between two looks at the job's state.
+REQUEUE_LOOK_SECONDS = 5
 
 
 # Fields of a launcher that are no parameters of a job.
@@ -94,7 +96,8 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
         raise EndedForGood(f"{stopped}; the job was cancelled or cannot be requeued")
     if action == "requeue" and is_main():
         handler(number, None)
-    if action == "requeue" and of_slurm:  # wait for the first rank, which may have reasons not to
+    if action == "requeue" and of_slurm:
+        # The first rank may have reasons not to requeue, so wait for it.
         until = time.monotonic() + REQUEUE_SECONDS
         while slurm.next_action() == "requeue":
             if time.monotonic() > until:

@@ -50,7 +50,8 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
         with relay, start_torchrun(config.launch.num_processes, words) as torchrun:
             code = relay.wait(torchrun)
         outcome = json.loads(outcome_file.read_text()) if outcome_file.is_file() else {}
-        failures = sorted(Path(place).glob("rank-*.txt"))  # of ranks that had the time to write
+        # Only ranks that had the time have written a file.
+        failures = sorted(Path(place).glob("rank-*.txt"))
         reasons = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in failures]
     if "value" in outcome:
         return outcome["value"]
@@ -75,7 +76,8 @@ class SignalRelay(StopRequest):
     def __init__(self, grace_seconds: int):
         super().__init__()
         self._grace = grace_seconds
-        self._until: float | None = None  # monotonic
+        # End of the grace, on the monotonic clock.
+        self._until: float | None = None
         self._torchrun: subprocess.Popen | None = None
 
     def on_signal(self, number: int) -> None:
@@ -91,7 +93,8 @@ class SignalRelay(StopRequest):
                 return torchrun.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 if self.received:
-                    self._pass_on()  # again: a rank that was still starting had not listened
+                    # Signal again, because a rank that was still starting had not listened.
+                    self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
                     f"the ranks had not ended {self._grace} s after {self.name} "
@@ -126,7 +129,8 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
         for number in (*STOPPING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
-    own_files = Path(words[1]).parent  # which torchrun would leave elsewhere when it is killed
+    # A torchrun that is killed would leave its files elsewhere.
+    own_files = Path(words[1]).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--log-dir={own_files / 'torchrun'}"]
     command += [f"--nproc_per_node={count}", "-m", "grpo_ustat.launch.rank", *words]

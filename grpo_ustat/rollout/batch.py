@@ -22,7 +22,8 @@ from grpo_ustat.rollout.decoding import choose
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are unfinished
+# Finished rows leave once fewer than this share are unfinished.
+COMPACT_BELOW = 0.8
 ROW_TENSORS = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
     *("mask_RT", "uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),

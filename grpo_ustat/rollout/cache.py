@@ -16,8 +16,10 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-SPARE_TOKENS = 64  # of a new buffer: copying them is little beside what attention reads
-MIN_IN_PLACE_BYTES = 12 * 1024  # of a row's head: a copy costs more than reading with gaps
+# Room of a new buffer: copying it costs little beside what attention reads.
+SPARE_TOKENS = 64
+# Size of a row's head from which a copy costs more than reading with gaps.
+MIN_IN_PLACE_BYTES = 12 * 1024
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:

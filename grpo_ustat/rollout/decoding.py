@@ -6,8 +6,10 @@ import torch
 
 from grpo_ustat.policy.logprobs import widen
 
-LOGITS_AT_ONCE = {"cpu": 2**19}  # fits the processor's cache; elsewhere 2**24
-BLOCK_TOKENS = 256  # tokens whose weights are summed before any is looked at
+# On a CPU it fits the processor's cache; elsewhere it is 2**24.
+LOGITS_AT_ONCE = {"cpu": 2**19}
+# Tokens whose weights are summed before single ones are read.
+BLOCK_TOKENS = 256
 
 
 def choose(

@@ -32,7 +32,8 @@ from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-WRONG_CALLS = (  # what models raise that are called as they do not expect
+# Errors of models that are called in a way that they do not expect.
+WRONG_CALLS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip

@@ -22,10 +22,14 @@ from grpo_ustat.rollout.linears import cast_linears
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-REFILL_BELOW = 0.9  # replace finished rows once fewer than this share are unfinished
-DECIDE_BELOW = 0.7  # decide at this share whether lengths are so unequal that replacing pays:
-UNEQUAL_TOKEN_RATIO = 1.25  # tokens until then, over those until REFILL_BELOW
-TOKENS_BETWEEN_LOOKS = {"cpu": 1}  # at what is finished; elsewhere 16
+# Finished rows are replaced once fewer than this share are unfinished.
+REFILL_BELOW = 0.9
+# At this share it is decided if lengths are so unequal that replacing pays.
+DECIDE_BELOW = 0.7
+# Replacing pays above this ratio of the tokens until `DECIDE_BELOW` to those until `REFILL_BELOW`.
+UNEQUAL_TOKEN_RATIO = 1.25
+# Tokens between two looks at what is finished; 16 on other devices.
+TOKENS_BETWEEN_LOOKS = {"cpu": 1}
 
 
 def sample(
@@ -66,7 +70,8 @@ def sample(
 
     work = Work(encoded, group_size, draws)
     written = write(policy, work, sampling, Progress("writing", len(prompts) * group_size))
-    if not written.logprobs_RT.isfinite().all():  # looked at here alone: on a GPU, a wait a token
+    # Checked only here: on a GPU a check would wait at each token.
+    if not written.logprobs_RT.isfinite().all():
         raise FloatingPointError(
             "the model's logits are not finite: lower learning_rate if this run has trained it, "
             "else look at its weights and at model.dtype"
@@ -91,7 +96,8 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                     raise
                 no_memory = True
             order = [r for r in order if not written.lengths_R[r]]
-            if no_memory:  # outside the handler: the error holds all that was allocated
+            if no_memory:
+                # Freed outside the handler, because the error holds all that was allocated.
                 clear_device_cache(garbage_collection=True)
                 progress.completed = len(written.lengths_R) - len(order)
                 progress.tokens = int(written.lengths_R.sum())

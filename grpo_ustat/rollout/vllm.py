@@ -30,28 +30,38 @@ from grpo_ustat.rollout.local import Sampling, assemble
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # same process: weights go over as they are
+# vLLM reads these when it is imported; what the user has set stays.
+ENVIRONMENT = {
+    # In the same process, weights are handed over as they are.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 FIXED_OPTIONS = {
-    "load_format": "dummy",  # `refresh` brings the weights
-    "skip_tokenizer_init": True,  # tokens in, tokens out
-    "generation_config": "vllm",  # not the model's own temperature, top_p and the like
-    "logprobs_mode": "processed_logprobs",  # at the temperature sampled at
+    # `refresh` brings the weights.
+    "load_format": "dummy",
+    # Requests and answers are tokens.
+    "skip_tokenizer_init": True,
+    # The model's own temperature, top_p and the like are not used.
+    "generation_config": "vllm",
+    # Log-probabilities at the temperature of sampling.
+    "logprobs_mode": "processed_logprobs",
     "trust_remote_code": False,
 }
-PLAIN_SAMPLING = {  # of every request: nothing reshapes its distribution
+# Options of every request: nothing reshapes its distribution.
+PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
-    "ignore_eos": True,  # the model's own, which `end_tokens` may not hold
-    "logprobs": 0,  # of the drawn token
+    # The model's own end token may not be in `end_tokens`.
+    "ignore_eos": True,
+    # Only the drawn token's log-probability.
+    "logprobs": 0,
     "detokenize": False,
 }
 DTYPES = ("float32", "bfloat16", "float16")
-MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this
+# vLLM raises lower temperatures to this value.
+MIN_TEMPERATURE = 0.01
 
 
 class VllmEngine:
@@ -105,7 +115,8 @@ class VllmEngine:
         options = PLAIN_SAMPLING | {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_length,
-            "stop_token_ids": sorted(self._policy.end_tokens),  # these alone stop a request
+            # Only these stop a request.
+            "stop_token_ids": sorted(self._policy.end_tokens),
         }
         if sampling.greedy:
             options |= {"temperature": 0.0, "logprobs": None}
@@ -208,7 +219,8 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
     names = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
     limits = {name: getattr(options, name) for name in names}
     if ranks.world() > 1:
-        limits["distributed_executor_backend"] = "external_launcher"  # an engine on every rank
+        # Every rank has its own engine.
+        limits["distributed_executor_backend"] = "external_launcher"
     if policy.model.device.type == "cpu":
         # vLLM 0.32 ends where a seeded request's prompt is read in two parts: it would take back
         # the draw between them, which generators on CPUs cannot.

@@ -370,7 +370,8 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
         kinds = [x for x in arguments if x is not NoneType]
         if content is None and len(kinds) < len(arguments):
             return None
-        if all(map(is_dataclass, kinds)):  # the record of whose keys the fewest are missing
+        if all(map(is_dataclass, kinds)):
+            # Take the record that lacks the fewest keys.
             known = content if isinstance(content, dict) else {}
             kinds = [min(kinds, key=lambda record: len(_missing(known, record)))]
         if len(kinds) == 1:
@@ -426,7 +427,8 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
     """
     typed, wrong = [], []
     for row in rows:
-        if "step" not in row:  # of no step, such as of the end of a run
+        if "step" not in row:
+            # A row without a step, such as that of the end of a run.
             continue
         if not count(row["step"]):
             wrong.append(("step", row["step"]))

@@ -29,7 +29,8 @@ def natural_order(place: object) -> list[str | int]:
     >>> sorted(["step_10", "step_9"], key=natural_order)
     ['step_9', 'step_10']
     """
-    parts = re.split(r"([0-9]+)", str(place))  # texts and numbers in turn
+    # Texts and numbers alternate.
+    parts = re.split(r"([0-9]+)", str(place))
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
@@ -49,11 +50,13 @@ def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
         staged.touch()
         mode = staged.stat().st_mode
         yield staged
-        with suppress(PermissionError):  # a file system without modes
+        # Some file systems have no modes.
+        with suppress(PermissionError):
             staged.chmod(mode)
         os.replace(staged, file)
     except BaseException:
-        with suppress(OSError):  # it takes room on a disk that may have none
+        # The file takes room on a disk that may have none.
+        with suppress(OSError):
             staged.unlink()
         raise
 
@@ -126,7 +129,8 @@ def _cell(text: str | None) -> Any:
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number, from 0, and content of every line that is not blank."""
-    with path.open(encoding="utf-8-sig") as file:  # with Windows' mark or without
+    # The file may begin with the mark of Windows.
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file):
             if not line.strip():
                 continue
@@ -151,7 +155,8 @@ def create_whole(path: Path, text: str) -> None:
         os.link(staged, path)
     except FileExistsError:
         pass
-    except OSError:  # a file system without links
+    except OSError:
+        # Some file systems have no links.
         os.replace(staged, path)
     staged.unlink(missing_ok=True)
 

@@ -112,7 +112,8 @@ class RunFolder:
         configured = (self.path / ".hydra" / "config.yaml").is_file()
         began = bool(names & ours) and names <= ours | {".hydra"}
         if not names or (began and not configured):
-            return  # no run has begun here; one killed before it had written both files has not
+            # No run has begun here, or it was killed before it had written both files.
+            return
         if not any((self.path / name).is_file() for name in ours):
             raise ConfigError(
                 f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
@@ -185,13 +186,17 @@ class RunFolder:
         self.check_lock()
         self.check()
         tell(self.config.plan, file=sys.stderr)
-        if self.mode == "overwrite":  # what shows that the folder is ours goes last
-            last = {RESULT: -1, "code.json": 1}  # of half a folder none takes it for finished
+        if self.mode == "overwrite":
+            # The files that show that the folder is ours go last.
+            # With only half of them left, the folder is not taken for a finished run.
+            last = {RESULT: -1, "code.json": 1}
             for old in sorted(self._artefacts(), key=lambda path: last.get(path.name, 0)):
-                is_folder = old.is_dir() and not old.is_symlink()  # what a link leads to stays
+                # The target of a link stays.
+                is_folder = old.is_dir() and not old.is_symlink()
                 shutil.rmtree(old) if is_folder else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
-        if "files" in (result := self.read_result() or {}):  # the run goes on, its tables grow
+        if "files" in (result := self.read_result() or {}):
+            # The run goes on, and its tables grow.
             del result["files"]
             result["digest"] = contents.content_digest(result)
             self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))

@@ -45,8 +45,10 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
     """Write something that a run can do without: a disk error is only a warning."""
     try:
         write()
-    except Exception as error:  # tokenizers raises Exception itself
-        wrapped = "os error" in str(error) or "Os { code" in str(error)  # by Rust libraries
+    except Exception as error:
+        # Tokenizers raises Exception itself.
+        # Rust libraries wrap an error of the system in their own text.
+        wrapped = "os error" in str(error) or "Os { code" in str(error)
         if not (isinstance(error, OSError) or wrapped):
             raise
         reason = single_line(error)
@@ -87,7 +89,8 @@ class MetricsLog:
             OSError: the disk refuses; nothing is lost, the next call tries again.
         """
         with self._file.open("r+b", buffering=0) as file:
-            file.truncate(self._size)  # what an attempt that failed may have left
+            # A failed attempt may have left a part of a line.
+            file.truncate(self._size)
             file.seek(self._size)
             count = file.write(self._waiting)
             if count < len(self._waiting):

@@ -215,7 +215,8 @@ class RunRecord:
     def _edited(self) -> list[str]:
         try:
             return changed_files(self.folder, self.result or {})
-        except OSError:  # which the file's own reader says
+        except OSError:
+            # The file's own reader reports the error.
             return []
 
     def add_note(self, line: str) -> None:
@@ -303,9 +304,8 @@ class RunRecord:
         summary, reason = self._result_summary()
         last = next((row for row in reversed(self.launches) if "event" in row), {})
         failed = last.get("outcome") == "failed"
-        hashes = {self.config_hash, last.get("config_hash")} - {
-            None
-        }  # of the folder, of the launch
+        # The hashes of the folder and of the launch.
+        hashes = {self.config_hash, last.get("config_hash")} - {None}
         if summary is not None and not (failed and len(hashes) < 2):
             progress |= summary
             completed_steps = progress["step"] or 0
@@ -389,11 +389,13 @@ class RunRecord:
         file = self.folder / COMPLETIONS
         if not file.is_file():
             return [], ""
-        import pyarrow  # not at the start of every command
+        # Not imported at the start of every command.
+        import pyarrow
         from pyarrow import parquet
 
         try:
-            with parquet.ParquetFile(file) as stored:  # `read_table` imports pandas
+            # `read_table` would import pandas.
+            with parquet.ParquetFile(file) as stored:
                 groups = range(stored.metadata.num_row_groups)
                 size = sum(stored.metadata.row_group(i).total_byte_size for i in groups)
                 if size > MAX_PARQUET_BYTES:

@@ -196,7 +196,8 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             cells.append(f"{state.mean_reward:.3f} [{state.low:.3f}, {state.high:.3f}]")
         if sweep.command == "mse":
             gstar = state.gstar or "not enough\ndata" * (state.name == DONE)
-            cells[-1] = cells[-1].replace(" [", "\n[")  # in 80 columns
+            # So the table fits into 80 columns.
+            cells[-1] = cells[-1].replace(" [", "\n[")
             cells += [gstar.replace(" [", "\n["), str(state.best_divisor or "")]
         table.add_row(*cells)
     return table

@@ -20,7 +20,8 @@ from decimal import Decimal
 from grpo_ustat.config.data import MARK
 
 BOXES = ("\\boxed{", "\\fbox{")
-THOUGHTS = (  # how chat templates begin and end them
+# Marks with which chat templates begin and end thoughts.
+THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
@@ -28,9 +29,12 @@ THOUGHTS = (  # how chat templates begin and end them
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )  # fmt: skip
 MAX_DIGITS = 30
-MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
-MAX_WORDS = 5  # behind a number
-MAX_MARKED = 120  # of a marked line behind the mark
+# Characters of a number with its sign, commas and spaces.
+MAX_NUMBER = 60
+# Words behind a number.
+MAX_WORDS = 5
+# Characters of a marked line behind the mark.
+MAX_MARKED = 120
 TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf", "mathit")
 LATEX_WRAPPERS = (
     ("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES),
@@ -42,12 +46,14 @@ UNITS = {
     "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
     "ml", "mph", "per", "point",
 }  # fmt: skip
-NO_UNITS = {  # they change the value, also in the plural
+# These change the value, also in the plural.
+NO_UNITS = {
     "half", "halve", "quarter", "third", "dozen", "doz", "hundred", "thousand", "million",
     "billion", "trillion", "quadrillion", "quintillion", "zillion", "lakh", "crore", "ten",
     "twentie", "factorial",
 }  # fmt: skip
-NO_UNIT = {  # they change the value, or hedge; a plural is another word, as logs are
+# These change the value or hedge; a plural is another word, such as logs.
+NO_UNIT = {
     "or", "and", "not", "no", "but", "out", "times", "minus", "plus", "over", "squared", "cubed",
     "added", "subtracted", "multiplied", "divided", "power", "raised", "mod", "modulo", "choose",
     "log", "ln", "sqrt", "root", "pi", "doubled", "halved", "tripled", "twice", "thrice", "double",
@@ -58,17 +64,18 @@ NO_UNIT = {  # they change the value, or hedge; a plural is another word, as log
 }  # fmt: skip
 MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013", "-"))
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
-_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")  # possessive: linear
-_THOUSANDS = re.compile(  # how LaTeX and printers set them apart
-    r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
-)
+# Possessive, so that the time is linear.
+_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")
+# The ways in which LaTeX and printers set thousands apart.
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _DOLLAR = r"(?:\\?[$€£¥])?"
 _NUMBER = re.compile(
     rf"(?P<before>[+-]?){_DOLLAR}(?P<after>[+-]?)"
     rf"(?P<digits>(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+){_DOLLAR}"
 )
 _WORDS = r"[a-zA-Z][a-zA-Z ./-]*"
-_MEASURED = re.compile(  # a number, then a unit apart from it
+# A number, then a unit that is separate from it.
+_MEASURED = re.compile(
     rf"(?P<number>[^a-zA-Z]*[\d$])(?: |\\[,;: ]|~)*"
     rf"(?:(?<=[ ,;:~])(?P<word>{_WORDS})|\\(?:{'|'.join(TEXTS)})\{{[ ~]*(?P<unit>{_WORDS})\}})\.?"
 )
@@ -137,9 +144,11 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
     The second value is the position in the text where that line ends.
     """
-    for match in _MARKED.finditer(text):  # one in a line, by its last mark
+    # A line has at most one match, at its last mark.
+    for match in _MARKED.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        line = ("**" if before.count("**") % 2 else "") + match["line"]  # **#### 12** is one bold
+        # In **#### 12** everything is bold.
+        line = ("**" if before.count("**") % 2 else "") + match["line"]
         value = None if _MARK.search(before) else measured(line, any_unit)
         if value is not None:
             return value, match.end()
@@ -162,7 +171,8 @@ def measured(text: str, any_unit: bool = False) -> Decimal | None:
         return number(text)
     text = match["unit"] or match["word"]
     unit = words(text)
-    other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1  # one letter is a variable
+    # A single letter is a variable, not a unit.
+    other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1
     known = other or all(UNITS & forms(word) for word in unit)
     millions = re.search(r"\b[KMBT]{1,2}\b", text) or (
         len(unit[0]) == 1 and unit[1:] and unit[1] != "per"

@@ -19,7 +19,8 @@ from grpo_ustat.tasks.answers import MARK
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 SPLITS = ("train", "train", "train", "test", "study")
-MAX_TRIES = 1000  # redraws of one question before its kind counts as exhausted
+# Redraws of one question before its kind counts as exhausted.
+MAX_TRIES = 1000
 
 
 @dataclass(frozen=True)

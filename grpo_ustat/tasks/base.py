@@ -21,8 +21,10 @@ from grpo_ustat.tasks.answers import after_thoughts, final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal.console import tell, warn
 
-WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")  # two in a row
-PROMPTS = {  # that fit questions of words, by the kind of the data set
+# Two words in a row.
+WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
+# Prompts that fit questions of words, by the kind of the data set.
+PROMPTS = {
     "gsm8k": "prompt=gsm8k, or prompt=gsm8k_chat for a chat model",
     "math": "prompt=qwen_math_cot, or prompt=chat_boxed for a chat model",
     "jsonl": "prompt=as_is, or prompt=chat for a chat model",

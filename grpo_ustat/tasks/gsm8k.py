@@ -12,7 +12,8 @@ from grpo_ustat.tasks.answers import MARK, measured, plain
 from grpo_ustat.tasks.rows import train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
-_ANNOTATION = re.compile(r"<<[^<>]*>>")  # a calculator's, as in 48/2 = <<48/2=24>>24
+# Annotations of a calculator, as in 48/2 = <<48/2=24>>24.
+_ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
 def gsm8k(

@@ -15,7 +15,8 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
 
-ANSWER_SECONDS = 8.0  # to answer; names are looked up without a limit of their own
+# Seconds to answer; looking names up has no limit of its own.
+ANSWER_SECONDS = 8.0
 
 
 @cache
@@ -35,7 +36,8 @@ def go_offline_if_unreachable() -> bool:
         try:
             get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
             failures.clear()
-        except Exception as error:  # of whichever library sends requests
+        except Exception as error:
+            # Several libraries send requests, with different errors.
             failures[:] = [single_line(error) or type(error).__name__]
 
     thread = threading.Thread(target=ask, daemon=True)

@@ -57,12 +57,16 @@ from grpo_ustat.tasks.math_latex import (
 from grpo_ustat.tasks.math_sets import readings
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
-LONGEST_BOX = 300  # characters of a box
-_PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)  # the last of several
-_BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")  # math-verify reads neither
+# Characters of a box.
+LONGEST_BOX = 300
+# Of the verdicts of several readings, the last one in this order counts.
+_PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)
+# Math-verify reads neither of these.
+_BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")
 _DOTS = re.compile(r",?\\ldots,?")
 _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-CANARIES = (  # question, gold, completion, for the steps before math-verify
+# Question, gold, completion and verdict, for the steps before math-verify.
+CANARIES = (
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
     ("", r"\frac{3}{4}", r"so $\boxed{0.75}$", Verdict.RIGHT),
@@ -123,7 +127,8 @@ class MathJudge:
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        late = {  # what to ask of each, in every reading that may be right
+        # Pairs to ask for each answer, in every reading that may be right.
+        late = {
             i: [
                 boxes(*read)
                 for read in _readings(triples[i][1], cast(str, answers[i]))

@@ -11,11 +11,13 @@ from math import gcd
 from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
 from grpo_ustat.tasks.math_sets import both_joined, both_signs, parts, turned
 
-BASES = (  # from 2 on
+# Names of the bases, from 2 on.
+BASES = (
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
-_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # with braces in it, one deep
+# The content may have braces, one level deep.
+_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _UNICODE = MINUS | str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
     "±": r"\pm ", "∓": r"\mp ", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ", "°": r"^\circ ",
@@ -28,7 +30,8 @@ _MODULUS = r"(?:\s|~|\\[,;: ])*(?:\{\s*(\w+)\s*\}|(\w+))"
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
 _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
-    (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),  # thousands
+    # Separators of thousands.
+    (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
     (r"(?:^|(?<=[,=/(+*-])|(?<=, ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
     (r"(?:^|(?<=/)|(?<=/ ))\(([-+]?\d+)\)(?=$| ?/)", r"\1"),
     (r"\\(?:[lc]?dots|dots[cbmio])(?![a-zA-Z])|\.\.\.", r"\\ldots "),
@@ -66,21 +69,25 @@ _REPLACED = (
     (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\!", ""),
     (r"\\q?quad(?![a-zA-Z])", " "),
     (r"\{,\}", ","),
-    (r"(?<=\d)\\[,;:](?=\d)", ","),  # a thin space between thousands
+    # A thin space between thousands.
+    (r"(?<=\d)\\[,;:](?=\d)", ","),
     (r"\\[,;: ]|~", " "),
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", "°"),
 )
 _CLEANED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
 _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|underline) ?"
-_PEELED = (  # of a whole answer
+# Wrappings of a whole answer.
+_PEELED = (
     (rf"{_TEXT}\{{ ?([\d.,]+) ([a-zA-Z][a-zA-Z ./-]*)\}}", r"\1 \\text{\2}"),
     (rf"(?:{_TEXT})?{_BRACED}", r"\1"),
     (r"([+-]?) ?\(([^()]*)\)( ?(?:/|°|\\?%|\\text).*)?", r"\1\2\3"),
 )
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
 _SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
-_TEXT_LETTER = (rf"{_TEXT}\{{ ?([a-zA-Z]) ?\}}", r" \1")  # math-verify drops texts
-_APART = re.compile(  # a unit behind a value that ends, outside of braces
+# Math-verify drops texts, so a letter is taken out of its text.
+_TEXT_LETTER = (rf"{_TEXT}\{{ ?([a-zA-Z]) ?\}}", r" \1")
+# A unit behind a complete value, outside of braces.
+_APART = re.compile(
     rf"(?P<value>.*?[^\s~\\=+*/^_<>(,;:&|-]){_SPACED}*"
     r"(?:\\(?P<kind>math(?:rm|bf|it)|text(?:normal|bf|it|rm)?|mbox) ?"
     r"\{(?P<text>[^{}\\]*)(?:\^[23])?\}"
@@ -97,9 +104,11 @@ _NUMBER = re.compile(
     re.ASCII,
 )
 _DIGITS = "-?[0-9A-Z]+"
-_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 1 2 is not 12
+# Spaces between two digits stay: 1 2 is not 12.
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
-FITTING = {  # shapes of answers to each shape of a gold
+# Shapes of answers that fit each shape of a gold.
+FITTING = {
     "one": {"one", "list", "set", "tuple", "named", "range"},
     "range": {"one", "list", "set", "tuple", "named", "range"},
     "list": {"one", "list", "set", "named"},
@@ -111,12 +120,14 @@ _UNEQUAL = re.compile(r"\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?)(?![a-zA-Z])|>")
 _IN = re.compile(r"^\s*[a-zA-Z] ?\\in(?![a-zA-Z])")
 _RELATION = re.compile("[<=]")
 _NAME = re.compile(r"[a-zA-Z]|[a-zA-Z]\([a-z]\)|\([a-z](?:,[a-z])+\)")
-_LONG_NAME = re.compile(  # before an equals sign
+# A name before an equals sign.
+_LONG_NAME = re.compile(
     r"(?P<letter>[a-zA-Z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))"
     r"(?:_(?:\w|\{\w+\}))?(?:'|\^\{-1\})?(?:\(\w\))?"
     r"|[A-Z]{2,3}|m?\\angle[A-Z]{1,3}|\([a-z](?:,[a-z])+\)"
 )
-_EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")  # outside of brackets
+# An equals sign outside of brackets.
+_EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")
 _CLOSED = re.compile(r"\([^()]*\)")
 _RELATED = re.compile(r"[<>=]|\\(?:[lg]eq?|[lg]t|neq?|in|equiv)(?![a-zA-Z])")
 
@@ -126,9 +137,11 @@ class Number:
     """A number as an answer writes it: its value, and how."""
 
     value: Fraction
-    form: str  # "decimal", "scientific", "mixed", "reduced" or "unreduced"
+    # One of "decimal", "scientific", "mixed", "reduced" and "unreduced".
+    form: str
     percent: bool
-    words: list[str]  # of its unit
+    # Words of its unit.
+    words: list[str]
 
 
 def spelled(latex: str) -> str:
@@ -374,7 +387,8 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
     gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
     if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
         return True
-    gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))  # of sums: k=1
+    # Subscripts of sums, such as k=1, do not count.
+    gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))
     gold_shape, answer_shape = _shape(gold), _shape(answer)
     if _RELATION.search(answer) and not _RELATION.search(gold):
         if not all(map(_says_of_one_name, parts(answer))):

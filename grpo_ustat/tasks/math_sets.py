@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from itertools import product
 
-MAX_SIGNS = 3  # signs of two values in one part of an answer
-_SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"  # possessive: no way back
+# Signs of two values in one part of an answer.
+MAX_SIGNS = 3
+# Possessive: it never backtracks.
+_SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"
 _COMMANDS = r"\\(?:text|textnormal|textit|textrm|textbf|mbox|mathrm|operatorname)"
 _LINK = r"(and|or|union)"
-_JOINT = re.compile(  # three groups, so every fourth piece of a split is a value
+# It has three groups, so every fourth piece of a split is a value.
+_JOINT = re.compile(
     rf"{_SPACE},?{_SPACE}(?:{_COMMANDS} ?\{{{_SPACE},?{_SPACE}{_LINK}{_SPACE}\}}"
     rf"|(?<![a-zA-Z\\]){_LINK}(?![a-zA-Z])|\\(lor|vee|land|wedge)(?![a-zA-Z])){_SPACE}"
 )
@@ -36,7 +39,8 @@ _LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
 _TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
 
 _TWO_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-_RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")  # perhaps with thousands
+# Digits that may have separators of thousands.
+_RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 
 

@@ -27,7 +27,8 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import MAX_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
 
-DISJOINT_FROM = {  # splits that a split must share no question with
+# Splits with which a split must share no question.
+DISJOINT_FROM = {
     "train": ("test", "examples"),
     "test": ("examples",),
     "study": ("examples",),
@@ -110,9 +111,11 @@ class OwnJudge:
     ):
         self.counts: Counter[str] = Counter()
         self._reward, self._extract, self._name = reward, extract, name
-        with suppress(TypeError):  # no signature, as some of C have none
+        # Some functions written in C have no signature.
+        with suppress(TypeError):
             check_reward_call(name, signature_of(reward))
-        self._loop: Any = None  # in which coroutines run, and of which process it is
+        # The event loop that runs coroutines, and the process that it belongs to.
+        self._loop: Any = None
         self._loop_of = 0
 
     def extract(self, completion: str) -> str | None:
@@ -145,7 +148,8 @@ class OwnJudge:
             tasks = map(one, rewards, names)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-        if self._loop is None or self._loop_of != os.getpid():  # it is no fork's
+        # A fork has no use for its parent's loop.
+        if self._loop is None or self._loop_of != os.getpid():
             self._loop, self._loop_of = asyncio.new_event_loop(), os.getpid()
         outcomes = self._loop.run_until_complete(every())
         for outcome in outcomes:
@@ -158,7 +162,8 @@ def _finite(reward: Any, name: str) -> float:
     """Return a reward as a float: any real number, also one of NumPy's or a tensor's."""
     number = reward
     if callable(getattr(reward, "item", None)):
-        with suppress(Exception):  # of several values
+        # A tensor of several values raises.
+        with suppress(Exception):
             number = reward.item()
     if not is_number(number, MAX_REWARD):
         with user_errors(name):
@@ -239,8 +244,10 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
     file, name = own
     loader = _FreshSource(f"grpo_ustat_reward_{file.stem}", str(file))
     spec = spec_from_loader(loader.name, loader)
-    assert spec is not None  # a loader has one
-    module = sys.modules[loader.name] = module_from_spec(spec)  # as dataclasses in it need
+    # A loader always has one.
+    assert spec is not None
+    # Dataclasses in the module look it up there.
+    module = sys.modules[loader.name] = module_from_spec(spec)
     with user_errors(f"{field_name}={reward}"):
         loader.exec_module(module)
     function = getattr(module, name, None)
@@ -254,7 +261,8 @@ def user_errors(source: str) -> Iterator[None]:
     """Turn an exception of the user's code into a ConfigError of one line that names its place."""
     try:
         yield
-    except BaseException as error:  # an exit would end a run as if it were done
+    except BaseException as error:
+        # An exit would end a run as if it were done.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]

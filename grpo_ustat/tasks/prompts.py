@@ -10,7 +10,8 @@ from typing import cast
 from grpo_ustat.records import Prompt, Question
 
 FIELDS = ("question", "answer", "solution")
-Turn = dict[str, str]  # role and content, as chat templates take them
+# Role and content, as chat templates take them.
+Turn = dict[str, str]
 
 
 def render(template: str, question: Question) -> str:

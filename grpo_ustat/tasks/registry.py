@@ -86,7 +86,8 @@ def make_judge(options: TaskOptions, source: Source) -> Judge:
             check_method(named, own, "reward", "prompt", "completion")
         if hasattr(own, "extract"):
             check_method(named, own, "extract", "completion")
-        reward = cast(Any, getattr(own, "reward", None))  # not called where dataset.reward is set
+        # It is not called if dataset.reward is set.
+        reward = cast(Any, getattr(own, "reward", None))
         judge = OwnJudge(reward, getattr(own, "extract", None), named)
     elif dataset.kind == "math":
         limits = (options.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)

@@ -12,7 +12,8 @@ from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.tasks.base import Judge, answered
 from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_function, user_errors
 
-RewardFunction = Callable[[Rollouts], Array]  # rewards_PG of completions
+# Returns the rewards_PG of completions.
+RewardFunction = Callable[[Rollouts], Array]
 
 
 def make_reward_funcs(

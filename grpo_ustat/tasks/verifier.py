@@ -32,16 +32,23 @@ from grpo_ustat.distributed.processes import kill_group
 from grpo_ustat.terminal.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
-START_SECONDS = 120.0  # for a worker's imports on a busy machine
-LOOK_SECONDS = 0.02  # between two looks whether a starting worker is still needed
-GRACE_SECONDS = 1.0  # seconds past the deadline that a worker has to end by itself
-MAX_PAIRS_OF_A_WORKER = 1000  # then it begins afresh, for the libraries keep what they read
+# Seconds for a worker's imports on a busy machine.
+START_SECONDS = 120.0
+# Seconds between two checks if a starting worker is still needed.
+LOOK_SECONDS = 0.02
+# Seconds past the deadline in which a worker has to end by itself.
+GRACE_SECONDS = 1.0
+# A worker is then replaced, because the libraries keep what they read.
+MAX_PAIRS_OF_A_WORKER = 1000
+# Variables of the environment that a worker sees.
 JUDGE_VARIABLES = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON[A-Z]+"
-)  # that a worker sees of the environment
-MAX_REMEMBERED_PAIRS = 20_000  # pairs whose verdict is remembered
+)
+# Pairs whose verdict is remembered.
+MAX_REMEMBERED_PAIRS = 20_000
 
-Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \boxed{...}
+# Gold and answer, texts as math-verify reads them: \boxed{...}
+Pair = tuple[str, str]
 
 
 class Verdict(Enum):
@@ -49,8 +56,10 @@ class Verdict(Enum):
 
     RIGHT = "right"
     WRONG = "wrong"
-    TIMEOUT = "timeout"  # past the deadline
-    FAILURE = "failure"  # the worker died, ran out of memory or raised
+    # The deadline passed.
+    TIMEOUT = "timeout"
+    # The worker died, ran out of memory or raised.
+    FAILURE = "failure"
 
 
 JUDGED_VERDICTS = (Verdict.RIGHT, Verdict.WRONG)
@@ -109,14 +118,16 @@ class Verifier:
             JudgeError: a worker does not start or judges a canary wrongly, and so does the fresh
                 one that takes its place.
         """
-        if self._process != os.getpid():  # after a fork: workers and lock are the parent's
+        if self._process != os.getpid():
+            # After a fork, workers and lock belong to the parent.
             self._begin()
         with self._lock:
             verdicts = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
             new = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
             verdicts |= self._judged(new) if new else {}
             for pair, verdict in verdicts.items():
-                if verdict in JUDGED_VERDICTS:  # the others may fare better another time
+                if verdict in JUDGED_VERDICTS:
+                    # The other pairs may be judged another time.
                     self._cache[pair] = verdict
                     self._cache.move_to_end(pair)
             while len(self._cache) > MAX_REMEMBERED_PAIRS:
@@ -135,9 +146,11 @@ class Verifier:
             try:
                 serve = partial(self._serve, waiting=waiting, verdicts=verdicts, progress=progress)
                 places = [threads.submit(serve, place) for place in range(self._places)]
-                for served in as_completed(places):  # the first to fail is heard at once
+                # The first failure is raised at once.
+                for served in as_completed(places):
                     served.result()
-            except BaseException:  # also Ctrl-C: what the other threads wait for ends at once
+            except BaseException:
+                # Also after Ctrl-C, what the other threads wait for ends at once.
                 waiting.clear()
                 for worker in list(self._workers.values()):
                     worker.kill()
@@ -199,7 +212,8 @@ class _Worker:
             env=judge_environment(os.environ),
             start_new_session=True,
         )
-        worker_end.close()  # so that the pipe ends with the worker
+        # So the pipe ends with the worker.
+        worker_end.close()
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
         """Wait for the imports; return False as soon as nothing is left to judge.

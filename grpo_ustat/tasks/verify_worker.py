@@ -26,15 +26,24 @@ from typing import Any, cast
 READY = "ready"
 STATUS_FILE = "/proc/self/status"
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")  # prefixes of audit events
-PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")  # to see the run alive, and to import
-LOOK_SECONDS = 2.0  # seconds between two looks whether the run that asks still lives
-TRUSTED_MEMORY_SHARE = 0.9  # of the memory limit: what is found this close to it is not trusted
-DIFFERENCE_DIGITS = 1000  # to which a difference is worked out before it counts as none
-NEAR_DIFFERENCE = 1e-9  # that math-verify may take for none
-NEAR_DECIMAL_DIFFERENCE = 1e-5  # the same between decimals
-ROUNDING_TOLERANCE = 1e-3  # relative difference that a rounded decimal may have
-DONE, CRASHED, HANDED_OVER = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
+# Prefixes of audit events.
+REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")
+# The worker sees by them that the run lives, and imports modules.
+PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")
+# Seconds between two checks that the run which asks still lives.
+LOOK_SECONDS = 2.0
+# Share of the memory limit above which a verdict of "wrong" is not trusted.
+TRUSTED_MEMORY_SHARE = 0.9
+# Digits to which a difference is computed before it counts as 0.
+DIFFERENCE_DIGITS = 1000
+# Differences that math-verify may take for 0.
+NEAR_DIFFERENCE = 1e-9
+# The same between decimals.
+NEAR_DECIMAL_DIFFERENCE = 1e-5
+# Relative difference that a rounded decimal may have.
+ROUNDING_TOLERANCE = 1e-3
+# Exit codes of a fork; after the last one, the next fork takes over.
+DONE, CRASHED, HANDED_OVER = 0, 1, 3
 WARM_UP_PAIRS = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
     ("[0,1)", r"(0,\infty)"), (r"\{1,2\}", r"2,1"), ("y=2x+1", "2x+1=y"), ("x<3", "3>x"),
@@ -46,21 +55,25 @@ Judge = Callable[[str, str], bool]
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
     """Judge the pairs that arrive on the pipe until the run closes it or is gone."""
-    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):  # stop requests, which only the run answers
+    # Requests to stop, which only the run answers.
+    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    # The alarm ends the process.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     pipe = Connection(handle)
     try:
         judge = _judge()
-        for gold, answer in WARM_UP_PAIRS:  # builds the parser's tables, which forks share
+        # This builds the parser's tables, which forks share.
+        for gold, answer in WARM_UP_PAIRS:
             judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
     except Exception as error:
         return _say(pipe, f"{type(error).__name__}: {' '.join(str(error).split())}")
     memory_bytes = _limited(resource.RLIMIT_AS, memory_bytes)
     _limited(resource.RLIMIT_CORE, 0)
     _say(pipe, READY)
-    busy = mmap.mmap(-1, 1)  # shared with the forks: whether a pair awaits its verdict
+    # Shared with the forks: 1 while a pair awaits its verdict.
+    busy = mmap.mmap(-1, 1)
     ended = HANDED_OVER
     while ended == HANDED_OVER or busy[0]:
         if busy[0]:
@@ -113,7 +126,8 @@ def _serve(
             while not pipe.poll(LOOK_SECONDS):
                 os.kill(run, 0)
             gold, answer = json.loads(pipe.recv_bytes())
-        except (EOFError, ProcessLookupError):  # the run has closed the pipe or is gone
+        except (EOFError, ProcessLookupError):
+            # The run has closed the pipe or is gone.
             return DONE
         busy[0] = 1
         signal.setitimer(signal.ITIMER_REAL, deadline)
@@ -160,7 +174,8 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
     except Exception:
         return "failure"
     if not right and _peak_bytes() > TRUSTED_MEMORY_SHARE * memory_bytes:
-        return "failure"  # the libraries swallow a MemoryError here and there
+        # The libraries swallow a MemoryError in some places.
+        return "failure"
     return "right" if right else "wrong"
 
 
@@ -170,7 +185,8 @@ def _peak_bytes() -> int:
     If the system does not tell, it is the process's largest memory.
     """
     if not os.path.exists(STATUS_FILE):
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
+        # Unit of ru_maxrss in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open(STATUS_FILE) as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))

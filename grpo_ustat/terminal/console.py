@@ -64,4 +64,5 @@ def warn(text: str) -> None:
     console = Console(stderr=True, soft_wrap=True)
     with console.capture() as capture:
         console.print(f"warning: {text}", style="bold red")
-    print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round
+    # A second console would not write above the bars.
+    print(capture.get(), end="", file=sys.stderr)

@@ -179,7 +179,8 @@ class Meter:
         name = max(self._reports.values(), key=lambda report: report[0])[1].name
         same = [activity for activity in recent if activity.name == name]
         completed, total = sum(one.completed for one in same), sum(one.total for one in same)
-        if completed == total > 0:  # something else goes on that does not report
+        if completed == total > 0:
+            # Another activity goes on that does not report.
             return "", 0, 0, ""
         if not total:
             return name, 0, 0, ""
@@ -233,7 +234,8 @@ class Meter:
             *columns,
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
-            redirect_stdout=sys.stdout.isatty(),  # else results would go to standard error
+            # Without it results would go to standard error.
+            redirect_stdout=sys.stdout.isatty(),
         )
         self._task = bars.add_task(
             f"{self.title:<{TITLE_CHARACTERS + 2}}", total=self.total, completed=self.completed
@@ -339,7 +341,8 @@ class TrainingBar:
 
     def __init__(self, max_steps: int, completed: int, visible: bool):
         self.meter = Meter("train", max_steps, "steps", completed=completed, visible=visible)
-        self._monitor = ""  # of the latest step that has one
+        # The monitor's text of the latest step that has one.
+        self._monitor = ""
 
     def __enter__(self) -> TrainingBar:
         self.meter.__enter__()

@@ -81,7 +81,8 @@ def lasting_output() -> Iterator[None]:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file that is opened has the lowest free number
+        except OSError:
+            # It is closed, and the next file that is opened would get the lowest free number.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     before = sys.stdout, sys.stderr
     output, errors = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
@@ -93,7 +94,8 @@ def lasting_output() -> Iterator[None]:
             raise
     finally:
         for stream in (output, errors):
-            with suppress(ValueError):  # closed meanwhile
+            # The stream may be closed meanwhile.
+            with suppress(ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
     refusal = getattr(_file_of(output), "refusal", None)

@@ -15,9 +15,12 @@ from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.terminal.streams import percentage
 
-MAJORITY = 0.5  # above it a share is most of them
-MAX_UNJUDGED = 0.01  # share of a step's completions; above it rewards are no longer what they say
-MAX_LOGPROB_GAP = {  # mean nats a token between sampler and trainer, by the type computed in
+# A share above it is most of the completions.
+MAJORITY = 0.5
+# Share of a step's completions above which rewards no longer mean what they say.
+MAX_UNJUDGED = 0.01
+# Mean nats a token between sampler and trainer, by the type of the computation.
+MAX_LOGPROB_GAP = {
     "float64": 1e-8,
     "float32": 1e-3,
     "bfloat16": 1e-1,
@@ -130,7 +133,8 @@ ALARMS = {
         ),
     ),
     "zero_learning_rate": Alarm(
-        2,  # a warm-up may begin at 0
+        # A warm-up may begin at 0.
+        2,
         lambda config, row: row["learning_rate"] == 0,
         lambda config, row: (
             "the learning rate was 0 in 2 steps, which change nothing: check schedule="

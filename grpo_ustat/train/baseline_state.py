@@ -178,7 +178,8 @@ class Critic(BaselineState):
     def __init__(self, decay: float, ridge: float):
         self.decay, self.ridge = decay, ridge
         self.gram, self.moment = np.zeros((0, 0)), np.zeros(0)
-        self.features_PD = np.zeros((0, 0))  # of the batch at hand
+        # Features of the current batch.
+        self.features_PD = np.zeros((0, 0))
 
     def context(
         self, run: TrainContext, batch: Batch, step: int

@@ -83,7 +83,8 @@ def baseline_context(
             continue
         greedy = name == "greedy_P"
         rollouts, cost = sample_extra(run, prompts, 1 if greedy else count, step, greedy=greedy)
-        assert rollouts is not None  # every rank has a prompt of each step
+        # Every rank has a prompt of each step.
+        assert rollouts is not None
         if name == "optimal_P":
             own_P = optimal_baseline(run, rollouts)
         else:

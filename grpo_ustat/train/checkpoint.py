@@ -97,7 +97,8 @@ def write_checkpoint(
         (staging / STATE_FILE).write_text(json.dumps(state | {"step": step}))
         for name, text in (texts or {}).items():
             (staging / name).write_text(text)
-        for file in filter(Path.is_file, staging.rglob("*")):  # safetensors writes 0600
+        # Safetensors writes files with mode 0600.
+        for file in filter(Path.is_file, staging.rglob("*")):
             file.chmod((staging / STATE_FILE).stat().st_mode)
 
     return publish(folder, step, write_files)
@@ -118,7 +119,8 @@ def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None)
     tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
     tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
     for name, value in tensors.items():
-        ends = value.aminmax() if value.numel() else ()  # not a number stays one
+        # `aminmax` keeps a value that is not a number.
+        ends = value.aminmax() if value.numel() else ()
         if not all(map(torch.isfinite, ends)):
             raise FloatingPointError(f"{name} is not finite: lower learning_rate")
 
@@ -157,7 +159,8 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
     _load_weights(checkpoint, policy.model)
     entries = load_file(checkpoint / OPTIMIZER_FILE)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    moments = {key: value for key, value in entries.items() if value.ndim}  # others count updates
+    # Entries without dimensions count updates.
+    moments = {key: value for key, value in entries.items() if value.ndim}
     _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
     fields: dict[str, set[str]] = {}
     for name, _, moment in (key.rpartition("/") for key in entries):

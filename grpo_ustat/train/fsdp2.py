@@ -82,8 +82,10 @@ def shard(policy: Policy, device: torch.device) -> Policy:
         fully_shard(module, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # ranks' gradients are summed, not averaged
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+            # The gradients of the ranks are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            # Gloo supports no other reduction.
+            module.set_force_sum_reduction_for_comms(True)
     return replace(policy, model=model)
 
 
@@ -131,7 +133,8 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
         for module in run.policy.model.modules():
             own = {id(p) for p in module.parameters(recurse=False)}
             (linear if type(module) is torch.nn.Linear else other).update(own)
-        narrow = linear - other  # an output layer that is the embedding too stays as it is
+        # An output layer that is also the embedding stays as it is.
+        narrow = linear - other
     for full, shard in parameter_pairs(run):
         full.data = full_tensor(shard.to(torch.bfloat16) if id(full) in narrow else shard)
 
@@ -226,7 +229,8 @@ class Fsdp2Reader:
                 self.model.device.type,
                 torch.bfloat16,
                 enabled=self.policy.bf16,
-                cache_enabled=False,  # it would keep every gathered layer
+                # The cache would keep every gathered layer.
+                cache_enabled=False,
             ):
                 # the root module, whose hooks gather the parameters
                 self.model(**inputs, logits_to_keep=1, use_cache=False)

@@ -20,7 +20,8 @@ Result = TypeVar("Result")
 # Share of the tokens allowed that a part needs for large enough products. A GPU waits for
 # thousands of launches in each pass, so there a part ends early only where padding costs as much.
 MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-MIN_LENGTH_RATIO = 0.9  # to a part's longest completion; shorter ones begin a new part
+# Ratio to a part's longest completion; shorter ones begin a new part.
+MIN_LENGTH_RATIO = 0.9
 
 
 @dataclass(frozen=True)

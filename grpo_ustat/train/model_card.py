@@ -30,7 +30,8 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-MAX_ROWS = 10  # of a table of steps, and of launches at its end
+# Rows of a table of steps, and of launches at its end.
+MAX_ROWS = 10
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
 defaults:
@@ -258,7 +259,8 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
 
 
 Section = Callable[[TrainContext, TrainProgress, list[Any]], str]
-SECTIONS: dict[str, Section] = {  # of the card, by title
+# Sections of the card, by title.
+SECTIONS: dict[str, Section] = {
     "Evaluation": evaluation_section,
     "Steps": steps_section,
     "Data": data_section,

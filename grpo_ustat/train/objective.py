@@ -96,7 +96,8 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
         weight_BT = fixed_weights(objective, logprob_BT.detach(), part)
         value = (chosen_BT * weight_BT * advantage_B1 * logprob_BT).sum()
     else:
-        ratio, _ = ratios(objective, logprob_BT, part)  # [B, T] of tokens, [B] of sequences
+        # [B, T] for tokens, [B] for sequences.
+        ratio, _ = ratios(objective, logprob_BT, part)
         advantage = advantage_B1 if level == "token" else part.advantage_B
         term = ratio * advantage
         if loss_type == "sapo":

@@ -12,7 +12,8 @@ from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
 
-MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
+# Numbers that the optimizer stores for a parameter.
+MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}
 # share of micro_batch_tokens that a pass has where answers differ in length: from 1/8 to all
 PASS_FILL = 1 / 4
 

@@ -34,7 +34,8 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
 
-RANK_TIMEOUT = timedelta(hours=2)  # for the slowest rank; NCCL waits 10 minutes by itself
+# Time for the slowest rank; by default NCCL waits 10 minutes.
+RANK_TIMEOUT = timedelta(hours=2)
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:

@@ -42,7 +42,8 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
         staging.mkdir()
         write(staging)
         _seal(staging, step)
-        if target.exists():  # it did not verify, or this run would have gone on from it
+        if target.exists():
+            # The old one did not verify; otherwise this run would have continued from it.
             _remove(target, ".replaced")
         os.replace(staging, target)
     except BaseException:

@@ -65,7 +65,8 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     """
     console = Console(quiet=not is_main())
     with name_lost_ranks():
-        join_ranks(config)  # before they agree on anything
+        # Ranks join before they agree on anything.
+        join_ranks(config)
         result = main_only(finished_result, config, folder)
         if result is not None:
             text = f"{folder.path} is complete; on_existing=overwrite runs it again."
@@ -114,7 +115,8 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         progress = resume(run)
         check_same_start(run, progress.step)
         if run.sharded_policy is not None:
-            fsdp2.gather_weights(run)  # under bf16=true in fewer bytes from here on
+            # Under bf16=true the weights are gathered in fewer bytes from here on.
+            fsdp2.gather_weights(run)
         refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
             tell(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
@@ -352,7 +354,8 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
     cluster, limits = slurm.grace(), {}
     if PARENT_VARIABLE in os.environ:
         limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
-    if cluster.preempted:  # 0 is SLURM's default, also where nothing is ever preempted
+    if cluster.preempted:
+        # 0 is SLURM's default, also where nothing is ever preempted.
         limits["after a preemption (GraceTime)"] = cluster.preempted
     waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
     if cluster.killed is not None:

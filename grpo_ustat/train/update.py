@@ -278,7 +278,8 @@ def backward_parts(
     for reader, parts in readers(run, run.trained_policy, rollouts, index):
         for index_B in parts:
             window = reader.window(index_B)
-            if len(index_B):  # else another rank's work, in which this one takes part
+            if len(index_B):
+                # An empty part is another rank's work, in which this rank takes part.
                 head = Head(reader.policy, reader.output, config.temperature)
                 dtype = torch.promote_types(window.hidden_BTD.dtype, torch.float32)
                 mask_BT = window.mask_BT.to(dtype)
@@ -300,10 +301,12 @@ def backward_parts(
                 logprob_BT = head.backward(window, -factor_BT, descent_entropy_BT)
                 if part.old_BT is None and rollouts.logprobs_PGT is not None:
                     stats.gap.append(logprob_gap(rollouts, index_B, logprob_BT, factor_BT))
-            del window  # with its graph, before the next one is read
+            # The window goes with its graph, before the next one is read.
+            del window
             progress.add(len(index_B))
         reader.backward()
-        del reader  # with the prompts' graph, before the next ones are read
+        # The prompts' graph goes with the reader, before the next prompts are read.
+        del reader
     return stats
 
 
@@ -320,7 +323,8 @@ def readers(
     device, tokens = policy.model.device.type, run.token_budget.tokens
     for micro_batch in plan(rollouts, index, tokens, run.share_prompts, device):
         completions = sum(map(len, micro_batch.parts))
-        several = len(micro_batch.prompts) < completions  # of some prompt
+        # True if some prompt has several completions.
+        several = len(micro_batch.prompts) < completions
         kind = ContiguousReader if run.contiguous else FullReader
         if run.share_prompts and several:
             kind = SharedPromptReader
