@@ -1,7 +1,7 @@
 """Costs of runs in completions, tokens, memory and disk, computed from the planned work.
 
-Nothing is loaded. The number of prompt tokens needs a tokenizer and is left out of all figures.
-An unknown figure is None.
+Nothing is loaded. Prompt tokens are not counted, because that needs a tokenizer. An unknown figure
+is None.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeptPool:
     """Scored completions that a study keeps."""
 
     questions: int
-    # Of each question (N).
+    # N of each question.
     completions: int
     # Numbers of the two sketches, at most.
     feature_sketch: int
@@ -68,7 +68,7 @@ class Work:
     device: str
     # Completions from which gradients or errors are computed.
     rollouts: int
-    # Other completions, behind baselines, at most.
+    # Fresh completions from which baselines are estimated, at most.
     values: int
     # Completions of test questions; None if their number is unknown.
     evaluation: int | None
@@ -84,7 +84,7 @@ class Work:
     kept_per_weight: int = 0
     # True if a frozen copy of the weights is kept.
     has_reference: bool = False
-    # On disk at a time, and after the run has finished.
+    # Checkpoints on disk at a time, and after the run has finished.
     most_checkpoints: int = 0
     last_checkpoints: int = 0
     # None for training.
@@ -101,7 +101,7 @@ class Cost:
     values: int
     # Completions of test questions; None if their number is unknown.
     evaluation: int | None
-    # Of all these completions, at most.
+    # Tokens of all these completions, at most.
     tokens: int
     # Bytes of the model.
     weights: int | None
@@ -123,15 +123,15 @@ class Cost:
     pool: int | None
     # Bytes at most during the run: checkpoints, or the study's pool.
     disk: int | None
-    # Bytes of these that stay when the run has finished.
+    # Bytes on disk that stay when the run has finished.
     disk_after: int | None
 
     @property
     def memory(self) -> int | None:
         """Bytes of all parts together at the peak.
 
-        The peak is while completions are sampled or in a backward pass, or in a study's first
-        process if that needs more.
+        The peak is reached while completions are sampled or in a backward pass, or in the process
+        that reads a study's pool.
         """
         if self.cache is None or self.graph is None:
             return None
@@ -147,10 +147,10 @@ def cost(work: Work) -> Cost:
     Bytes, for P parameters of E bytes: weights E P; a reference E P; with AdamW a gradient and two
     moments, so training E P (1 + 2), 16 P in all with the weights in float32. A checkpoint has E P
     (1 + 2). A question's file of a pool has 8 N^2 for inner products, 4 N R and 8 R' for sketches
-    of R = feature_sketch and R' = gradient_sketch numbers (P where that is smaller), 4 N tokens,
-    17 N for rewards, lengths and ends. Where a sketch is smaller than P, each parameter has a sign
-    of one bit. AdamW's metric holds a gradient and the factors of every entry beside the weights,
-    or on a CPU the six sums of group gradients of both halves, and keeps these and a second pool.
+    of R = feature_sketch and R' = gradient_sketch numbers (at most P), 4 N tokens, 17 N for
+    rewards, lengths and ends. If a sketch is smaller than P, each parameter has a sign of one bit.
+    AdamW's metric holds a gradient and the factors of every entry beside the weights, or on a CPU
+    the six sums of group gradients of both halves; these and a second pool stay on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
@@ -209,8 +209,8 @@ def score_memory(
 ) -> tuple[int, int, int] | None:
     """Compute the bytes needed to score N completions of a question.
 
-    Weights and prompts are left out. The three numbers are for the whole graph, layer by layer, and
-    for one completion layer by layer. None if the sizes are unknown.
+    Weights and prompts are not counted. The three numbers are for the whole graph, layer by layer,
+    and for one completion layer by layer. None if the sizes are unknown.
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
@@ -225,10 +225,10 @@ def score_memory(
 
 
 def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
-    """Return bytes of each FSDP2 process: of shards, and of whole weights while it samples.
+    """Return bytes of each FSDP2 process: its shards, and the whole weights while it samples.
 
     Weights, gradients and optimizer are sharded; weights are gathered to sample; a reference is
-    whole throughout. All three must be known.
+    never sharded. None of the three may be unknown.
     """
     weights, training, reference = largest.weights, largest.training, largest.reference
     assert weights is not None and training is not None and reference is not None
@@ -238,18 +238,18 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 def total(costs: list[Cost]) -> Cost:
     """Add up the costs of runs that are executed one after another.
 
-    Tokens add up. Memory is the maximum. Disk is what all runs keep, and the largest temporary need
-    beside it.
+    Tokens add up. Memory is the maximum. Disk is the sum of what the runs keep and the largest
+    temporary need.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
-    sums = {name: _sum([getattr(one, name) for one in costs]) for name in names}
+    sums = {name: _sum([getattr(cost, name) for cost in costs]) for name in names}
     extra = [
-        None if one.disk is None or one.disk_after is None else one.disk - one.disk_after
-        for one in costs
+        None if cost.disk is None or cost.disk_after is None else cost.disk - cost.disk_after
+        for cost in costs
     ]
-    numbers = [one for one in extra if one is not None]
+    numbers = [cost for cost in extra if cost is not None]
     disk = _sum([sums["disk_after"], max(numbers)]) if len(numbers) == len(extra) else None
-    return replace(max(costs, key=lambda one: one.memory or 0), disk=disk, **sums)
+    return replace(max(costs, key=lambda cost: cost.memory or 0), disk=disk, **sums)
 
 
 def model_size(model: ModelConfig) -> ModelSize:
@@ -297,11 +297,10 @@ def _largest(value: object) -> int | None:
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     """Return the bytes of keys and values of the completions sampled side by side.
 
-    Prompts and room to grow are left out.
+    Prompts and room to grow are not counted.
 
-    A token leaves kv_width keys and as many values in each layer. Keys have passed through rotary
-    embeddings and have the weights' type; values have the type of the computation, of `computed`
-    bytes.
+    A token adds kv_width keys and as many values in each layer. Keys come from rotary embeddings
+    in the weights' type; values have the type of the computation, of `computed` bytes.
     """
     sampler = work.sampler
     if sampler.rollout.name != "local":
@@ -322,8 +321,8 @@ def _logits(work: Work, size: ModelSize) -> int | None:
         return None
     rows = min(work.sampler.rows, work.sampled_together)
     chunk = LOGIT_BYTES["cuda" if work.device.startswith("cuda") else "cpu"]
-    whole = 4 * size.vocabulary * work.pass_tokens
-    return max(4 * size.vocabulary * rows, int(LOGIT_MEMORY_FACTOR * min(chunk, whole)))
+    all_logits = 4 * size.vocabulary * work.pass_tokens
+    return max(4 * size.vocabulary * rows, int(LOGIT_MEMORY_FACTOR * min(chunk, all_logits)))
 
 
 def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:

@@ -219,7 +219,7 @@ def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
     text = " ".join(" ".join(line) for line in lines)
     assert "weights 30.5 GB, gradients and optimizer 91.4 GB, keys and values 16.5 GB" in text
     assert "FSDP2 on 8 processes: 15.2 GB of" in text and "30.5 GB of whole weights while" in text
-    assert "dataset.test_size=null, published size 5000 taken" in text
+    assert "dataset.test_size=null, so the published 5000 questions are assumed" in text
     for setting in (
         "objective algorithm1", "bf16 true", "temperature 1.0", "eval_steps 20", "decoding greedy",
         "rollout local", "save_steps 20", "device cuda", "prompt.max_length 1024",
