@@ -118,9 +118,9 @@ class Rollouts:
 
     def of_prompt(self, place: int) -> Rollouts:
         """Return the completions of one prompt."""
-        one = slice(place, place + 1)
-        known = {name: value[one] for name, value in vars(self).items() if value is not None}
-        return replace(self, **known)
+        rows = slice(place, place + 1)
+        arrays = {name: value[rows] for name, value in vars(self).items() if value is not None}
+        return replace(self, **arrays)
 
 
 @dataclass(frozen=True)

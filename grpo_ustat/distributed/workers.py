@@ -45,10 +45,10 @@ _FORK_SERVER: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Cost of a piece of work; seconds are a worker's own, so their sum exceeds the clock's."""
+    """Cost of a piece of work; seconds add up over workers, so they exceed the wall time."""
 
     rollouts: int = 0
-    # Of all completions.
+    # Tokens of all completions.
     tokens: int = 0
     # Completions that reached max_completion_length.
     clipped: int = 0
@@ -64,13 +64,12 @@ class WorkCost:
 
 
 def preload(modules: Sequence[str], device: str) -> None:
-    """Have local workers forked by one process that has imported what they need.
+    """Start a server process that imports the workers' modules and later forks the workers.
 
-    It imports while this process goes on with its own work, serves all later calls of `share`, and
-    ends with this process. If `device` is not the CPU, a fork could not use it, and outside Linux
-    forks are not safe. If the path of the temporary folder is too long for a socket, or this
-    process is a fork of one that has such a server, there can be no server. In these cases every
-    worker starts afresh.
+    It imports while this process works, serves all later calls of `share`, and ends with this
+    process. There is no server, and every worker starts afresh, if `device` is not the CPU (a fork
+    could not use it), outside Linux (forks are not safe), if the path of the temporary folder is
+    too long for a socket, or if this process is a fork of one with such a server.
 
     Args:
         modules: module names; a module that cannot be imported is left to the workers.
@@ -95,7 +94,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 
 def _end_server() -> None:
-    """Kill the server when this process ends, even if it still imports and does not notice."""
+    """Kill the server when this process ends; while it imports it does not notice by itself."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
@@ -115,8 +114,8 @@ def share(
 
     `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line (only the first one is
     shown), and anything else as a result. The processes are the ranks of the run if a launcher
-    started several, otherwise `workers` local ones. The results are returned in their order, with
-    the cost of all, on every rank.
+    started several, otherwise `workers` local ones. Every rank returns all results in the order of
+    the processes, and the total cost.
 
     Args:
         work: a module-level generator function.
@@ -126,8 +125,8 @@ def share(
         weights: expected work of each item; equal unless given.
 
     Raises:
-        ConfigError: a worker refused the configuration, or another process took the folder over.
-        Stopped: by a signal; whatever the work has stored on disk stays.
+        Held: another process took the folder over.
+        Stopped: by a signal; results stored on disk stay.
         RuntimeError: a worker failed; its traceback is the message.
     """
     among = min(world() if world() > 1 else workers, len(items))
@@ -187,8 +186,8 @@ def _events(
     The workers end with the generator.
     """
     if world() > 1 or len(shares) < 2:
-        for own in shares[rank() : rank() + 1]:
-            yield from ((rank(), event) for event in work(own, *arguments))
+        for part in shares[rank() : rank() + 1]:
+            yield from ((rank(), event) for event in work(part, *arguments))
         return
 
     forked = _FORK_SERVER.get("owner") == os.getpid()
@@ -197,11 +196,11 @@ def _events(
     numbers: dict[Connection, int] = {}
     try:
         with _signals_held():
-            for number, own in enumerate(shares):
+            for number, part in enumerate(shares):
                 pipe, far_end = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_run_worker,
-                    args=(far_end, number, dict(os.environ), work, own, arguments),
+                    args=(far_end, number, dict(os.environ), work, part, arguments),
                     daemon=True,
                 )
                 process.start()
@@ -237,9 +236,9 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hide Ctrl-C and requests to stop from processes started within, until they ignore them.
+    """Hold Ctrl-C and requests to stop back while processes start, until those ignore them.
 
-    This process sees both afterwards.
+    This process receives them afterwards.
     """
     # Starting the tracker later would lift the mask.
     resource_tracker.ensure_running()
@@ -264,7 +263,7 @@ def _run_worker(
     items: list[Any],
     arguments: tuple,
 ) -> None:
-    """Run a worker's process, which sends its events and then its outcome."""
+    """Work in a worker's process, and send the events and then the outcome."""
     # A fork has the environment of its server.
     os.environ.update(environment)
     os.environ[WORKER_VARIABLE] = str(number)

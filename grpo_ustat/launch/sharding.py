@@ -17,13 +17,13 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     Args:
         tasks: processes that a scheduler will start for this run.
     """
-    own, others = config.launch.num_processes, max(world(), tasks)
-    if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):
+    num_processes, others = config.launch.num_processes, max(world(), tasks)
+    if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
         raise RefusedByRank(
-            f"launch.num_processes={own} in each of {others} processes that a launcher starts: "
-            "use one or the other"
+            f"launch.num_processes={num_processes} in each of {others} processes that a launcher "
+            "starts: use one or the other"
         )
-    ranks = max(own, others)
+    ranks = max(num_processes, others)
     if getattr(config.launch, "accelerate", None) is not None:
         check_sharing(config.launch.accelerate, ranks)
     prompts = getattr(config, "prompts_per_step", ranks)

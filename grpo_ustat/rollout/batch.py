@@ -158,9 +158,11 @@ class DecodingBatch:
             **{self.cache_name: self.cache},
         ).logits[:, -1]
 
-    def until_look(self, every: int) -> int:
+    def until_look(self, interval: int) -> int:
         """Return the tokens until the next look: after so many, or with all rows at the limit."""
-        return min(every - self.drawn % every, self.width - self.drawn + int(self.began.max()))
+        return min(
+            interval - self.drawn % interval, self.width - self.drawn + int(self.began.max())
+        )
 
     def all_at_the_limit(self) -> bool:
         """Return True if every row has drawn as many tokens as a completion may have."""
@@ -182,13 +184,13 @@ class DecodingBatch:
         index_B, rows = self._on_device(slots), self.rows[slots]
         lengths_B = self.lengths_R[index_B].cpu()
         self.finished_tokens -= int(lengths_B.sum())
-        for whole, part in zip(
+        for stored, part in zip(
             written.columns(),
             (self.tokens_RT, self.lengths_R, self.logprobs_RT, self.entropy_RT),
             strict=True,
         ):
             part_B = part[index_B].cpu()
-            whole[rows] = part_B if part.ndim == 1 else part_B[:, : self.width]
+            stored[rows] = part_B if part.ndim == 1 else part_B[:, : self.width]
         self.rows[slots] = -1
 
     def fewer_rows(self, count: int) -> int:

@@ -80,9 +80,9 @@ def draw_by_blocks(
     summed in the precision of the weights, all else in float64.
     """
     vocabulary = weights_RV.shape[1]
-    whole = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
-    sums_RK = weights_RV[:, :whole].unflatten(1, (-1, BLOCK_TOKENS)).sum(dim=-1)
-    rest_R1 = weights_RV[:, whole:].sum(dim=-1, keepdim=True)
+    full = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
+    sums_RK = weights_RV[:, :full].unflatten(1, (-1, BLOCK_TOKENS)).sum(dim=-1)
+    rest_R1 = weights_RV[:, full:].sum(dim=-1, keepdim=True)
     cumulative_RK = torch.cat([sums_RK, rest_R1], dim=1).cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RK[:, -1:]
     threshold_R1 = uniform_R1 * total_R1

@@ -131,7 +131,7 @@ def decode(
         written: is filled.
         progress: counts finished completions and tokens.
     """
-    every = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
+    interval = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
     waiting, refill = order, False
     if len(order) > at_once:
         waiting = sorted(order, key=lambda r: -len(work.prompt(r)))
@@ -140,7 +140,7 @@ def decode(
         waiting, first_leave = waiting[at_once:], 0
         undecided = bool(waiting) and batch.replaceable and not refill
         while True:
-            if batch.drawn % every == 0 or batch.all_at_the_limit():
+            if batch.drawn % interval == 0 or batch.all_at_the_limit():
                 count, rows = batch.look(progress), len(batch.rows)
                 if count < REFILL_BELOW * rows and not first_leave:
                     first_leave = batch.drawn
@@ -154,7 +154,7 @@ def decode(
                     if not count:
                         break
                     batch.keep_rows(batch.fewer_rows(count))
-            batch.write(batch.until_look(every))
+            batch.write(batch.until_look(interval))
 
 
 def assemble(

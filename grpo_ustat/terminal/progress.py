@@ -178,14 +178,20 @@ class Meter:
             return "", 0, 0, ""
         name = max(self._reports.values(), key=lambda report: report[0])[1].name
         same = [activity for activity in recent if activity.name == name]
-        completed, total = sum(one.completed for one in same), sum(one.total for one in same)
+        completed, total = (
+            sum(activity.completed for activity in same),
+            sum(activity.total for activity in same),
+        )
         if completed == total > 0:
             # Another activity goes on that does not report.
             return "", 0, 0, ""
         if not total:
             return name, 0, 0, ""
         rates = [
-            rate(sum(getattr(one, field) / max(one.seconds, 1e-9) for one in same), unit)
+            rate(
+                sum(getattr(activity, field) / max(activity.seconds, 1e-9) for activity in same),
+                unit,
+            )
             for field, unit in (("completed", ""), ("tokens", " tokens"))
         ]
         return name, completed, total, join_texts(f"{completed:,}/{total:,} completions", *rates)

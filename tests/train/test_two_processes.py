@@ -393,7 +393,9 @@ def test_a_rank_that_fails_ends_the_other_in_one_line(tmp_path, fault, launch):
     prepare, told = FAULTS[fault]
     zero, one = in_ranks(2, failing(tmp_path / "run", prepare), LAUNCHES[launch])
     assert one.startswith(told)
-    assert zero.startswith("SystemExit: error: rank 0 of 2 lost another rank, whose own message")
+    assert zero.startswith(
+        "SystemExit: error: rank 0 of 2 lost another rank: see that rank's message"
+    )
     assert not (tmp_path / "run" / "result.json").exists()
 
 
