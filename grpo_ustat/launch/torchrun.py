@@ -1,9 +1,8 @@
-"""The parent of ranks on this machine: it starts torchrun on the ranks and passes signals on.
+"""Parent process of the ranks on this machine, which starts torchrun and passes signals on.
 
 Each rank is `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
 file and does not use Hydra. A stopping signal goes to the ranks, not to torchrun: they save and
-end by themselves, and torchrun has nothing to report. Ranks end with this process, whatever ends
-it.
+end by themselves, and torchrun reports no failure. Ranks always end with this process.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Failure of ranks for which rank 0 has no reason to pass on; their output gives it."""
+    """Failure of ranks without a reason from rank 0; the ranks' output has the reason."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
     """Run the command of this name on `launch.num_processes` ranks of this machine.
 
     Raises:
-        ConfigError, Stopped: as on the ranks.
+        Stopped: by a signal to the ranks.
         RanksFailed: a rank failed; its message is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ustat-") as place:
@@ -62,12 +61,12 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
     if relay.received:
         raise Stopped(f"stopped by {relay.name} before the ranks could save")
     raise RanksFailed(
-        "; ".join(reasons) or f"the ranks ended with code {code}, see what they printed"
+        "; ".join(reasons) or f"the ranks ended with code {code}: see their output above"
     )
 
 
 class SignalRelay(StopRequest):
-    """Relay of the first stopping signal to the ranks, which also makes sure that they end.
+    """Relay of the first stopping signal to the ranks; it kills ranks that do not end in time.
 
     Args:
         grace_seconds: time after that signal until the ranks are killed.
@@ -86,7 +85,7 @@ class SignalRelay(StopRequest):
             self._pass_on()
 
     def wait(self, torchrun: subprocess.Popen) -> int:
-        """Wait for torchrun and return its exit code; kill it once the grace is over."""
+        """Wait for torchrun and return its exit code; kill it after the grace period."""
         self._torchrun = torchrun
         while True:
             try:
@@ -97,8 +96,8 @@ class SignalRelay(StopRequest):
                     self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
-                    f"the ranks had not ended {self._grace} s after {self.name} "
-                    "(launch.grace_seconds) and are killed",
+                    f"ranks still running {self._grace} s after {self.name} "
+                    "(launch.grace_seconds): they are killed; raise it if they need longer to save",
                     file=sys.stderr,
                 )
                 _kill(torchrun)
@@ -117,7 +116,7 @@ class SignalRelay(StopRequest):
 
 @contextmanager
 def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Popen]:
-    """Start torchrun with its ranks, and leave none of them behind.
+    """Start torchrun with its ranks, and kill all of them at the end.
 
     Args:
         count: number of ranks.
@@ -125,7 +124,7 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
     """
 
     def ignore_stopping() -> None:
-        """Let this process ignore the stopping signals: the ranks answer them."""
+        """Ignore the stopping signals in this process: the ranks answer them."""
         for number in (*STOPPING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 

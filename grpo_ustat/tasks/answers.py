@@ -104,8 +104,8 @@ def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     r"""Return the number that `text` states as its final answer, or None; in linear time.
 
     Args:
-        any_unit: if no number stands alone or with one of `UNITS`, accept one with other words
-            behind it (`#### 12 apples`), except words that change its value.
+        any_unit: if there is no number by itself or with one of `UNITS`, accept one with other
+            words behind it (`#### 12 apples`), except words that change its value.
 
     On a marked line `**`, `$...$`, `\(...\)`, `\[...\]`, a box around the number and spaces are
     ignored. A box on that line or before it must state the same number.
@@ -140,9 +140,9 @@ def _final_number(text: str, any_unit: bool) -> Decimal | None:
 
 
 def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
-    """Return the number on the first line marked by #### that states one, else None.
+    """Return the number on the first line marked by #### that states one, and that line's end.
 
-    The second value is the position in the text where that line ends.
+    The end is a position in the text. Without a number: None and the length of the text.
     """
     # A line has at most one match, at its last mark.
     for match in _MARKED.finditer(text):
@@ -156,7 +156,7 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
 
 def measured(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number of which a short text consists, apart from unit and formatting, or None.
+    r"""Return the number of a short text that has only a unit and formatting besides, or None.
 
     Args:
         text: a line after a mark, or the content of a box.
@@ -173,12 +173,12 @@ def measured(text: str, any_unit: bool = False) -> Decimal | None:
     unit = words(text)
     # A single letter is a variable, not a unit.
     other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1
-    known = other or all(UNITS & forms(word) for word in unit)
+    is_unit = other or all(UNITS & forms(word) for word in unit)
     millions = re.search(r"\b[KMBT]{1,2}\b", text) or (
         len(unit[0]) == 1 and unit[1:] and unit[1] != "per"
     )
     changed = "percent" in "".join(unit) or any(map(changes_value, unit))
-    return number(match["number"]) if known and not (changed or millions) else None
+    return number(match["number"]) if is_unit and not (changed or millions) else None
 
 
 def _unwrapped(text: str) -> str:
@@ -197,26 +197,26 @@ def words(text: str) -> list[str]:
 
 
 def changes_value(word: str) -> bool:
-    """Return True if a word after a number is no unit: a number word above, or a part like tenths.
+    """Return True if a word after a number is not a unit: a word above, or a part like tenths.
 
     >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
     [True, True, False, False, False]
     """
-    one = word.removesuffix("s")
-    part = one.endswith("th") and one not in UNITS
-    return part or word in NO_UNIT or bool(NO_UNITS & {word, one})
+    singular = word.removesuffix("s")
+    part = singular.endswith("th") and singular not in UNITS
+    return part or word in NO_UNIT or bool(NO_UNITS & {word, singular})
 
 
 def forms(word: str) -> set[str]:
-    """Return a word as it is, and without the endings s and es of a plural."""
+    """Return a word, and the word without a plural's ending s or es."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number of which a text consists, with nothing else, or None.
+    """Return the number that a text consists of, or None.
 
-    A sign (also the minus U+2212), a sign of a currency, commas between thousands (also `{,}` and
-    thin spaces), spaces around and one full stop behind are ignored; at most 30 ASCII digits.
+    It may have a sign (also the minus U+2212), a currency sign, commas between thousands (also
+    `{,}` and thin spaces), spaces around it, one full stop, and at most 30 ASCII digits.
     """
     text = _THOUSANDS.sub(",", text.strip().translate(MINUS))
     match = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
@@ -229,7 +229,7 @@ def number(text: str) -> Decimal | None:
 
 
 def plain(value: Decimal) -> str:
-    """Format a number as logs and gold answers do.
+    """Format a number as in logs and gold answers.
 
     >>> [plain(Decimal(text)) for text in ("18.00", "-0.50", "+1000", "-0")]
     ['18', '-0.5', '1000', '0']
@@ -240,7 +240,7 @@ def plain(value: Decimal) -> str:
 
 
 def stated(text: str, any_unit: bool = False) -> str | None:
-    """Return the final number of a text, see `final_number`, written as by `plain`, or None."""
+    """Return the final number of a text, see `final_number`, formatted by `plain`, or None."""
     value = final_number(text, any_unit)
     return None if value is None else plain(value)
 

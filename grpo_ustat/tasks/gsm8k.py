@@ -23,7 +23,7 @@ def gsm8k(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; with `verbatim`, white space at their ends stays."""
+    """Return the questions of each split; `verbatim` keeps white space at their ends."""
     train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 

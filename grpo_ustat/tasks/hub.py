@@ -1,7 +1,7 @@
 """Test of the connection to the Hugging Face hub.
 
-If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1: huggingface_hub
-would try each file six times, for more than a minute.
+If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1. Otherwise
+huggingface_hub would try each file six times, for more than a minute.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ANSWER_SECONDS = 8.0
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Read only the local cache from here on if the hub does not answer, with a warning.
+    """Read only the local cache from here on if the hub does not answer; return True then.
 
-    This holds for this process and those that it starts. Return True if it was done. The hub is
-    asked once.
+    It prints a warning and sets the environment of this process and its children. The hub is asked
+    only once.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 
@@ -51,8 +51,8 @@ def go_offline_if_unreachable() -> bool:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     if is_main():
         tell(
-            f"warning: the hub does not answer ({failures[0]}): its local cache alone is read, as "
-            "HF_HUB_OFFLINE=1 has it",
+            f"warning: the hub does not answer ({failures[0]}): only its local cache is read, as "
+            "with HF_HUB_OFFLINE=1",
             file=sys.stderr,
         )
     return True

@@ -1,4 +1,4 @@
-"""Data as text on a terminal: none of it is markup, and no control character acts."""
+"""Data as text on a terminal, without markup and without effects of control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.terminal.streams import visible
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return a text that is not longer than `most` characters; of a longer one both ends.
+    """Return a text of at most `most` characters; a longer one keeps both ends.
 
     >>> excerpt("a name", 9), excerpt("a very long name", 9)
     ('a name', 'a ve…name')
@@ -45,10 +45,7 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
 
 
 class Console(rich.console.Console):
-    """Rich's console, in which a text is a text.
-
-    Styles come from `style=` and `rich.text.Text` alone.
-    """
+    """Rich's console without markup; styles come only from `style=` and `rich.text.Text`."""
 
     def __init__(self, **options: Any):
         settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}

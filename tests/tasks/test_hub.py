@@ -53,8 +53,8 @@ def test_one_that_does_not_is_told_in_the_first_line(monkeypatch, capsys, online
         load()
     assert constants.HF_HUB_OFFLINE
     assert capsys.readouterr().err == (
-        "warning: the hub does not answer (Name or service not known): its local cache alone is "
-        "read, as HF_HUB_OFFLINE=1 has it\n"
+        "warning: the hub does not answer (Name or service not known): only its local cache is "
+        "read, as with HF_HUB_OFFLINE=1\n"
     )
 
 

@@ -70,7 +70,7 @@ def test_sizes_can_be_set_and_a_study_may_take_all(tmp_path):
     assert [len(made.questions(s)) for s in ("study", "test", "train")] == [5, 15, 20]
     whole = configured(path, "dataset.study_size=40", entry="mse")
     assert len(make_task(whole.task_options).questions("study")) == 40
-    with pytest.raises(ConfigError, match="no row is left for test, lower dataset.study_size"):
+    with pytest.raises(ConfigError, match="no row is left for test: lower dataset.study_size"):
         make_task(whole.task_options).questions("test")
     with pytest.raises(ConfigError, match="study_size=30 and dataset.test_size=20 of 40 rows"):
         configured(path, "dataset.study_size=30", "dataset.test_size=20")

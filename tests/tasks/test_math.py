@@ -80,7 +80,7 @@ def test_ids_choose_test_rows(tmp_path):
     assert counts["test questions that test_ids does not name"] == 2
     listed.write_text("test/algebra/1.json\ntest/algebra/77.json\n")
     with pytest.raises(
-        ConfigError, match="names 2 rows, of which 1 are no test rows, such as 'test/a"
+        ConfigError, match="names 2 rows, and 1 of them are not test rows, such as 'test/a"
     ):
         found(test_ids=str(listed))
     listed.write_text("\n")

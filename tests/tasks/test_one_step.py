@@ -88,7 +88,7 @@ def test_only_the_right_integer_counts(completion, reward):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"study": 32}, "dataset.study_size=32 of plus_one, which has 31: ask for fewer"),
+        ({"study": 32}, "dataset.study_size=32, but plus_one has 31: use 31 or less"),
         ({"test": 19}, "dataset.test_size=19 of plus_one, which has 16"),
         ({"examples": 19}, "prompt.shots=19 of plus_one, which has 18"),
     ],
