@@ -39,7 +39,9 @@ def test_a_run_is_loaded_whole(tmp_path):
     run = gu.load_run(str(tmp_path / "run"))
     assert run.command == "train" and run.config["group_size"] == 4
     assert run.result is not None and run.evals[-1]["mean_reward"] == 0.4
-    with pytest.raises(FileNotFoundError, match="is no run folder: it has no .hydra/config.yaml"):
+    with pytest.raises(
+        FileNotFoundError, match="is not a run folder: it has no .hydra/config.yaml"
+    ):
         gu.load_run(tmp_path)
 
 
@@ -48,5 +50,5 @@ def test_curves_are_a_table(tmp_path):
     table = gu.read_curves(folder)
     assert table["mse"].tolist() == [1.5, 0.5] and table["group_size"].tolist() == [2, 4]
     assert table["replicates"].isna().all()
-    with pytest.raises(FileNotFoundError, match="is no finished study of mse"):
+    with pytest.raises(FileNotFoundError, match="is not a finished study of mse"):
         gu.read_curves(tmp_path / "nothing")

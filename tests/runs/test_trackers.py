@@ -218,7 +218,7 @@ def test_a_tracker_that_hangs_at_its_end_is_left_when_its_time_is_over(
     monkeypatch.setattr(Kept, "act", hanging("close"))
     track(Folder(tmp_path / "run").path, 1, 2, finish_seconds=0.2)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "did not end in 0 s and is left to itself; it is off" in said
+    assert said.count("\n") == 1 and "did not end in 0 s; it is switched off" in said
 
 
 @pytest.mark.parametrize("place, doing", [("open", "open"), ("send", "take a row")])
@@ -231,7 +231,7 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
     track(Folder(tmp_path / "run").path, *range(1, 9), finish_seconds=0.2)
     assert time.monotonic() - begun < 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"did not {doing} in 0 s and is left to itself" in said
+    assert said.count("\n") == 1 and f"did not {doing} in 0 s; it is switched off" in said
 
 
 def test_a_tracker_that_fails_after_it_was_left_says_nothing_more(
