@@ -1,6 +1,6 @@
-"""Alarms: one clear line for each well-known failure of a run, with a remedy.
+"""Alarms: a line with meaning and remedy for each well-known failure of a run.
 
-An alarm goes off if a condition on a step's metrics row has held for some steps in a row. It is
+An alarm is raised if a condition on the metrics row has held for some consecutive steps. It is
 printed once a run; result.json counts the steps at which it held.
 """
 
@@ -15,7 +15,7 @@ from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.terminal.streams import percentage
 
-# A share above it is most of the completions.
+# A larger share is most of the completions.
 MAJORITY = 0.5
 # Share of a step's completions above which rewards no longer mean what they say.
 MAX_UNJUDGED = 0.01
@@ -32,9 +32,9 @@ Row = dict[str, Any]
 class Alarm:
     """A failure that a step's metrics row shows."""
 
-    # Number of steps in a row for which the condition holds, until the alarm is printed.
+    # Number of consecutive steps with the condition until the alarm is printed.
     steps: int
-    # The condition, on a step's row.
+    # The condition on a step's row.
     holds: Callable[[TrainConfig, Row], bool]
     # The meaning and the remedy.
     text: Callable[[TrainConfig, Row], str]
@@ -47,7 +47,7 @@ def check_alarms(
 
     Args:
         row: the step's metrics.
-        streaks: steps in a row for which each condition has held; updated.
+        streaks: consecutive steps at which each condition has held; updated.
         alarms: steps at which each alarm has held; updated.
     """
     lines = []
@@ -87,7 +87,7 @@ ALARMS = {
         lambda config, row: row["completions/extraction_failure_ratio"] > MAJORITY,
         lambda config, row: (
             f"no answer was found in {percentage(row['completions/extraction_failure_ratio'])} of "
-            "the completions, which earn nothing whatever they say: read some in "
+            "the completions, which earn nothing: read some in "
             "completions.parquet, and ask for the expected format in prompt.template"
         ),
     ),

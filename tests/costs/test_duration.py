@@ -262,7 +262,8 @@ def test_batches_are_said_in_words():
     (text,) = batch_lines([plan_of(planned(budget__rollouts=256, group_size=8))])
     assert text == (
         "Batch: n = 256 completions a step = 32 prompts x G = 8; 1 update a step, each of 256 "
-        "completions in at most about 2 backward passes of 16384 padded tokens, prompts left out."
+        "completions in at most about 2 backward passes of 16384 padded tokens, not counting "
+        "prompts."
     )
     several = planned(
         objective__num_iterations=2, objective__minibatch_size=8, launch__num_processes=3

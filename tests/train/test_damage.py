@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(stopped, capsys, 
     DAMAGES[damage](stopped / "checkpoint-3" / name)
     assert newest_whole(stopped).name == "checkpoint-2"
     said = unwrapped(capsys)
-    assert f"warning: checkpoint-3 is passed over: {name} " in said
+    assert f"warning: checkpoint-3 is not used: {name} " in said
     assert said.count("warning") == 1
 
 
@@ -110,7 +110,7 @@ def test_whatever_is_damaged_the_run_ends_as_if_nothing_had_happened(
     """That each of the 54 pairs sends a run to the checkpoint before is tested above."""
     DAMAGES[damage](stopped / "checkpoint-3" / name)
     assert differences(fit(stopped), through) == []
-    assert f"checkpoint-3 is passed over: {name} " in unwrapped(capsys)
+    assert f"checkpoint-3 is not used: {name} " in unwrapped(capsys)
 
 
 def test_a_refusal_leaves_the_folder_as_it_is(stopped):

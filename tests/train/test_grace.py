@@ -44,7 +44,9 @@ def test_what_is_granted_is_said_and_warned_of_where_steps_would_be_lost(
     if said is None:
         assert (out, err) == ("", "")
         return
-    text = f"a stop takes up to a step ({step:.1f} s) and a save ({save:.1f} s); granted are {said}"
+    text = (
+        f"a stop takes up to a step ({step:.1f} s) and a save ({save:.1f} s); grace period: {said}"
+    )
     lost = limit is not None and step + save > limit
     loss = ": a kill loses the steps since the last checkpoint, so lower save_steps"
     assert (out, err) == ("", f"warning: {text}{loss}\n" if lost else f"{text}\n")

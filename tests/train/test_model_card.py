@@ -61,7 +61,7 @@ def test_the_last_checkpoint_alone_has_one_and_the_manifest_covers_it(finished):
 def test_a_changed_card_is_a_damaged_checkpoint(finished, tmp_path):
     copy = shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4")
     (copy / NAME).write_text(text_of(finished).replace("0.", "0,", 1))
-    with pytest.raises(DamagedSnapshot, match="README.md does not have the checksum"):
+    with pytest.raises(DamagedSnapshot, match="README.md does not match the checksum"):
         verify(copy)
 
 
