@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _call(verb: str) -> None:
-    """Call the verb's own entry, and print an error of the operating system in one line."""
+    """Call the entry of the verb, and print an error of the operating system in one line."""
     from grpo_ustat.launch.command import without_garbage_collection
     from grpo_ustat.runs.faults import fault_line
     from grpo_ustat.terminal.streams import lasting_output

@@ -27,14 +27,14 @@ def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
-    """Return a generator for choices that belong to no single completion, such as which prompts."""
+    """Return a generator for choices beyond a single completion, such as the choice of prompts."""
     return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 
 def uniforms(
     seed: int, stream: str, step: int, prompt_id: str, completions: Sequence[int], count: int
 ) -> np.ndarray:
-    """Return uniforms in [0, 1), [len(completions), count]; row i depends on completion i alone.
+    """Return uniforms in [0, 1), [len(completions), count]; row i depends only on completion i.
 
     >>> both = uniforms(0, "rollout", 3, "7*3", range(2), 4)
     >>> second = uniforms(0, "rollout", 3, "7*3", range(1, 2), 2)
@@ -52,7 +52,7 @@ def uniforms(
 def request_seeds(
     seed: int, stream: str, step: int, prompt_id: str, completions: range
 ) -> list[int]:
-    """Return a seed in [0, 2^63) for each completion alone, for a sampler that draws by itself.
+    """Return a seed in [0, 2^63) for each completion, for a sampler with its own generator.
 
     >>> request_seeds(0, "rollout", 3, "7*3", range(2))[1:] == request_seeds(
     ...     0, "rollout", 3, "7*3", range(1, 2)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-# In absolute value: squares of larger rewards, and their products, overflow.
+# Largest absolute value of a reward: squares and products of larger ones overflow.
 MAX_REWARD = 1e50
 # Fewer questions give no interval for new questions.
 MIN_QUESTIONS = 4
@@ -56,9 +56,9 @@ def joint_quantity(quantities: Iterable[str]) -> str:
 class Question:
     """One question of a data set."""
 
-    # Stable name, a function of the question alone; keys every random draw.
+    # Stable name that depends only on the question; keys every random draw.
     id: str
-    # Without the prompt around it.
+    # The question without the prompt around it.
     text: str
     answer: str
     # The sort of question, for counts per kind.
@@ -75,11 +75,11 @@ class Question:
 class Prompt:
     """One question as the policy reads it."""
 
-    # The question's; so are `answer`, `kind`, `columns` and `where`.
+    # The question's id; `answer`, `kind`, `columns` and `where` are the question's too.
     id: str
     # The rendered prompt.
     text: str
-    # Without the prompt around it.
+    # The question without the prompt around it.
     question: str
     answer: str
     kind: str
@@ -102,13 +102,13 @@ class Rollouts:
     ended_PG: Mask
     # The decoded completions, P lists of G strings, without special tokens.
     texts_PG: list[list[str]]
-    # The sampler's log-probabilities of the tokens, 0 on padding; only ever compared with the
-    # trainer's.
+    # The sampler's log-probabilities of the tokens, 0 on padding; used only for comparison with
+    # the trainer's.
     logprobs_PGT: Array | None = None
     # Entropy in nats of the distributions the tokens were drawn from, 0 on padding.
     entropy_PGT: Array | None = None
-    # True on the tokens that the policy wrote, if an environment wrote others, such as the answers
-    # of tools; None: the policy wrote all.
+    # True on tokens that the policy wrote, False on those of an environment, such as answers of
+    # tools; None: the policy wrote all.
     scored_PGT: Mask | None = None
 
     @property
@@ -118,9 +118,9 @@ class Rollouts:
 
     def of_prompt(self, place: int) -> Rollouts:
         """Return the completions of one prompt."""
-        one = slice(place, place + 1)
-        known = {name: value[one] for name, value in vars(self).items() if value is not None}
-        return replace(self, **known)
+        rows = slice(place, place + 1)
+        arrays = {name: value[rows] for name, value in vars(self).items() if value is not None}
+        return replace(self, **arrays)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class BaselineContext:
 
 @dataclass(frozen=True)
 class ScorePool:
-    """N scored completions of each of P prompts: all that closed forms and losses need."""
+    """N scored completions of each of P prompts, the input of closed forms and losses."""
 
     # With several reward functions their weighted sum.
     rewards_PN: Array
@@ -183,7 +183,7 @@ class ScorePool:
     # Weights of the functions in the weighted sum.
     reward_weights_F: Array | None = None
     # K, the number of metrics of the scores: question x is in metric x mod K, and inner products of
-    # different questions have a meaning within a metric alone.
+    # different questions have a meaning only within a metric.
     metrics: int = 1
     # The kinds of vectors that a completion has, see `estimators.token_weights.KINDS`. With
     # several, axes N of `gram_PNN` and `features_PNR` have those of the first kind, then

@@ -1,7 +1,7 @@
 """Costs of runs in completions, tokens, memory and disk, computed from the planned work.
 
-Nothing is loaded. The number of prompt tokens needs a tokenizer and is left out of all figures.
-An unknown figure is None.
+Nothing is loaded. Prompt tokens are not counted, because that needs a tokenizer. An unknown figure
+is None.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from grpo_ustat.config.model import (
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
-NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-SIZE_KEYS = {  # of config.json, by what they are here
+# Bytes of a number.
+NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Keys of config.json, by their names here.
+SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "vocabulary": "vocab_size",
     "hidden": "hidden_size",
@@ -30,11 +32,16 @@ SIZE_KEYS = {  # of config.json, by what they are here
     "key_heads": "num_key_value_heads",
     "width": "head_dim",
 }
-HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
-PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
-POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
-LOGIT_MEMORY_FACTOR = 4.5  # memory of log-probabilities and derivatives, over their logits
-MAX_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer by layer
+# About the bytes of a safetensors file beside its arrays.
+HEADER_BYTES = 1000
+# Python with PyTorch, transformers and tasks; not counted on a GPU.
+PROCESS_BYTES = 580_000_000
+# Memory of the process that reads a pool, over the size of its files.
+POOL_MEMORY_FACTOR = 2.5
+# Memory of log-probabilities and derivatives, over the size of their logits.
+LOGIT_MEMORY_FACTOR = 4.5
+# Half of a GPU; a larger graph is scored layer by layer.
+MAX_GRAPH_BYTES = 32 * 2**30
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class KeptPool:
     """Scored completions that a study keeps."""
 
     questions: int
-    # Of each question (N).
+    # N of each question.
     completions: int
     # Numbers of the two sketches, at most.
     feature_sketch: int
@@ -61,7 +68,7 @@ class Work:
     device: str
     # Completions from which gradients or errors are computed.
     rollouts: int
-    # Other completions, behind baselines, at most.
+    # Fresh completions from which baselines are estimated, at most.
     values: int
     # Completions of test questions; None if their number is unknown.
     evaluation: int | None
@@ -77,7 +84,7 @@ class Work:
     kept_per_weight: int = 0
     # True if a frozen copy of the weights is kept.
     has_reference: bool = False
-    # On disk at a time, and after the run has finished.
+    # Checkpoints on disk at a time, and after the run has finished.
     most_checkpoints: int = 0
     last_checkpoints: int = 0
     # None for training.
@@ -94,7 +101,7 @@ class Cost:
     values: int
     # Completions of test questions; None if their number is unknown.
     evaluation: int | None
-    # Of all these completions, at most.
+    # Tokens of all these completions, at most.
     tokens: int
     # Bytes of the model.
     weights: int | None
@@ -116,15 +123,15 @@ class Cost:
     pool: int | None
     # Bytes at most during the run: checkpoints, or the study's pool.
     disk: int | None
-    # Bytes of these that stay when the run has finished.
+    # Bytes on disk that stay when the run has finished.
     disk_after: int | None
 
     @property
     def memory(self) -> int | None:
         """Bytes of all parts together at the peak.
 
-        The peak is while completions are sampled or in a backward pass, or in a study's first
-        process if that needs more.
+        The peak is reached while completions are sampled or in a backward pass, or in the process
+        that reads a study's pool.
         """
         if self.cache is None or self.graph is None:
             return None
@@ -140,10 +147,10 @@ def cost(work: Work) -> Cost:
     Bytes, for P parameters of E bytes: weights E P; a reference E P; with AdamW a gradient and two
     moments, so training E P (1 + 2), 16 P in all with the weights in float32. A checkpoint has E P
     (1 + 2). A question's file of a pool has 8 N^2 for inner products, 4 N R and 8 R' for sketches
-    of R = feature_sketch and R' = gradient_sketch numbers (P where that is smaller), 4 N tokens,
-    17 N for rewards, lengths and ends. Where a sketch is smaller than P, each parameter has a sign
-    of one bit. AdamW's metric holds a gradient and the factors of every entry beside the weights,
-    or on a CPU the six sums of group gradients of both halves, and keeps these and a second pool.
+    of R = feature_sketch and R' = gradient_sketch numbers (at most P), 4 N tokens, 17 N for
+    rewards, lengths and ends. If a sketch is smaller than P, each parameter has a sign of one bit.
+    AdamW's metric holds a gradient and the factors of every entry beside the weights, or on a CPU
+    the six sums of group gradients of both halves; these and a second pool stay on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
@@ -155,7 +162,8 @@ def cost(work: Work) -> Cost:
     if work.by_layer is None and graph is not None and graph > MAX_GRAPH_BYTES:
         graph = _graph(size, work.pass_tokens, computed, by_layer=True)
     if work.bf16:
-        graph = _sum([graph, _product(size.parameters, 2)])  # autocast's weights
+        # Autocast holds a copy of the weights.
+        graph = _sum([graph, _product(size.parameters, 2)])
 
     weights = _product(size.parameters, entry)
     training = _product(weights, work.kept_per_weight)
@@ -201,8 +209,8 @@ def score_memory(
 ) -> tuple[int, int, int] | None:
     """Compute the bytes needed to score N completions of a question.
 
-    Weights and prompts are left out. The three numbers are for the whole graph, layer by layer, and
-    for one completion layer by layer. None if the sizes are unknown.
+    Weights and prompts are not counted. The three numbers are for the whole graph, layer by layer,
+    and for one completion layer by layer. None if the sizes are unknown.
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
@@ -217,10 +225,10 @@ def score_memory(
 
 
 def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
-    """Return bytes of each FSDP2 process: of shards, and of whole weights while it samples.
+    """Return bytes of each FSDP2 process: its shards, and the whole weights while it samples.
 
     Weights, gradients and optimizer are sharded; weights are gathered to sample; a reference is
-    whole throughout. All three must be known.
+    never sharded. None of the three may be unknown.
     """
     weights, training, reference = largest.weights, largest.training, largest.reference
     assert weights is not None and training is not None and reference is not None
@@ -230,18 +238,18 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 def total(costs: list[Cost]) -> Cost:
     """Add up the costs of runs that are executed one after another.
 
-    Tokens add up. Memory is the maximum. Disk is what all runs keep, and the largest temporary need
-    beside it.
+    Tokens add up. Memory is the maximum. Disk is the sum of what the runs keep and the largest
+    temporary need.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
-    sums = {name: _sum([getattr(one, name) for one in costs]) for name in names}
+    sums = {name: _sum([getattr(cost, name) for cost in costs]) for name in names}
     extra = [
-        None if one.disk is None or one.disk_after is None else one.disk - one.disk_after
-        for one in costs
+        None if cost.disk is None or cost.disk_after is None else cost.disk - cost.disk_after
+        for cost in costs
     ]
-    numbers = [one for one in extra if one is not None]
+    numbers = [cost for cost in extra if cost is not None]
     disk = _sum([sums["disk_after"], max(numbers)]) if len(numbers) == len(extra) else None
-    return replace(max(costs, key=lambda one: one.memory or 0), disk=disk, **sums)
+    return replace(max(costs, key=lambda cost: cost.memory or 0), disk=disk, **sums)
 
 
 def model_size(model: ModelConfig) -> ModelSize:
@@ -289,11 +297,10 @@ def _largest(value: object) -> int | None:
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     """Return the bytes of keys and values of the completions sampled side by side.
 
-    Prompts and room to grow are left out.
+    Prompts and room to grow are not counted.
 
-    A token leaves kv_width keys and as many values in each layer. Keys have passed through rotary
-    embeddings and have the weights' type; values have the type of the computation, of `computed`
-    bytes.
+    A token adds kv_width keys and as many values in each layer. Keys come from rotary embeddings
+    in the weights' type; values have the type of the computation, of `computed` bytes.
     """
     sampler = work.sampler
     if sampler.rollout.name != "local":
@@ -314,8 +321,8 @@ def _logits(work: Work, size: ModelSize) -> int | None:
         return None
     rows = min(work.sampler.rows, work.sampled_together)
     chunk = LOGIT_BYTES["cuda" if work.device.startswith("cuda") else "cpu"]
-    whole = 4 * size.vocabulary * work.pass_tokens
-    return max(4 * size.vocabulary * rows, int(LOGIT_MEMORY_FACTOR * min(chunk, whole)))
+    all_logits = 4 * size.vocabulary * work.pass_tokens
+    return max(4 * size.vocabulary * rows, int(LOGIT_MEMORY_FACTOR * min(chunk, all_logits)))
 
 
 def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:

@@ -1,7 +1,7 @@
 """Durations of planned runs, at the tokens per second of an earlier run on this machine.
 
 The estimate is rough: batches of another size, longer answers and a busier machine change the
-rate. If no earlier run has finished, nothing is assumed and the time is left out.
+rate. If no earlier run has finished, the time is unknown.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.history import wall_seconds
 from grpo_ustat.runs.record import RunRecord
 
-MAX_RUNS_READ = 50  # finished runs, the newest
-AGREEING_KEYS = (  # keys of model and device, in which an earlier run must agree
+# The newest finished runs that are read.
+MAX_RUNS_READ = 50
+# Keys of model and device in which an earlier run must agree.
+AGREEING_KEYS = (
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
 )  # fmt: skip
@@ -32,7 +34,7 @@ class Plan:
 
     # `train` or `mse`.
     command: str
-    # The settings that decide the cost, as one types them; None is not shown.
+    # The settings that decide the cost, as the user types them; None is not shown.
     settings: Mapping[str, object]
     cost: Cost
     # Name of the policy.
@@ -42,7 +44,7 @@ class Plan:
     # Ranks or local workers that share the run.
     processes: int
     gpus: int
-    # In tokens.
+    # Tokens.
     max_completion_length: int
     # See `conditions`.
     conditions: Mapping[str, object]
@@ -54,7 +56,7 @@ class Plan:
     short_run: str
     # Division of a step's batch, in words.
     batch: str = ""
-    # On the run's memory.
+    # Notes on the run's memory.
     notes: Sequence[str] = ()
     # Number of test questions taken from a publication.
     published_tests: int | None = None
@@ -68,7 +70,7 @@ class Duration:
     seconds: float | None
     # Part of `seconds` until a process begins its first run; its later runs do not need it.
     start: float
-    # The earlier run, or what to run to have one.
+    # The earlier run; without an estimate, the reason and what to run.
     basis: str
     gpus: int
 
@@ -88,7 +90,7 @@ class Pace:
     sampling_rate: float
     # Tokens of a completion, on average.
     length: float
-    # Seconds of the run beside all of these: setup, figures.
+    # Seconds of the rest of the run: setup, figures.
     rest: float
     # Seconds until its process began its first run.
     start: float
@@ -102,7 +104,7 @@ def duration(plan: Plan) -> Duration:
     cost = plan.cost
     completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
     if not completions:
-        return Duration(None, 0.0, "left out, for it samples no completions", plan.gpus)
+        return Duration(None, 0.0, "it samples no completions", plan.gpus)
     for run in finished_runs(plan.command, plan.conditions, plan.usual_place, plan.folder):
         pace = pace_of(run, plan.processes)
         if pace is None:
@@ -115,16 +117,16 @@ def duration(plan: Plan) -> Duration:
             f"{number_text(length)} tokens a completion"
         )
         return Duration(seconds, pace.start, basis, plan.gpus)
-    reason = f"left out, for no finished run of {plan.model} on {plan.device} is known here"
-    hint = f"run it with {plan.short_run} first"
-    return Duration(None, 0.0, f"{reason}; {hint}", plan.gpus)
+    reason = f"no finished run of {plan.model} on {plan.device}"
+    hint = f"Run once with {plan.short_run} to calibrate"
+    return Duration(None, 0.0, f"{reason}. {hint}", plan.gpus)
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
     """Return the pace of a finished run that this many processes shared.
 
-    None if its history or result does not tell the pace: several launches, a pool that existed
-    before, or equal rewards.
+    None if the pace cannot be read from its history and result: several launches, a pool that
+    existed before, or equal rewards.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:
@@ -134,12 +136,14 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
         return None
     work = result.get("cost", result)
     parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
-    seconds = sum(parts) / processes if parts else work["seconds"]  # parts are sums over workers
-    drawn = work["rollouts"] + work.get("value_rollouts", 0)
-    whole = all(number > 0 for number in (*parts, seconds, drawn, work["tokens"]))
-    if not whole or seconds > wall + 1:  # times are cut to seconds
+    # The parts are sums over workers.
+    seconds = sum(parts) / processes if parts else work["seconds"]
+    completions = work["rollouts"] + work.get("value_rollouts", 0)
+    has_work = all(number > 0 for number in (*parts, seconds, completions, work["tokens"]))
+    # Stored times are cut to whole seconds.
+    if not has_work or seconds > wall + 1:
         return None
-    rate, length = work["tokens"] / seconds, work["tokens"] / drawn
+    rate, length = work["tokens"] / seconds, work["tokens"] / completions
     keys = ("tokens", "seconds_generate")
     rows = [row for row in run.metrics if all(is_number(row.get(key)) for key in keys)]
     tokens, generating = (sum(row[key] for row in rows) for key in keys)
@@ -158,7 +162,7 @@ def finished_runs(
         command: `train`, `mse` or `gap`.
         conditions: values that their configurations must have, by dotted key.
         usual_place: parent folder of this command's runs, by date.
-        folder: folder of the planned run, beside which others are; None if it has none.
+        folder: folder of the planned run, whose neighbours are read too; None if it has none.
     """
     places = [(usual_place, "*/*/result.json")]
     if folder is not None:
@@ -188,10 +192,12 @@ def conditions(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def one_after_the_other(durations: Sequence[Duration]) -> float | None:
-    """Return the seconds of runs that one process makes in turn; None if one of them is unknown."""
-    known = [one.seconds - one.start for one in durations if one.seconds is not None]
-    start = max(one.start for one in durations)
-    return sum(known) + start if len(known) == len(durations) else None
+    """Return the seconds of runs that one process makes in turn; None if any is unknown."""
+    seconds = [
+        estimate.seconds - estimate.start for estimate in durations if estimate.seconds is not None
+    ]
+    start = max(estimate.start for estimate in durations)
+    return sum(seconds) + start if len(seconds) == len(durations) else None
 
 
 def time_text(seconds: float | None) -> str:
@@ -202,7 +208,7 @@ def time_text(seconds: float | None) -> str:
     """
     if seconds is None:
         return "unknown"
-    unit, size = next((one for one in UNITS if seconds >= 1.5 * one[1]), UNITS[-1])
+    unit, size = next((entry for entry in UNITS if seconds >= 1.5 * entry[1]), UNITS[-1])
     return f"{number_text(seconds / size)} {unit}"
 
 

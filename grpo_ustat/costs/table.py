@@ -22,12 +22,14 @@ from grpo_ustat.costs.duration import (
 )
 from grpo_ustat.terminal.console import Console
 
-MAX_BATCHES = 6  # different ones that are described in words
-EXAMPLE_PROCESSES = 8  # of the example of FSDP2
+# Different batches that are described in words.
+MAX_BATCHES = 6
+# Processes in the example of FSDP2.
+EXAMPLE_PROCESSES = 8
 
 
 def show_costs(plans: Sequence[Plan]) -> None:
-    """Print what all runs share, a line for each run, their totals, and their durations."""
+    """Print the settings that all runs share, a line for each run, totals, and durations."""
     console, rows = Console(), [settings_in_words(plan.settings) for plan in plans]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     labels = [
@@ -65,20 +67,20 @@ def batch_lines(plans: Sequence[Plan]) -> list[str]:
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
-    """Return a table with a line for each run, labelled by its own settings, and a line for all."""
+    """Return a table with a line for each run, labelled by its settings, and one for all runs."""
     runs = len(costs)
     table = Table(title=f"{runs} run{'s' * (runs > 1)}", box=SIMPLE, pad_edge=False)
     table.add_column("")
     cells = [
         {
-            "rollouts": _count(one.rollouts),
-            "values": _count(one.values),
-            "tests": _count(one.evaluation),
-            "tokens <=": f"{one.tokens / 1e6:,.1f} M".replace(",", " "),
-            "memory": _bytes(one.memory),
-            "disk <=": _bytes(one.disk),
+            "rollouts": _count(cost.rollouts),
+            "values": _count(cost.values),
+            "tests": _count(cost.evaluation),
+            "tokens <=": f"{cost.tokens / 1e6:,.1f} M".replace(",", " "),
+            "memory": _bytes(cost.memory),
+            "disk <=": _bytes(cost.disk),
         }
-        for one in (*costs, total(costs))
+        for cost in (*costs, total(costs))
     ]
     columns = [key for key, cell in cells[-1].items() if cell != "0"]
     for column in columns:
@@ -92,41 +94,46 @@ def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
 
 
 def cost_notes(plans: Sequence[Plan]) -> list[str]:
-    """Explain the parts of the largest run's memory, and what the figures leave out."""
+    """Return notes on the parts of the largest run's memory and on what is not counted."""
     largest = max(plans, key=lambda plan: plan.cost.memory or 0)
-    most = largest.cost
+    cost = largest.cost
     notes = [
         "values: fresh completions behind a baseline; tests: of evaluations. Prompts' tokens are "
-        "not counted: they are not known without a tokenizer."
+        "not counted, because that needs a tokenizer."
     ]
-    if most.memory is None:
-        notes.append("Memory and disk unknown: set model.size.parameters and its neighbours.")
-    else:
-        reference = f"reference {_bytes(most.reference)}, " if most.reference else ""
-        program = f", the program {_bytes(most.process)}" if most.process else ""
+    if cost.memory is None:
         notes.append(
-            f"Memory of the largest: weights {_bytes(most.weights)}, {reference}gradients and "
-            f"optimizer {_bytes(most.training)}, keys and values {_bytes(most.cache)}, logits "
-            f"{_bytes(most.logits)}, activations of a backward pass {_bytes(most.graph)}{program}; "
-            "keys and values and activations are not held at once; without prompts."
+            "Memory and disk unknown: set model.size.parameters, .layers, .hidden and the other "
+            "sizes."
+        )
+    else:
+        reference = f"reference {_bytes(cost.reference)}, " if cost.reference else ""
+        program = f", the program {_bytes(cost.process)}" if cost.process else ""
+        notes.append(
+            f"Memory of the largest: weights {_bytes(cost.weights)}, {reference}gradients and "
+            f"optimizer {_bytes(cost.training)}, keys and values {_bytes(cost.cache)}, logits "
+            f"{_bytes(cost.logits)}, activations of a backward pass {_bytes(cost.graph)}{program}; "
+            "the cache of keys and values and the activations are never in memory together; "
+            "prompts are not counted."
         )
     notes += largest.notes
-    if largest.device.startswith("cuda") and most.memory is not None and most.training:
-        shards, whole = sharded_memory(most, EXAMPLE_PROCESSES)
-        names = "weights and reference" if most.reference else "weights"
+    if largest.device.startswith("cuda") and cost.memory is not None and cost.training:
+        shards, gathered = sharded_memory(cost, EXAMPLE_PROCESSES)
+        names = "weights and reference" if cost.reference else "weights"
         notes.append(
             f"FSDP2 on {EXAMPLE_PROCESSES} processes: {decimal(shards)} of weights, gradients and "
-            f"optimizer in each, and {decimal(whole)} of whole {names} while it samples."
+            f"optimizer in each, and {decimal(gathered)} of whole {names} while it samples."
         )
 
     sizes = {plan.published_tests for plan in plans}
     notes += [
-        f"Tests: dataset.test_size=null, published size {size} taken."
+        f"Tests: dataset.test_size=null, so the published {size} questions are assumed."
         for size in sorted(size for size in sizes if size is not None)
     ]
     if any(plan.cost.evaluation is None for plan in plans):
         notes.append(
-            "Tests unknown: dataset.test_size=null asks all test questions; tokens leave them out."
+            "Tests unknown: dataset.test_size=null evaluates all test questions; they are not in "
+            "the tokens. Set dataset.test_size to count them."
         )
     return notes
 
@@ -134,24 +141,24 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
 def score_notes(
     model: ModelConfig, completions: int, max_completion_length: int, weights: int
 ) -> list[str]:
-    """Describe how N completions of a question are scored and the memory that this needs.
+    """Describe how N completions of a question are scored, and the memory that this needs.
 
-    The text says what is held beside the bytes of the weights, and what to change if it does not
-    fit.
+    Args:
+        weights: bytes of the weights.
     """
     memory = score_memory(model, completions, max_completion_length)
     if memory is None:
         return []
-    whole, by_layer, _ = memory
+    whole_graph, by_layer, _ = memory
     text = (
-        f"Scores of N = {completions} completions at once, beside the weights: {decimal(whole)} "
-        f"with the whole graph, or layer by layer {decimal(by_layer)}, at a quarter more time, "
-        "where the first is over half of the free memory; so "
-        f"{decimal(weights + by_layer)} at least."
+        f"Scoring N = {completions} completions at once needs, beside the weights, "
+        f"{decimal(whole_graph)} with the whole graph, or {decimal(by_layer)} layer by layer, in a "
+        "quarter more time. Layer by layer is chosen if the whole graph needs over half of the "
+        f"free memory. The minimum is {decimal(weights + by_layer)}."
     )
     if completions >= 8:
         text += (
-            f" Where that does not fit: budget.pool_completions={completions // 2} first, then "
+            f" If that does not fit: run budget.pool_completions={completions // 2} first, then "
             f"{completions} on the same pool=DIR."
         )
     return [text]
@@ -159,32 +166,36 @@ def score_notes(
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
     """Print the wall time of each run and of all in turn, and the basis of the estimate."""
-    several, hours = len(durations) > 1, any(one.gpus for one in durations)
-    has_estimate = any(one.seconds is not None for one in durations)
+    several, hours = len(durations) > 1, any(estimate.gpus for estimate in durations)
+    has_estimate = any(estimate.seconds is not None for estimate in durations)
     if several and has_estimate:
         table = Table(title="wall time, about", box=SIMPLE, pad_edge=False)
         table.add_column("")
         for name in ("wall time", "GPU hours") if hours else ("wall time",):
             table.add_column(name, justify="right", no_wrap=True)
-        for label, one in zip(labels, durations, strict=True):
-            table.add_row(label, time_text(one.seconds), *[number_text(one.gpu_hours)] * hours)
+        for label, estimate in zip(labels, durations, strict=True):
+            table.add_row(
+                label, time_text(estimate.seconds), *[number_text(estimate.gpu_hours)] * hours
+            )
         table.add_section()
-        seconds, gpu_hours = one_after_the_other(durations), [one.gpu_hours for one in durations]
-        known = [one for one in gpu_hours if one is not None]
-        total_hours = sum(known) if len(known) == len(gpu_hours) else None
+        seconds = one_after_the_other(durations)
+        gpu_hours = [estimate.gpu_hours for estimate in durations if estimate.gpu_hours is not None]
+        total_hours = sum(gpu_hours) if len(gpu_hours) == len(durations) else None
         cells = [number_text(total_hours)] * hours
         table.add_row("one after the other", time_text(seconds), *cells)
         console.print(table)
-    for basis, runs in Counter(one.basis for one in durations).items():
-        line, of = "Wall time", f" ({runs} of {len(durations)} runs)"
+    bases = Counter((estimate.basis, estimate.seconds is None) for estimate in durations)
+    for (basis, unknown), runs in bases.items():
+        line = "Wall time unknown" if unknown else "Wall time"
+        of = f" ({runs} of {len(durations)} runs)"
         if has_estimate and not several:
             line += f" about {time_text(durations[0].seconds)}"
             line += f", {number_text(durations[0].gpu_hours)} GPU hours" if hours else ""
         console.print(f"{line}: {basis}{of if runs < len(durations) else ''}.")
     if has_estimate:
         console.print(
-            "Wall time is rough: half to twice that, and further off where batches were much "
-            "smaller there or the machine is busier now; waiting in a queue is left out."
+            "Wall time is rough: half to twice that, and further off if batches were much smaller "
+            "there or the machine is busier now. Waiting in a queue is not counted."
         )
 
 

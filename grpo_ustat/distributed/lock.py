@@ -1,20 +1,20 @@
-"""A lock that gives a folder to one process at a time, and ends when its owner ends, however.
+"""A lock that gives a folder to one process at a time, and ends whenever its owner ends.
 
-`.lock` is held with flock(2) while its owner lives, and names the owner; the kernel releases it
-when the owner dies. Across machines that is not enough: some file systems have a flock that is
-limited to one machine (BeeGFS and Lustre by default), others have none. So the owner also touches
-the file every `BEAT_SECONDS`, and a lock left by another machine is taken over only after the file
-was unchanged for `DEAD_AFTER_SECONDS`. Only changes of the file are compared, never its time with a
+The owner holds `.lock` with flock(2) and writes its name into it; the kernel releases the flock
+when the owner dies. Across machines that is not enough: on some file systems flock is limited to
+one machine (BeeGFS and Lustre by default), others have none. So the owner also touches the file
+every `BEAT_SECONDS`, and a lock left by another machine is taken over only after the file was
+unchanged for `DEAD_AFTER_SECONDS`. Only changes of the file are compared, never its time with a
 clock, so clocks may differ by any amount.
 
-An owner that was suspended for longer and lost its lock learns it from the file, which names
-another owner: it calls `check` before it writes, and ends.
+An owner calls `check` before it writes. If it was suspended for longer and lost its lock, the file
+names another owner, and it ends.
 
-filelock 4.2.11 has such a heartbeat in `SoftFileLease`, which was tried by itself and is not used:
-it takes the lock at once from a live owner whose process id is unknown here, as in another
-container of the same host name, and from a suspended owner on this machine after the lease, while
-flock shows that both live. Its file has no field for a SLURM job, whose restart proves without
-waiting that an owner on another machine is dead.
+`SoftFileLease` of filelock 4.2.11 has such a heartbeat. It was tried and is not used: it takes the
+lock at once from a live owner whose process id does not exist here, as in another container with
+the same host name, and from a suspended owner on this machine after the lease, although flock shows
+that both live. Its file has no field for a SLURM job, whose restart proves without waiting that an
+owner on another machine is dead.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
-BEAT_SECONDS = 10.0  # seconds between two signs of life
-DEAD_AFTER_SECONDS = 60.0  # seconds without one after which an owner on another machine is dead
-LOOK_SECONDS = 1.0  # seconds between two looks for one
-SETTLE_SECONDS = 2.0  # seconds in which others that took over at the same moment show
-FLOCK_SECONDS = 1.0  # seconds that flock may be denied; who only looks holds it for microseconds
+# Seconds between two signs of life.
+BEAT_SECONDS = 10.0
+# Seconds without a sign of life after which an owner on another machine is dead.
+DEAD_AFTER_SECONDS = 60.0
+# Seconds between two looks for a sign of life.
+LOOK_SECONDS = 1.0
+# Seconds in which processes that took over at the same moment become visible.
+SETTLE_SECONDS = 2.0
+# Seconds for which flock may be denied; a process that only looks holds it for microseconds.
+FLOCK_SECONDS = 1.0
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -80,12 +85,12 @@ class Holder(Owner):
 
     # Seconds since its last sign of life.
     silent: float
-    # True if flock shows that it lives; else it was just not silent for `DEAD_AFTER_SECONDS`.
+    # True if flock shows that it lives; False if only its last sign of life is recent enough.
     certain: bool
 
 
 class Lock:
-    """A folder's lock, for one process and not its forks; to be taken once.
+    """A folder's lock, for one process without its forks; it can be taken once.
 
     Args:
         folder: created if it does not exist.
@@ -98,11 +103,11 @@ class Lock:
         self._released = threading.Event()
 
     def take(self) -> None:
-        """Take the lock, even from an owner that is dead; a line on standard error then says so.
+        """Take the lock, also from a dead owner, with a line on standard error.
 
         Raises:
-            Held: its owner lives; known at once or, on another machine, within
-                `DEAD_AFTER_SECONDS`.
+            Held: its owner lives, which takes up to `DEAD_AFTER_SECONDS` to see if it is on another
+                machine.
             OSError: the file system allows no such file.
         """
         watched = None
@@ -123,7 +128,8 @@ class Lock:
         """Write this process into the locked file, and keep it alive from a thread."""
         if previous:
             _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
-        os.pwrite(descriptor, self._content, 0)  # first: an empty file would be nobody's
+        # The content comes first, because an empty file has no owner.
+        os.pwrite(descriptor, self._content, 0)
         os.ftruncate(descriptor, len(self._content))
         os.fsync(descriptor)
         if settle:
@@ -136,7 +142,7 @@ class Lock:
     def check(self) -> None:
         """Verify that the lock still belongs to this process.
 
-        A disk that does not answer proves nothing and passes.
+        A disk that does not answer proves nothing, so the check passes.
 
         Raises:
             Held: it was taken over, or removed.
@@ -150,13 +156,13 @@ class Lock:
         if not content:
             raise Held(
                 f"{self.path.parent} or its {NAME} was moved or removed while this process worked "
-                "there: it ends here and writes nothing more; with the folder back in its place "
-                "the same command goes on"
+                "there: it ends here and writes nothing more; put the folder back and run the same "
+                "command to go on"
             )
         if content != self._content:
             raise Held(
-                f"{self.path.parent} was taken over by {_named(content)}, for this process had "
-                f"shown no sign of life for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
+                f"{self.path.parent} was taken over by {_named(content)}, because this process "
+                f"showed no sign of life for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
                 "and writes nothing"
             )
 
@@ -175,7 +181,8 @@ class Lock:
         _HELD_LOCKS.discard(self)
         self._released.set()
         try:
-            with suppress(Held, OSError):  # it ends with the descriptor all the same
+            # The lock ends with the descriptor in any case.
+            with suppress(Held, OSError):
                 self.check()
                 self.path.unlink()
         finally:
@@ -189,7 +196,8 @@ class Lock:
                     os.utime(self.path)
 
 
-_HELD_LOCKS: set[Lock] = set()  # what this process holds
+# Locks that this process holds.
+_HELD_LOCKS: set[Lock] = set()
 
 
 def check_own() -> None:
@@ -210,9 +218,9 @@ os.register_at_fork(after_in_child=_forget)
 def peek(folder: Path) -> Holder | None:
     """Return the holder of the folder, or None if nobody or a dead process holds it.
 
-    The lock is left as it is. The time is taken from a temporary file in the folder. If the folder
-    cannot be written, the time is this machine's: then the state of an owner on another machine,
-    whose flock does not show here, depends on how well the two clocks agree. Only `Lock.take`
+    The lock does not change. The time comes from a temporary file in the folder. If the folder
+    cannot be written, this machine's time is used: then the answer for an owner on another machine,
+    whose flock does not show here, depends on the difference of the two clocks. Only `Lock.take`
     decides, and it compares no clocks.
     """
     try:
@@ -249,7 +257,8 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
     until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # the folder went, with a process that was refused
+        # A process that was refused may remove the folder in between.
+        with suppress(FileNotFoundError):
             descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
             if flocked is not False and _is_at(path, descriptor):
@@ -283,7 +292,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_flocked(descriptor: int) -> bool | None:
-    """Return True if another process holds a flock on the file; None if that cannot be known."""
+    """Return True if another process holds a flock on the file; None if flock is not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -319,8 +328,8 @@ def _outlived(owner: Owner | None) -> bool:
 def _seen_dead(path: Path) -> bytes | None:
     """Watch a lock until its owner counts as dead, and return the lock's content.
 
-    The result is None if the file disappeared. Looks are counted, not time: while a file system
-    hangs, its owner cannot show life either.
+    None if the file disappeared. Looks are counted, not time: while a file system hangs, its owner
+    cannot show life either.
 
     Raises:
         Held: as soon as the owner shows life.
@@ -328,8 +337,8 @@ def _seen_dead(path: Path) -> bytes | None:
     """
     first = _look(path)
     _say(
-        f"{path.parent} is locked by {_named(first[0])}: looking for {DEAD_AFTER_SECONDS:g} s "
-        "whether that is alive"
+        f"{path.parent} is locked by {_named(first[0])}: checking for {DEAD_AFTER_SECONDS:g} s "
+        "if it is alive"
     )
     for _ in range(round(DEAD_AFTER_SECONDS / LOOK_SECONDS)):
         time.sleep(LOOK_SECONDS)
@@ -372,7 +381,8 @@ def _named(content: bytes) -> str:
 def _this_process() -> Owner:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     job, boot_id = (slurm.job_id(), slurm.restart_count()), None
-    with suppress(OSError):  # not Linux
+    # Only Linux has this file.
+    with suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Owner(uuid4().hex, socket.gethostname(), os.getpid(), boot_id, now, *job)
 

@@ -1,4 +1,4 @@
-"""Processes that end together: children with their parent, and on request all that were started."""
+"""Processes that end together: children with their parent, and all started ones on request."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from pathlib import Path
 
 import psutil
 
-LOOK_SECONDS = 0.5  # seconds between two looks for a parent
+# Seconds between two looks for a parent.
+LOOK_SECONDS = 0.5
 
 
 def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
-    """Return the children of a process, with theirs if recursive; empty if it is gone."""
+    """Return the children of a process, if recursive all descendants; empty if it is gone."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive)
     return []
 
 
 def kill_children(pid: int, recursive: bool = False) -> None:
-    """Kill the children of a process, with theirs if recursive."""
+    """Kill the children of a process, if recursive all descendants."""
     for child in children(pid, recursive):
         with suppress(psutil.NoSuchProcess):
             child.kill()
@@ -32,14 +33,15 @@ def kill_children(pid: int, recursive: bool = False) -> None:
 
 def kill_group(pid: int) -> None:
     """Kill a process that leads a group, and its group."""
-    with suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
+    # macOS denies permission for zombies.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[None]:
     """Yield twice a second while this process's parent, and an ancestor above it, live.
 
-    Neither has a chance to say so when it is killed.
+    Polling is needed because a killed process sends no notice.
     """
     above = []
     if ancestor is not None:
@@ -55,8 +57,8 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
 def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:
     """End this process as soon as its parent, or an ancestor above it, is dead.
 
-    It then ends with code 1 and without further cleaning up; see `while_parent_lives`. A temporary
-    folder of the parent is removed first.
+    It ends with code 1, without cleanup except for a temporary folder of the parent, which is
+    removed first. See `while_parent_lives`.
     """
 
     def watch() -> None:

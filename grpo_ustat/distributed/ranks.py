@@ -1,4 +1,4 @@
-"""The ranks of a run that torchrun or `accelerate launch` started; otherwise a single process."""
+"""Ranks of a run that torchrun or `accelerate launch` started, or a single process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.signals import Stopped
 
-PARENT_VARIABLE = "GRPO_USTAT_PARENT"  # process id of the command that started the ranks
-WORKER_VARIABLE = "GRPO_USTAT_WORKER"  # environment: which of the local workers a process is
-LONGEST_WAIT = timedelta(
-    days=20
-)  # that a rank waits for the others; gloo's own 30 minutes are short
+# Process id of the command that started the ranks.
+PARENT_VARIABLE = "GRPO_USTAT_PARENT"
+# Number of a local worker, in its environment.
+WORKER_VARIABLE = "GRPO_USTAT_WORKER"
+# Time for which a rank waits for the others; the 30 minutes of gloo are too short.
+LONGEST_WAIT = timedelta(days=20)
 
 
 class RefusedByRank(ConfigError):
-    """A ConfigError of one rank, raised on all of them at the same call; to be printed once."""
+    """A ConfigError of one rank, raised on all ranks at the same call; it is printed once."""
 
 
 class _PeerFailed(Exception):
@@ -29,16 +30,16 @@ class _PeerFailed(Exception):
 
 
 def check_environment() -> None:
-    """Refuse an environment that tells this process's rank only in part.
+    """Refuse an environment that defines this process's rank only in part.
 
-    The process would wait for ever, or take itself for the first of several.
+    The process would wait forever, or act as the first of several.
     """
     if "RANK" not in os.environ:
         return
     fix = "start ranks by torchrun or launch.num_processes=N, or for one process unset RANK"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(name, "0").isdecimal():
-            raise ConfigError(f"{name}={os.environ[name]!r} is no whole number: {fix}")
+            raise ConfigError(f"{name}={os.environ[name]!r} is not a whole number: {fix}")
     if int(os.environ["RANK"]) >= int(os.environ.get("WORLD_SIZE", 1)):
         size = os.environ.get("WORLD_SIZE")
         but = "WORLD_SIZE is not set" if size is None else f"WORLD_SIZE={size}"
@@ -61,7 +62,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Return True if this is the rank that prints and writes what all ranks share."""
+    """Return True for rank 0, which prints and writes for all ranks."""
     return rank() == 0
 
 
@@ -74,16 +75,16 @@ def own_device(device: str) -> str:
     if world() == 1:
         return f"cuda:{int(os.environ[WORKER_VARIABLE]) % max(1, torch.cuda.device_count())}"
 
-    # A task of SLURM may see its own device alone, as the first.
-    own, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    # A task of SLURM may see only its own device, as the first.
+    local_rank, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if here > visible > 1:
         raise RefusedByRank(f"{here} processes on a machine with {visible} GPUs: use {visible}")
-    return f"cuda:{own % visible if visible else own}"
+    return f"cuda:{local_rank % visible if visible else local_rank}"
 
 
 def one_on_each_gpu(workers: int, device: str) -> int:
-    """Return the number of local workers with a model on the device: on CUDA one for each GPU."""
+    """Return the number of local workers that get a model: on CUDA one for each GPU."""
     if not device.startswith("cuda"):
         return workers
     import torch
@@ -92,15 +93,14 @@ def one_on_each_gpu(workers: int, device: str) -> int:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has made this call."""
     all_gather_call(_nothing)
 
 
 def main_only(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function only on rank 0; every rank waits for it and returns its value.
 
-    Raises:
-        ConfigError, RuntimeError: see `all_gather_call`.
+    Errors are those of `all_gather_call`.
     """
     return all_gather_call(function if is_main() else _nothing, *arguments)[0]
 
@@ -109,10 +109,9 @@ def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call the function on every rank; every rank returns the values of all, in their order.
 
     Raises:
-        ConfigError: a rank refused the configuration; on all ranks.
-        Stopped: a signal to a rank; on all ranks.
-        RuntimeError: a rank failed; its own error there, a line that names it on the others.
-        SystemExit: a rank is gone, and the run with it.
+        RefusedByRank, Stopped: raised on all ranks if it was raised on one.
+        RuntimeError: another rank failed; the failed rank raises its own error.
+        SystemExit: the connection to a rank is lost.
     """
     if world() == 1:
         return [function(*arguments)]
@@ -147,10 +146,9 @@ def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def tally(added: int) -> int:
-    """Add to a count, from inside `all_gather_call`, and return what all ranks have added so far.
+    """Add to a count, from inside `all_gather_call`, and return the sum over all ranks so far.
 
-    Raises:
-        Exception: another rank failed; for `all_gather_call` to catch.
+    If another rank failed, it raises an exception that `all_gather_call` catches.
     """
     peers = _join()
     if peers.count("failed", 0):
@@ -170,11 +168,12 @@ class _Peers:
         from torch.distributed.rendezvous import rendezvous
 
         self.calls = 0
-        if dist.is_initialized():  # by accelerate
+        if dist.is_initialized():
+            # Accelerate has joined the ranks.
             self._store = dist.distributed_c10d._get_default_store()
         else:
             self._store, number, size = next(rendezvous("env://"))
-            # Returns once all ranks have come: until then none has touched a folder.
+            # It returns once all ranks have joined; before that no rank has touched a folder.
             dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._gather = dist.all_gather_object
@@ -188,7 +187,7 @@ class _Peers:
         return values
 
     def count(self, key: str, added: int) -> int:
-        """Add to a count of the current call, and return what all ranks have added so far."""
+        """Add to a count of the current call, and return the sum over all ranks so far."""
         with _connected():
             return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
 
@@ -215,12 +214,12 @@ def _connected() -> Iterator[None]:
 
 @contextmanager
 def name_lost_ranks() -> Iterator[None]:
-    """Name lost ranks as `_connected` does, around work with other errors too.
+    """End this rank as `_connected` does, around work that may also raise other errors.
 
-    Only some of the errors in it are those of a connection.
+    Only errors of torch.distributed and gloo count as lost connections.
 
     Raises:
-        SystemExit: a rank is gone.
+        SystemExit: the connection to a rank is lost.
     """
     try:
         yield
@@ -236,6 +235,6 @@ def name_lost_ranks() -> Iterator[None]:
 
 def _lost() -> SystemExit:
     return SystemExit(
-        f"error: rank {rank()} of {world()} lost another rank, whose own message says why: "
-        "run it again"
+        f"error: rank {rank()} of {world()} lost another rank: see that rank's message, then run "
+        "the same command again"
     )

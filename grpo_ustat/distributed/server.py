@@ -1,7 +1,7 @@
 """First import of the process that forks a study's workers, see `workers.preload`.
 
-The folder with the socket on which it listens is removed by the process that started it. If that
-process was killed, the server, which ends once nobody is left to ask it, removes the folder.
+The process that started the server removes the folder with its socket. If that process was killed,
+the server removes the folder when it ends, which it does once no process is left to ask it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import atexit
 import os
 import shutil
 
-FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"  # in the environment of the server
+# Folder of the socket, in the environment of the server.
+FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"
 
 
 def remove_folder(path: str, process: int) -> None:

@@ -1,8 +1,8 @@
 """Requests to stop: signals that schedulers send before they take a machine away.
 
-A handler only notes the signal. Between its steps, work looks for it, on all ranks together, saves
-and ends with code 75. A step under way is finished first, so a scheduler must grant the time of a
-step and a save.
+A handler only records the signal. Work checks for it between steps, on all ranks together, saves
+and ends with code 75. A step that has begun is finished first, so a scheduler must grant the time
+of a step and a save.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ import time
 from types import FrameType
 from typing import ClassVar
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
+# EX_TEMPFAIL of sysexits.h: the same command continues from here.
+EXIT_CODE = 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
-    """Work ended early by request, with all of it saved that can be."""
+    """Work that ended early by request, after it was saved as far as possible."""
 
 
 class StopRequest:
-    """Recorder of a stopping signal while it is open; afterwards the handlers are as before.
+    """Recorder of a stopping signal while it is open; afterwards the handlers are restored.
 
-    An inner request knows what an outer one has noted before.
+    An inner request starts with the signal that an outer one has recorded.
     """
 
     _inner: ClassVar[StopRequest | None] = None
-    _since: ClassVar[float | None] = None  # when the first signal came
+    # Time of the first signal.
+    _since: ClassVar[float | None] = None
 
     def __init__(self) -> None:
-        # Number of the last such signal, 0 without one.
+        # Number of the last stopping signal, 0 without one.
         self.received = 0
 
     def __enter__(self) -> StopRequest:
         self._outer, self._before = StopRequest._inner, {}
         StopRequest._inner = self
-        if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        # Python lets no other thread set handlers.
+        if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
         if self._outer is not None:
             self.received = self._outer.received
@@ -65,7 +68,7 @@ class StopRequest:
 
 
 def stop_if_requested() -> None:
-    """End the work, whose results are saved, if a signal asked for it.
+    """End the work if a signal asked for it; the caller has saved its results.
 
     Raises:
         Stopped: a signal came to this process since the innermost StopRequest was opened.

@@ -37,29 +37,32 @@ from grpo_ustat.terminal.streams import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
 WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
-SCONTROL_SECONDS = 20.0  # seconds that scontrol has; it answers within 0.03 on an idle controller
+# Seconds for scontrol to answer; on an idle controller it takes at most 0.03.
+SCONTROL_SECONDS = 20.0
 # A shell that ignores signals, as what it runs then does: a second signal reaches every process
 # that a task has started.
 IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
-JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")  # SBATCH_ is what the user prefers
+# Variables of SBATCH_ stay: they are the user's preferences.
+JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
-_first_record: dict[str, dict[str, str]] = {}  # of each job
+# SLURM's first record of each job.
+_first_record: dict[str, dict[str, str]] = {}
 
 
 class Grace(NamedTuple):
-    """Seconds that this cluster grants; None if it does not tell."""
+    """Seconds that this cluster grants; None if SLURM does not report them."""
 
-    # Time between the TERM that a preemption sends to srun's tasks and the next one, the
-    # partition's GraceTime (a QOS may have its own); a batch script has none of it.
+    # Time between the TERM that a preemption sends to srun's tasks and the next TERM: the
+    # partition's GraceTime (a QOS may have its own). A batch script gets no such time.
     preempted: float | None
     # Time between any other TERM and KILL, the cluster's KillWait.
     killed: float | None
 
 
 def job_id() -> str | None:
-    """Return the job's own number, which is not that of its array; None outside SLURM.
+    """Return the job's number, not the number of its array; None outside SLURM.
 
-    The last job of an array to start bears the array's number, so `scontrol requeue` with it
+    The last job of an array to start has the array's number, so `scontrol requeue` with this number
     requeues the whole array. Use `address` for commands that concern only this job.
     """
     return os.environ.get("SLURM_JOB_ID")
@@ -68,8 +71,8 @@ def job_id() -> str | None:
 def address() -> str | None:
     """Return the unique name of this job in SLURM's commands, such as 17 or 17_3.
 
-    None outside SLURM. The array in the environment may be that of a job from within which this one
-    was submitted: SLURM's record decides.
+    None outside SLURM. The environment may name the array of another job, from which this one was
+    submitted, so SLURM's record decides.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     if not (job_id() and array and task):
@@ -80,11 +83,11 @@ def address() -> str | None:
 
 
 def restart_count() -> int:
-    """Return how often SLURM has started this job again.
+    """Return the number of times that SLURM has started this job again.
 
-    SLURM tells a job so only from the first time on. Until then the number may be that of a job
-    from within which this one was submitted, and SLURM's own count, which grows by one as soon as
-    the job is to start again, is below it.
+    SLURM sets the variable only from the first restart on. Until then it may come from another job,
+    from which this one was submitted. In that case SLURM's own count, which grows by one as soon as
+    a restart is due, is smaller.
     """
     count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     return min(count, int(_first().get("Restarts", count))) if count and job_id() else count
@@ -107,8 +110,8 @@ def without_job_env() -> Iterator[None]:
 def is_task_of_several() -> bool:
     """Return True if `srun` started this process as one of several tasks; its rank is SLURM_PROCID.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too, but SLURM_STEP_NUM_TASKS only if it was
-    submitted from within a task, and then it is that task's.
+    A batch script also has SLURM_PROCID and SLURM_NTASKS. It has SLURM_STEP_NUM_TASKS only if it
+    was submitted from a task, and then the value belongs to that task.
     """
     of_step = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     return int(of_step) > 1 and of_step == os.environ.get("SLURM_NTASKS")
@@ -117,16 +120,15 @@ def is_task_of_several() -> bool:
 def next_action() -> Ending:
     """Predict what happens to this job if this process ends now, after a signal to stop.
 
-    A job that still runs was preempted or warned: it must ask, by `requeue`. So must a job that met
-    its time limit. A job that is being taken away comes back if SLURM counts one more restart than
-    this process was told at its start; else somebody cancelled it, and a request would undo that.
+    A job that still runs was preempted or warned: it must ask, by `requeue`. So must a job that
+    reached its time limit. A job that is being removed comes back if SLURM counts one more restart
+    than at the start of this process; otherwise somebody cancelled it, and a request would undo
+    that.
 
     Returns:
-        `requeue`: it ends for good unless it asks to be started again. `comes_back`: SLURM starts
-            it
-        again by itself. `for_good`: it is not to start again, or it cannot: SLURM does not tell, or
-            the
-        job was submitted with `--no-requeue` or by `srun` and `salloc`.
+        `requeue`: the job ends for good unless it asks for a restart. `comes_back`: SLURM restarts
+        it by itself. `for_good`: it must not or cannot restart, because SLURM gives no record, or
+        because it was submitted with `--no-requeue` or by `srun` and `salloc`.
     """
     job = _job()
     if int(job.get("Restarts", 0)) > restart_count():
@@ -137,20 +139,20 @@ def next_action() -> Ending:
 
 
 def requeue() -> bool:
-    """Ask SLURM to start this job again; return False, with a line of the reason, if it refuses.
+    """Ask SLURM to start this job again; return False, and print the reason, if it refuses.
 
-    SLURM then ends what is left of the job: CONT and TERM to all of it, KILL after KillWait.
+    SLURM then ends the rest of the job: CONT and TERM to all processes, KILL after KillWait.
     """
     return _query("scontrol", "requeue", address() or "") is not None
 
 
 def submissions(folder: str) -> set[str]:
-    """Return the jobs that submitit, told to keep its files in `folder`/JOB, has submitted."""
+    """Return the jobs that submitit has submitted with `folder`/JOB as the place of its files."""
     return {path.name for path in Path(folder).parent.glob("[0-9]*")}
 
 
 def await_end(jobs: set[str], interval: float = 30) -> None:
-    """Wait while any of these jobs is in the queue, at work or not.
+    """Wait while any of these jobs waits or runs.
 
     Args:
         jobs: as `address` names them.
@@ -184,12 +186,13 @@ def _job() -> dict[str, str]:
     job = job_id()
     if not job:
         return {}
-    text = _query("scontrol", "show", "job", job) or ""  # of all, where an array has this number
+    # If an array has this number, SLURM prints all its jobs.
+    text = _query("scontrol", "show", "job", job) or ""
     records = re.split(r"(?m)^(?=JobId=)", text)
-    own = next((one for one in records if re.match(rf"JobId={job}\b", one)), "")
-    # Only lines in which nothing is a name or a comment, and the first one up to the name.
-    first = re.split(r" JobName=|\n", own, maxsplit=1)[0]
-    lines = re.findall(r"(?m)^\s+((?:JobState|Requeue)=.*)$", own)[:2]
+    record_text = next((x for x in records if re.match(rf"JobId={job}\b", x)), "")
+    # Read only lines without names and comments, and the first line up to the name.
+    first = re.split(r" JobName=|\n", record_text, maxsplit=1)[0]
+    lines = re.findall(r"(?m)^\s+((?:JobState|Requeue)=.*)$", record_text)[:2]
     words = " ".join([first, *lines]).split()
     record = dict(word.split("=", 1) for word in words if "=" in word)
     _first_record[job] = _first_record.get(job) or record
@@ -246,15 +249,16 @@ def join_tasks() -> None:
         process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"the first of the hosts {nodes} cannot be found ({error}): start the ranks with "
-            "torchrun and --master_addr"
+            f"scontrol does not name the first of the hosts {nodes} ({error}): start the ranks "
+            "with torchrun and --master_addr"
         ) from error
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"],
         WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
         MASTER_ADDR=process.stdout.split()[0],
-        MASTER_PORT=str(20000 + (7919 * job + step) % 12000),  # below the ports of connections
+        # These ports are below those of connections.
+        MASTER_PORT=str(20000 + (7919 * job + step) % 12000),
     )
 
 
@@ -265,15 +269,15 @@ def _join_submitit() -> bool:
     import submitit
 
     if submitit.JobEnvironment().num_tasks > 1:
-        # accelerate chooses the device, by the local rank among those that are visible
+        # Accelerate chooses the device by the local rank among the visible ones.
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     return True
 
 
 def main() -> None:
-    """Start the job again if it should, for a batch script whose program was stopped and has saved.
+    """Requeue the job if it should run again, after a batch script's program was stopped and saved.
 
-    Prints what happens to the job.
+    Prints the job's next state.
     """
     ending = next_action()
     if ending == "requeue" and not requeue():

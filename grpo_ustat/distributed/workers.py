@@ -36,17 +36,19 @@ from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
-LONGEST_TEMPORARY_PATH = 75  # bytes; with /pymp-XXXXXXXX/listener-XXXXXXXX a socket's 107
+# In bytes: with /pymp-XXXXXXXX/listener-XXXXXXXX it reaches the 107 of a socket.
+LONGEST_TEMPORARY_PATH = 75
 Work = Callable[..., Iterator[Any]]
-_FORK_SERVER: dict[str, int] = {}  # "owner": its process; none where workers start afresh
+# `owner`: the process that started the server; empty if workers start afresh.
+_FORK_SERVER: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Cost of a piece of work; seconds are a worker's own, so their sum exceeds the clock's."""
+    """Cost of a piece of work; seconds add up over workers, so they exceed the wall time."""
 
     rollouts: int = 0
-    # Of all completions.
+    # Tokens of all completions.
     tokens: int = 0
     # Completions that reached max_completion_length.
     clipped: int = 0
@@ -62,13 +64,12 @@ class WorkCost:
 
 
 def preload(modules: Sequence[str], device: str) -> None:
-    """Have local workers forked by one process that has imported what they need.
+    """Start a server process that imports the workers' modules and later forks the workers.
 
-    It imports while this process goes on with its own work, serves all later calls of `share`, and
-    ends with this process. If `device` is not the CPU, a fork could not use it, and outside Linux
-    forks are not safe. If the path of the temporary folder is too long for a socket, or this
-    process is a fork of one that has such a server, there can be no server. In these cases every
-    worker starts afresh.
+    It imports while this process works, serves all later calls of `share`, and ends with this
+    process. There is no server, and every worker starts afresh, if `device` is not the CPU (a fork
+    could not use it), outside Linux (forks are not safe), if the path of the temporary folder is
+    too long for a socket, or if this process is a fork of one with such a server.
 
     Args:
         modules: module names; a module that cannot be imported is left to the workers.
@@ -81,7 +82,8 @@ def preload(modules: Sequence[str], device: str) -> None:
     mp.set_forkserver_preload([server.__name__, *modules])
     os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
     try:
-        with _signals_held():  # nor does the server, which would take its workers with it
+        # The server must not end at these signals either: its workers would end with it.
+        with _signals_held():
             forkserver.ensure_running()
     except ChildProcessError:
         return
@@ -92,7 +94,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 
 def _end_server() -> None:
-    """Kill the server when this process ends, even if it still imports and does not notice."""
+    """Kill the server when this process ends; while it imports it does not notice by itself."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
@@ -112,8 +114,8 @@ def share(
 
     `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line (only the first one is
     shown), and anything else as a result. The processes are the ranks of the run if a launcher
-    started several, otherwise `workers` local ones. The results are returned in their order, with
-    the cost of all, on every rank.
+    started several, otherwise `workers` local ones. Every rank returns all results in the order of
+    the processes, and the total cost.
 
     Args:
         work: a module-level generator function.
@@ -123,8 +125,8 @@ def share(
         weights: expected work of each item; equal unless given.
 
     Raises:
-        ConfigError: a worker refused the configuration, or another process took the folder over.
-        Stopped: by a signal; whatever the work has stored on disk stays.
+        Held: another process took the folder over.
+        Stopped: by a signal; results stored on disk stay.
         RuntimeError: a worker failed; its traceback is the message.
     """
     among = min(world() if world() > 1 else workers, len(items))
@@ -184,8 +186,8 @@ def _events(
     The workers end with the generator.
     """
     if world() > 1 or len(shares) < 2:
-        for own in shares[rank() : rank() + 1]:
-            yield from ((rank(), event) for event in work(own, *arguments))
+        for part in shares[rank() : rank() + 1]:
+            yield from ((rank(), event) for event in work(part, *arguments))
         return
 
     forked = _FORK_SERVER.get("owner") == os.getpid()
@@ -194,15 +196,16 @@ def _events(
     numbers: dict[Connection, int] = {}
     try:
         with _signals_held():
-            for number, own in enumerate(shares):
+            for number, part in enumerate(shares):
                 pipe, far_end = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_run_worker,
-                    args=(far_end, number, dict(os.environ), work, own, arguments),
+                    args=(far_end, number, dict(os.environ), work, part, arguments),
                     daemon=True,
                 )
                 process.start()
-                far_end.close()  # so that the pipe ends with the worker
+                # So the pipe ends with the worker.
+                far_end.close()
                 processes.append(process)
                 numbers[pipe] = number
         while numbers:
@@ -233,14 +236,16 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hide Ctrl-C and requests to stop from processes started within, until they ignore them.
+    """Hold Ctrl-C and requests to stop back while processes start, until those ignore them.
 
-    This process sees both afterwards.
+    This process receives them afterwards.
     """
-    resource_tracker.ensure_running()  # starting it later would lift the mask
+    # Starting the tracker later would lift the mask.
+    resource_tracker.ensure_running()
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})  # children inherit
+    # Children inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})
     try:
         yield
     finally:
@@ -258,16 +263,21 @@ def _run_worker(
     items: list[Any],
     arguments: tuple,
 ) -> None:
-    """Run a worker's process, which sends its events and then its outcome."""
-    os.environ.update(environment)  # a fork has that of its server
+    """Work in a worker's process, and send the events and then the outcome."""
+    # A fork has the environment of its server.
+    os.environ.update(environment)
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    end_with_parent(os.getppid(), ancestor=parent.pid)  # the same process, or a server between
-    for stop in STOPPING:  # which a scheduler sends to all; the parent answers
+    # The process with this id is the same one, or a server between the two.
+    end_with_parent(os.getppid(), ancestor=parent.pid)
+    # A scheduler sends these signals to all processes; the parent answers them.
+    for stop in STOPPING:
         signal.signal(stop, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts may listen
-    sending = threading.Lock()  # judges send from threads of their own
+    # Programs that the worker starts may listen to them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    # Judges send from their own threads.
+    sending = threading.Lock()
 
     def send(kind: str, event: Any) -> None:
         with sending:

@@ -213,7 +213,8 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
         baselines_P["constant"] = np.full(len(pool.rewards_PN), value)
     for name in names & set(baselines_P):
         baseline_P = baselines_P[name]
-        assert baseline_P is not None  # of remax the pool holds greedy rewards
+        # For remax the pool holds greedy rewards.
+        assert baseline_P is not None
         b = baseline_P.reshape(column)
         a_b[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
     if "running_mean" in names:
@@ -272,11 +273,13 @@ def _point_moments(
     They are mean squared error, bias^2, variance, E||T||^2, <E T, grad J> and ||grad J||^2.
     """
     second, shrink, size = 0.0, 1.0, point.group_size
-    if point.baseline in ("leave_one_out", "group_mean"):  # the oracle's first order
+    # For the group mean this is the first order of the oracle.
+    if point.baseline in ("leave_one_out", "group_mean"):
         a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))
     elif point.baseline == "optimal":
         a_b = means["a_v"] - means["excess"]
-    else:  # A_b = E[q (z - b)^2], mean over questions
+    else:
+        # A_b = E[q (z - b)^2], mean over questions.
         a_b = means[{"none": "a_0", "oracle": "a_v"}.get(point.baseline, f"a_{point.baseline}")]
     if point.baseline == "group_mean":
         shrink = (size - 1) / size

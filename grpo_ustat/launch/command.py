@@ -1,4 +1,4 @@
-"""Description of a command for the machinery below it, which never asks which command it runs."""
+"""Description of a command for `launch`, which treats all commands alike."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Run = Callable[[Any, Any], float | None]
 
 @dataclass(frozen=True)
 class Command:
-    """`grpo-ustat NAME`, which composes `conf/NAME.yaml` and makes runs, or a report of them."""
+    """Command `grpo-ustat NAME`: it composes `conf/NAME.yaml` and makes runs or a report."""
 
-    # Also the name of its schema in `SCHEMAS`, its main file in `conf/` and its room.
+    # Name of the command, of its schema in `SCHEMAS`, its main file in `conf/` and its room.
     name: str
     # Imports what the command needs and returns the function that makes one run. That function maps
     # a checked configuration and its `RunFolder` to the number that a sweep shows. For a command
     # that makes no runs, it maps a configuration and a folder to None.
     load_run: Callable[[], Run]
-    # Prints the planned runs' costs; None for a command that shows none.
+    # Prints the costs of planned runs; None for a command without costs.
     show_costs: Callable[[Sequence[Any]], None] | None = None
-    # The questions that `show_prompts` shows; None if a run asks no questions.
+    # Split whose questions `show_prompts` shows; None if a run asks no questions.
     split: str | None = None
     # Returns the names of the modules that a run's local workers import; empty if it starts no
     # workers.
@@ -33,7 +33,7 @@ class Command:
 
 
 def load_command(name: str) -> Command:
-    """Return the command of this name; ranks and jobs are started with the name only."""
+    """Return the command of this name; ranks and jobs get only the name."""
     return importlib.import_module(f"grpo_ustat.{name}.__main__").COMMAND
 
 

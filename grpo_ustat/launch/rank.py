@@ -1,4 +1,4 @@
-"""A rank started by a parent: `python -m grpo_ustat.launch.rank`, without Hydra."""
+"""Entry of a rank that a parent started: `python -m grpo_ustat.launch.rank`, without Hydra."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, An
     except Stopped as stopped:
         return {"stopped": str(stopped)}, 0
     except RefusedByRank as error:
-        barrier()  # the others are on their way to it
+        # The other ranks are on their way to this barrier.
+        barrier()
         return {"refused": str(error)}, 0
     except ONE_LINE_ERRORS as error:
         if not is_main():
-            raise SystemExit(f"error: {error}") from None  # rank 0 does not know of it
+            # Rank 0 does not know of this error.
+            raise SystemExit(f"error: {error}") from None
         return {"refused": str(error)}, 1
 
 

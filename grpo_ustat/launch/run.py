@@ -32,18 +32,19 @@ ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, Unfit
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Make a command's run, or continue what the folder already holds of it.
+    """Make a command's run, or continue the run that the folder holds.
 
     Returns:
         The number that a sweep shows for the run; None if it has none.
 
     Raises:
-        ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the message needs no
-            traceback.
+        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: like a ConfigError, the message
+            needs no traceback.
         Stopped: by a signal; finished work is saved.
     """
     with StopRequest():
-        stop_if_requested()  # while it was composed, or between two runs of a sweep
+        # A signal may have come during composition, or between two runs of a sweep.
+        stop_if_requested()
         join_tasks()
         check_ranks(config)
         if world() > 1 or config.launch.num_processes == 1:
@@ -78,7 +79,8 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
     with faults_of(folder.path):
         modules = command.preload(config) if world() == 1 and folder.result() is None else ()
         if modules:
-            from grpo_ustat.distributed.workers import preload  # which --help needs not
+            # Only here, because --help does not need it.
+            from grpo_ustat.distributed.workers import preload
 
             preload(modules, config.launch.device)
         with waiting("starting", visible=is_main()), without_garbage_collection():
@@ -87,6 +89,6 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Note in the folder why ranks failed; rank 0 itself may know only that another rank ended."""
+    """Record in the folder why ranks failed; rank 0 may know only that another rank ended."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -1,4 +1,4 @@
-"""Sharing of a run among ranks: their number, and configurations of accelerate, by name."""
+"""Sharing of a run among ranks: their number, and named configurations of accelerate."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ ACCELERATE_FOLDER = Path(__file__).parent / "accelerate"
 
 
 def check_ranks(config: Any, tasks: int = 1) -> None:
-    """Refuse numbers of processes that contradict each other, or that have nothing to share.
+    """Refuse contradictory numbers of processes, and more processes than prompts of a step.
 
     Args:
         tasks: processes that a scheduler will start for this run.
     """
-    own, others = config.launch.num_processes, max(world(), tasks)
-    if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):
+    num_processes, others = config.launch.num_processes, max(world(), tasks)
+    if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
         raise RefusedByRank(
-            f"launch.num_processes={own} in each of {others} processes that a launcher starts: "
-            "use one or the other"
+            f"launch.num_processes={num_processes} in each of {others} processes that a launcher "
+            "starts: use one or the other"
         )
-    ranks = max(own, others)
+    ranks = max(num_processes, others)
     if getattr(config.launch, "accelerate", None) is not None:
         check_sharing(config.launch.accelerate, ranks)
     prompts = getattr(config, "prompts_per_step", ranks)
@@ -35,7 +35,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
 
 
 def check_sharing(name: str, ranks: int) -> None:
-    """Refuse an unknown configuration of accelerate, or one process, which can share nothing."""
+    """Refuse an unknown configuration of accelerate, and a single process, which shares nothing."""
     presets = sorted(file.stem for file in ACCELERATE_FOLDER.glob("*.yaml"))
     if name not in presets:
         raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(presets)}")
@@ -49,8 +49,8 @@ def export_sharing(name: str) -> None:
     """Give this rank the environment that `accelerate launch --config_file` would give it."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         raise RefusedByRank(
-            f"launch.accelerate={name} under accelerate launch, which has a configuration of its "
-            "own: leave launch.accelerate out, or start the ranks with launch.num_processes"
+            f"launch.accelerate={name} under accelerate launch, which has its own configuration: "
+            "remove launch.accelerate, or start the ranks with launch.num_processes"
         )
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env

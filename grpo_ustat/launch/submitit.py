@@ -1,4 +1,4 @@
-"""Jobs of submitit, and the end of a stopped run: exit code 75, under submitit to the queue."""
+"""Jobs of submitit, and the end of a stopped run: exit code 75, or a requeue under submitit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
 from grpo_ustat.terminal.streams import tell
 
-REQUEUE_SECONDS = 60.0  # seconds that the first rank has to requeue the job
-REQUEUE_LOOK_SECONDS = 5  # seconds between two looks whether it has
+# Seconds that the first rank has to requeue the job.
+REQUEUE_SECONDS = 60.0
+# Seconds between two looks at the job's state.
+REQUEUE_LOOK_SECONDS = 5
 
 
-# Fields of a launcher that are no parameters of a job.
+# Fields of a launcher that are not parameters of a job.
 NO_PARAMETERS = ("_target_", "submitit_folder", "max_num_timeout")
-# Parameters that submitit names alike for every cluster.
+# Parameters with the same name for every cluster of submitit.
 SHARED_PARAMETERS = (
     "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name",
     "stderr_to_stdout",
@@ -28,7 +30,7 @@ SHARED_PARAMETERS = (
 
 
 class EndedForGood(RuntimeError):
-    """A job of a sweep that will not be started again, such as a cancelled job."""
+    """End of a sweep's job that will not start again, such as a cancelled job."""
 
 
 def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[str, Any]) -> Any:
@@ -62,18 +64,18 @@ def resubmission(job: Callable[[], None]) -> Any:
 
 
 def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
-    """Say that the work can go on, and end this process.
+    """Print that the work can go on, and end this process.
 
-    Under submitit, the handler that submitit set for its signal requeues the job. It is called
-    unless SLURM is about to requeue the job itself or has ended it for good. In the last case there
-    must be a result, because the submitting process waits for one.
+    Under submitit, its signal handler requeues the job. This function calls the handler unless
+    SLURM requeues the job itself or has ended it for good. In the last case it raises an exception
+    as the job's result, because the submitting process waits for one.
 
     Args:
         on_existing: setting of the run; outside SLURM only `resume` continues it.
 
     Raises:
-        SystemExit: with code 75; under submitit from its handler, once it has requeued the job.
-        EndedForGood, UncompletedJobError: under submitit, if nobody starts the job again.
+        SystemExit: code 75; under submitit its handler raises it after the requeue.
+        EndedForGood, UncompletedJobError: under submitit, if the job does not start again.
     """
     if is_main():
         again = on_existing == "resume" or slurm.job_id() is not None
@@ -86,7 +88,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     handler = signal.getsignal(number)
     if not (callable(handler) and isinstance(getattr(handler, "__self__", None), SignalHandler)):
-        # a command that such a job started knows of submitit from its environment only
+        # A command started by such a job inherits only the environment of submitit.
         raise SystemExit(EXIT_CODE)
     of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
     action = slurm.next_action() if of_slurm else "requeue"
@@ -94,7 +96,8 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
         raise EndedForGood(f"{stopped}; the job was cancelled or cannot be requeued")
     if action == "requeue" and is_main():
         handler(number, None)
-    if action == "requeue" and of_slurm:  # wait for the first rank, which may have reasons not to
+    if action == "requeue" and of_slurm:
+        # The first rank may have reasons not to requeue, so wait for it.
         until = time.monotonic() + REQUEUE_SECONDS
         while slurm.next_action() == "requeue":
             if time.monotonic() > until:

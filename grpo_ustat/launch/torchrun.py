@@ -1,9 +1,8 @@
-"""The parent of ranks on this machine: it starts torchrun on the ranks and passes signals on.
+"""Parent process of the ranks on this machine, which starts torchrun and passes signals on.
 
 Each rank is `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
 file and does not use Hydra. A stopping signal goes to the ranks, not to torchrun: they save and
-end by themselves, and torchrun has nothing to report. Ranks end with this process, whatever ends
-it.
+end by themselves, and torchrun reports no failure. Ranks always end with this process.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Failure of ranks for which rank 0 has no reason to pass on; their output gives it."""
+    """Failure of ranks without a reason from rank 0; the ranks' output has the reason."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
     """Run the command of this name on `launch.num_processes` ranks of this machine.
 
     Raises:
-        ConfigError, Stopped: as on the ranks.
+        Stopped: by a signal to the ranks.
         RanksFailed: a rank failed; its message is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ustat-") as place:
@@ -50,7 +49,8 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
         with relay, start_torchrun(config.launch.num_processes, words) as torchrun:
             code = relay.wait(torchrun)
         outcome = json.loads(outcome_file.read_text()) if outcome_file.is_file() else {}
-        failures = sorted(Path(place).glob("rank-*.txt"))  # of ranks that had the time to write
+        # Only ranks that had the time have written a file.
+        failures = sorted(Path(place).glob("rank-*.txt"))
         reasons = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in failures]
     if "value" in outcome:
         return outcome["value"]
@@ -61,12 +61,12 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
     if relay.received:
         raise Stopped(f"stopped by {relay.name} before the ranks could save")
     raise RanksFailed(
-        "; ".join(reasons) or f"the ranks ended with code {code}, see what they printed"
+        "; ".join(reasons) or f"the ranks ended with code {code}: see their output above"
     )
 
 
 class SignalRelay(StopRequest):
-    """Relay of the first stopping signal to the ranks, which also makes sure that they end.
+    """Relay of the first stopping signal to the ranks; it kills ranks that do not end in time.
 
     Args:
         grace_seconds: time after that signal until the ranks are killed.
@@ -75,7 +75,8 @@ class SignalRelay(StopRequest):
     def __init__(self, grace_seconds: int):
         super().__init__()
         self._grace = grace_seconds
-        self._until: float | None = None  # monotonic
+        # End of the grace, on the monotonic clock.
+        self._until: float | None = None
         self._torchrun: subprocess.Popen | None = None
 
     def on_signal(self, number: int) -> None:
@@ -84,18 +85,19 @@ class SignalRelay(StopRequest):
             self._pass_on()
 
     def wait(self, torchrun: subprocess.Popen) -> int:
-        """Wait for torchrun and return its exit code; kill it once the grace is over."""
+        """Wait for torchrun and return its exit code; kill it after the grace period."""
         self._torchrun = torchrun
         while True:
             try:
                 return torchrun.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 if self.received:
-                    self._pass_on()  # again: a rank that was still starting had not listened
+                    # Signal again, because a rank that was still starting had not listened.
+                    self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
-                    f"the ranks had not ended {self._grace} s after {self.name} "
-                    "(launch.grace_seconds) and are killed",
+                    f"ranks still running {self._grace} s after {self.name} "
+                    "(launch.grace_seconds): they are killed; raise it if they need longer to save",
                     file=sys.stderr,
                 )
                 _kill(torchrun)
@@ -114,7 +116,7 @@ class SignalRelay(StopRequest):
 
 @contextmanager
 def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Popen]:
-    """Start torchrun with its ranks, and leave none of them behind.
+    """Start torchrun with its ranks, and kill all of them at the end.
 
     Args:
         count: number of ranks.
@@ -122,11 +124,12 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
     """
 
     def ignore_stopping() -> None:
-        """Let this process ignore the stopping signals: the ranks answer them."""
+        """Ignore the stopping signals in this process: the ranks answer them."""
         for number in (*STOPPING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
-    own_files = Path(words[1]).parent  # which torchrun would leave elsewhere when it is killed
+    # A torchrun that is killed would leave its files elsewhere.
+    own_files = Path(words[1]).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--log-dir={own_files / 'torchrun'}"]
     command += [f"--nproc_per_node={count}", "-m", "grpo_ustat.launch.rank", *words]

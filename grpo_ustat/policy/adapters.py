@@ -33,7 +33,8 @@ def with_adapters(
     names = lora.target_modules
     assert names is not None
     peft = _peft(f"lora.r={lora.r}")
-    torch.manual_seed(seed)  # adapters start at random, the same on every rank
+    # Adapters start at random, the same on every rank.
+    torch.manual_seed(seed)
     options = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -111,7 +112,8 @@ def with_stored_adapters(
         )
     if merge:
         adapted.requires_grad_(True)
-        adapted.name_or_path = os.path.abspath(folder)  # what adapters on top name as their base
+        # Adapters on top of it name this folder as their base.
+        adapted.name_or_path = os.path.abspath(folder)
     return adapted
 
 

@@ -32,7 +32,8 @@ from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 
-SKETCH = 16381  # numbers of a gradient that are kept to look for a cause
+# Length of the sketch of a gradient that is kept to look for a cause.
+SKETCH = 16381
 
 
 @dataclass(frozen=True)

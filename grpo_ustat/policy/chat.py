@@ -21,7 +21,8 @@ from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import single_line, tell
 
-_QUESTION, _ANSWER = "Question 7", "Answer 7"  # words that no template writes by itself
+# No template writes these words by itself.
+_QUESTION, _ANSWER = "Question 7", "Answer 7"
 
 
 def in_chat_format(

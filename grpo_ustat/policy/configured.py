@@ -83,7 +83,8 @@ def check_parameters(options: PolicyOptions) -> None:
         stored = AutoConfig.from_pretrained(resolve(name), revision=model.revision, **common)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(stored, **common)
-    except Exception:  # whatever a damaged file leads to; loading says it
+    except Exception:
+        # A damaged file may raise anything; loading reports it.
         return
     train_only(empty, options.parameters)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-LOGIT_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of the logits behind scores, at a time
+# Bytes of the logits behind scores that are computed at a time.
+LOGIT_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
 
 def pass_bytes(

@@ -29,7 +29,8 @@ from grpo_ustat.policy.adapters import with_stored_adapters
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 from grpo_ustat.policy.tokenizer import encode, load_tokenizer
 
-WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")  # of weights, as safetensors names them
+# Types of weights, as safetensors names them.
+WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
@@ -120,9 +121,11 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     folder = Path(source)
     files = weight_files(folder) if folder.is_dir() else []
     if (file := folder / "generation_config.json").is_file():
-        json.loads(file.read_text(encoding="utf-8"))  # transformers passes over a damaged one
+        # Transformers passes over a damaged file; this raises.
+        json.loads(file.read_text(encoding="utf-8"))
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # `report` holds what it would print
+    # `report` holds what transformers would print.
+    transformers_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, revision=revision, use_safetensors=True, output_loading_info=True,
@@ -135,7 +138,8 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
         raise ConfigError("the hub has adapters under this name: download them to a folder")
     _check_weights(model, report, files)
     for part in (model.config, model.config.get_text_config()):
-        for name in EXTRA_OUTPUTS:  # fields that change what a forward pass returns, not its logits
+        # These fields change what a forward pass returns, but not its logits.
+        for name in EXTRA_OUTPUTS:
             if getattr(part, name, False):
                 setattr(part, name, False)
         part.return_dict = True
@@ -180,7 +184,8 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers
     ]
     modules = {name.rpartition(".")[0] for name in names}
-    layers = {re.sub(r"\d+", "0", name) for name in names}  # a name of any layer
+    # Each name as any layer has it.
+    layers = {re.sub(r"\d+", "0", name) for name in names}
     placeless = [
         name
         for name in unexpected

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.limits import pass_bytes
 
-GRAPH_MEMORY_SHARE = 1 / 2  # of the free memory that the graph of a whole model may take
+# The graph of a whole model may take this share of the free memory.
+GRAPH_MEMORY_SHARE = 1 / 2
 
 
 def free_bytes(device: torch.device) -> int:

@@ -20,10 +20,12 @@ from transformers.utils.generic import ModelOutput
 
 from grpo_ustat.policy.logprobs import widen
 
-if TYPE_CHECKING:  # loading needs more packages than scores do
+# Loading needs more packages than scores do.
+if TYPE_CHECKING:
     from grpo_ustat.policy.loading import Policy
 
-CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits computed at a time
+# Bytes of logits computed at a time.
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
 class Head:
@@ -80,7 +82,8 @@ class Head:
         """
         used = factor_BT != 0 if entropy_BT is None else (factor_BT != 0) | (entropy_BT != 0)
         result = widen(window.hidden_BTD[:0].detach()).new_zeros(used.shape)
-        place_N = used.flatten().nonzero().squeeze(1)  # the only wait for the device
+        # Only here the device is waited for.
+        place_N = used.flatten().nonzero().squeeze(1)
         if not len(place_N):
             return result
         hidden_ND = window.hidden_BTD.flatten(0, 1).index_select(0, place_N)
@@ -110,7 +113,8 @@ class Head:
         if entropy_N is None:
             grad_NV = log_NV.exp_().mul_(-factor_N1)
         else:
-            log_NV.clamp_(min=-1e30)  # a logit of -inf adds 0 to the entropy, not 0 * inf
+            # A logit of -inf adds 0 to the entropy, not 0 * inf.
+            log_NV.clamp_(min=-1e30)
             p_NV = log_NV.exp()
             entropy_N1 = -(p_NV * log_NV).sum(dim=-1, keepdim=True)
             weight_N1 = entropy_N.to(log_NV)[:, None] / self.temperature
@@ -141,7 +145,8 @@ def _chosen(scores_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
 
 
 def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
-    log_NV = log_NV.clamp(min=-1e30)  # as in `_gradient`
+    # As in `_gradient`, a logit of -inf adds 0.
+    log_NV = log_NV.clamp(min=-1e30)
     return -(log_NV.exp() * log_NV).sum(dim=-1)
 
 
@@ -225,7 +230,8 @@ class OutputLayer:
         The hidden states are [B, T, D].
         """
         output = self.output(last_hidden_state=hidden_BTD)
-        below = {body(self.model), self.model.get_decoder()} - {self.model}  # either is called
+        # Models call either of the two.
+        below = {body(self.model), self.model.get_decoder()} - {self.model}
         with ExitStack() as patched:
             for module in below:
                 patched.enter_context(replaced_forward(module, lambda *_, **__: output))

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-HAS_WIDENING_BMM = "dtype" in torch.ops.aten.bmm.overloads()  # whether bmm may sum in a wider type
+# True if this PyTorch's bmm may sum in a wider type.
+HAS_WIDENING_BMM = "dtype" in torch.ops.aten.bmm.overloads()
 
 
 def set_tf32(allowed: bool) -> None:

@@ -59,7 +59,8 @@ class SharedPromptReader:
         mask_BT = rows.completion_mask_BT[:, -rows.width :]
         hidden_BTD = self.leaves[0][place_B][:, None]
         if rows.width > 1:
-            past = copy.copy(self.cache)  # the prompts' keys and values, a row for each completion
+            # The prompts' keys and values, a row for each completion.
+            past = copy.copy(self.cache)
             past.layers = [copy.copy(layer) for layer in self.cache.layers]
             for number, layer in enumerate(cast("list[DynamicLayer]", past.layers)):
                 layer.keys, layer.values = (x[place_B] for x in self.leaves[2 * number + 1 :][:2])
@@ -149,8 +150,10 @@ _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 MAX_NARROW_GAP = 0.3
 # what a model raises that is not read as usual
 OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-TRIAL_TOKENS = 20  # of a prompt and its completion
-UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # prompts of trials
+# Tokens of a prompt and its completion in a trial.
+TRIAL_TOKENS = 20
+# Prompts of trials.
+UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]
 
 
 def can_share(policy: Policy) -> bool:
@@ -207,7 +210,8 @@ def check_reading(
     try:
         padded_PT = _trial(policy, FullReader, prompts, len(prompts), completions)
     except OTHER_WAYS_OF_READING:
-        return alone_PT  # scoring says it
+        # Scoring reports the failure.
+        return alone_PT
     if gap := gap_beyond_rounding(policy, padded_PT, alone_PT):
         raise ConfigError(
             f"{policy.model.config.model_type} reads rows of a batch otherwise than alone: their "
@@ -298,7 +302,8 @@ def _agrees(
         no_memory = isinstance(error, RuntimeError) and out_of_memory(error)
         return None if no_memory else False
     if policy.bf16 or policy.model.dtype.itemsize == 2:
-        return torch.allclose(one, two, rtol=0.0, atol=0.2)  # what bfloat16 does to a token
+        # The rounding of bfloat16 changes a token's value by as much.
+        return torch.allclose(one, two, rtol=0.0, atol=0.2)
     largest = max(1.0, float(two.abs().max()))
     return torch.allclose(one, two, rtol=0.0, atol=1000 * torch.finfo(one.dtype).eps * largest)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from grpo_ustat.config.schema import ConfigError
 
-PACKS = "support_avx512bf16_for_cpu"  # whether a bitsandbytes layer would
+# A bitsandbytes layer with this attribute set packs its weights for the CPU.
+PACKS = "support_avx512bf16_for_cpu"
 
 
 @contextmanager

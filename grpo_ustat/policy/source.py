@@ -35,7 +35,8 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
     unreachable = of_hub and go_offline_if_unreachable()
     try:
         yield
-    except Exception as error:  # transformers raises whatever a damaged file leads to
+    except Exception as error:
+        # Transformers raises whatever a damaged file leads to.
         if isinstance(error, RuntimeError) and out_of_memory(error):
             raise
         plain = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)

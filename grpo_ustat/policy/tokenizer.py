@@ -12,7 +12,8 @@ from grpo_ustat.config.model import ModelConfig, adapter_base
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 
-CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one, renamed in 5.0
+# The same class, renamed in transformers 5.0.
+CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_tokenizer(

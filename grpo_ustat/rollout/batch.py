@@ -22,7 +22,8 @@ from grpo_ustat.rollout.decoding import choose
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are unfinished
+# Finished rows leave once fewer than this share are unfinished.
+COMPACT_BELOW = 0.8
 ROW_TENSORS = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
     *("mask_RT", "uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),
@@ -31,11 +32,10 @@ ROW_TENSORS = (
 
 @dataclass(frozen=True)
 class Work:
-    """The completions of a call, r = p G + i of each prompt p."""
+    """Completions to sample; number r = p G + i is completion i of prompt p."""
 
     # Token ids of each prompt.
     encoded: list[list[int]]
-    # G.
     group_size: int
     # Returns the uniforms [len(rows), T] of completions.
     draws: Callable[[list[int]], np.ndarray]
@@ -66,7 +66,7 @@ class Completions:
 
 @dataclass
 class ReadPrompts:
-    """Prompts that are read except for their last token, for rows that begin later."""
+    """Prompts read up to their last token, for rows that begin later."""
 
     # Keys and values of P prompts.
     cache: DynamicCache
@@ -77,8 +77,8 @@ class ReadPrompts:
 class DecodingBatch:
     """R rows that the model continues token by token.
 
-    Tensors [R, T + 1] of written values have a column more than a completion: rows that are
-    finished, but still there, write zeros behind their end.
+    Tensors [R, T + 1] of written values have one column more than a completion, because finished
+    rows that are still in the batch write zeros after their end.
     """
 
     def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
@@ -88,10 +88,10 @@ class DecodingBatch:
         # Name of the argument by which the model takes the cache.
         self.cache_name = str(cache_name(causal(policy.model)))
         self.width = sampling.max_completion_length
-        # `rows`: the completion that each row writes, -1: none any more. `drawn`: tokens drawn so
-        # far by the batch.
-        self.rows, self.drawn = np.array(rows), 0
-        # The value of `drawn` when each row began.
+        # The completion that each row writes; -1 after it was handed over.
+        self.rows = np.array(rows)
+        # Tokens drawn so far by the batch, and their number when each row began.
+        self.drawn = 0
         self.began = np.zeros_like(self.rows)
         prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
         # `length`: columns read so far.
@@ -157,16 +157,18 @@ class DecodingBatch:
             **{self.cache_name: self.cache},
         ).logits[:, -1]
 
-    def until_look(self, every: int) -> int:
-        """Return the tokens until the next look: after so many, or with all rows at the limit."""
-        return min(every - self.drawn % every, self.width - self.drawn + int(self.began.max()))
+    def until_look(self, interval: int) -> int:
+        """Return the tokens until the next look: `interval`, or fewer if all rows end before."""
+        return min(
+            interval - self.drawn % interval, self.width - self.drawn + int(self.began.max())
+        )
 
     def all_at_the_limit(self) -> bool:
         """Return True if every row has drawn as many tokens as a completion may have."""
         return self.drawn - int(self.began.max()) >= self.width
 
     def look(self, progress: Progress) -> int:
-        """Return the number of unfinished rows; waits for the device."""
+        """Return the number of unfinished rows and report progress; waits for the device."""
         state_2R = torch.stack([self.unfinished_R.to(torch.int64), self.lengths_R]).cpu().numpy()
         written = self.rows >= 0
         before, self.unfinished = self.unfinished, (state_2R[0] > 0) & written
@@ -176,29 +178,26 @@ class DecodingBatch:
         return int(self.unfinished.sum())
 
     def take(self, written: Completions) -> None:
-        """Hand over the completions that are finished."""
+        """Copy finished completions into `written`."""
         slots = np.flatnonzero(~self.unfinished & (self.rows >= 0))
         index_B, rows = self._on_device(slots), self.rows[slots]
         lengths_B = self.lengths_R[index_B].cpu()
         self.finished_tokens -= int(lengths_B.sum())
-        for whole, part in zip(
+        for stored, part in zip(
             written.columns(),
             (self.tokens_RT, self.lengths_R, self.logprobs_RT, self.entropy_RT),
             strict=True,
         ):
             part_B = part[index_B].cpu()
-            whole[rows] = part_B if part.ndim == 1 else part_B[:, : self.width]
+            stored[rows] = part_B if part.ndim == 1 else part_B[:, : self.width]
         self.rows[slots] = -1
 
     def fewer_rows(self, count: int) -> int:
-        """Return the number of rows to continue with if `count` are unfinished.
-
-        It is `count` once they are few.
-        """
+        """Return the number of rows to continue with: `count` unfinished ones if these are few."""
         return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
 
     def keep_rows(self, count: int) -> None:
-        """Continue with so many rows: all unfinished ones, and others that are taken."""
+        """Continue with `count` rows: all unfinished ones, then rows that were handed over."""
         slots = np.sort(np.argsort(~self.unfinished, kind="stable")[:count])
         index_B = self._on_device(slots)
         self.cache.reorder_cache(cast(torch.LongTensor, index_B))
@@ -208,10 +207,10 @@ class DecodingBatch:
             setattr(self, name, getattr(self, name)[slots])
 
     def refill(self, waiting: list[int]) -> None:
-        """Give the places of taken rows to waiting completions, as far as there are any.
+        """Give the places of finished rows to waiting completions.
 
-        A new row comes in with its prompt read except for the last token, which takes the place of
-        the token drawn last: the next `read` reads it.
+        A new row enters with its prompt read up to the last token. That token takes the place of
+        the token drawn last, so the next `read` reads it.
         """
         slots = np.flatnonzero(~self.unfinished)
         while len(slots) and waiting:
@@ -219,7 +218,7 @@ class DecodingBatch:
             if self.read_ahead is None or prompt not in self.read_ahead.index:
                 rows = waiting[: len(self.rows)]
                 prompts = list(dict.fromkeys(row // self.work.group_size for row in rows))
-                # all but the last tokens; a prompt of one token has no column
+                # A prompt of one token has no column without it, so it is read as it is.
                 ids = [self.work.encoded[p][:-1] or self.work.encoded[p] for p in prompts]
                 cache, _, _ = self._read_prompts(ids)
                 self.read_ahead = ReadPrompts(cache, {p: i for i, p in enumerate(prompts)})
@@ -237,7 +236,7 @@ class DecodingBatch:
         self._drop_columns()
 
     def _drop_columns(self) -> None:
-        """Forget the first columns, which no unfinished row has."""
+        """Drop the first columns, which no unfinished row uses."""
         first = int(self.starts[self.unfinished].min())
         if first > 0:
             for layer in self.cache.layers:
@@ -246,7 +245,7 @@ class DecodingBatch:
             self.mask_RT = self.mask_RT[:, first:]
 
     def _replace(self, slots: np.ndarray, rows: list[int], read: ReadPrompts) -> None:
-        """Begin these completions in these places."""
+        """Begin completions `rows` in the places `slots`."""
         prompts = [self.work.prompt(r) for r in rows]
         lengths = np.array([len(prompt) for prompt in prompts])
         slots_B, lengths_B = self._on_device(slots), self._on_device(lengths)
@@ -285,7 +284,7 @@ class DecodingBatch:
         return self._on_device((np.arange(columns) >= starts[:, None]).astype(np.int64))
 
     def _uniforms(self, rows: list[int]) -> torch.Tensor:
-        """Return the draws of these completions, and a column for those that are finished."""
+        """Return the draws of these completions and a column of zeros for finished rows."""
         return self._on_device(np.pad(self.work.draws(rows), ((0, 0), (0, 1))))
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:

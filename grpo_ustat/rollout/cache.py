@@ -1,11 +1,11 @@
 """A key-value cache that grows in place, and whose rows can be replaced.
 
 `DynamicCache` copies its whole content for every token. Here long keys and values are in buffers
-with room for more tokens, so a token costs only its own entry; attention reads the same numbers. On
-CPUs short ones are copied all the same, because reading them with gaps costs more.
+with room for more tokens, so a token costs only its own entry; attention reads the same numbers.
+Short ones on CPUs are still copied, because reading them with gaps costs more.
 
 All rows end in the same column, whenever they began, so a finished row can be replaced: the new
-prompt's entries are written over the last columns, and the row's mask begins with them.
+prompt's entries overwrite the last columns, and the row's mask begins with them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-SPARE_TOKENS = 64  # of a new buffer: copying them is little beside what attention reads
-MIN_IN_PLACE_BYTES = 12 * 1024  # of a row's head: a copy costs more than reading with gaps
+# Room of a new buffer: copying it costs little beside what attention reads.
+SPARE_TOKENS = 64
+# Size of a row's head from which a copy costs more than reading with gaps.
+MIN_IN_PLACE_BYTES = 12 * 1024
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
@@ -38,9 +40,9 @@ def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
 
 
 def replaceable_rows(cache: DynamicCache, length: int) -> bool:
-    """Return True if rows can be replaced: each layer has a class below and holds `length` columns.
+    """Return True if rows can be replaced: each layer is of a class below, with `length` columns.
 
-    A model that keeps its own state leaves the layers empty.
+    The layers stay empty if the model keeps its state elsewhere.
     """
     return all(
         isinstance(layer, GrowingLayer | GrowingSlidingWindowLayer) and layer.holds(length)
@@ -67,7 +69,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def holds(self, length: int) -> bool:
-        """Return True if these are the columns of a text of so many tokens."""
+        """Return True if these are the columns of a text of `length` tokens."""
         return self.get_seq_length() == length
 
     def replace(
@@ -108,7 +110,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def holds(self, length: int) -> bool:
-        """Return True if these are the columns of a text of so many tokens, within the window."""
+        """Return True if these are the columns of a text of `length` tokens, within the window."""
         kept = min(length, self.sliding_window - 1)
         columns = -1 if self.keys is None else self.keys.shape[-2]
         return self.cumulative_length == length and columns == kept
@@ -120,7 +122,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         index_B: torch.Tensor,
         count: int,
     ) -> None:
-        """Write the last columns of `other`'s rows over rows, as far as the window reaches."""
+        """Write the last columns of `other`'s rows over rows, within the window."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         count = min(count, self.sliding_window - 1)
@@ -154,9 +156,9 @@ def replace_rows(
 class GrowingTensor:
     """A tensor [B, H, T, D] that grows along T within a buffer.
 
-    The view that it returned last is extended in place. Any other tensor, such as that view with
-    fewer rows, moves into a new buffer first. On accelerators a buffer's columns are a power of
-    two, or `most`: there are few sizes, so that the allocator can use a freed buffer again.
+    The last returned view is extended in place. Any other tensor, such as that view with fewer
+    rows, moves into a new buffer first. On accelerators a buffer's columns are a power of two, or
+    `most`: with few sizes the allocator can reuse a freed buffer.
     """
 
     def __init__(self, most: int = 0) -> None:

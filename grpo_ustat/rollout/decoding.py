@@ -1,4 +1,4 @@
-"""Tokens from logits: drawn by inverting the cumulative distribution, or the most likely."""
+"""Tokens from logits: drawn by inverting the cumulative distribution, or the most likely ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 from grpo_ustat.policy.logprobs import widen
 
-LOGITS_AT_ONCE = {"cpu": 2**19}  # fits the processor's cache; elsewhere 2**24
-BLOCK_TOKENS = 256  # tokens whose weights are summed before any is looked at
+# On a CPU it fits the processor's cache; elsewhere it is 2**24.
+LOGITS_AT_ONCE = {"cpu": 2**19}
+# Tokens whose weights are summed before single ones are read.
+BLOCK_TOKENS = 256
 
 
 def choose(
@@ -24,7 +26,7 @@ def choose(
         logits_RV: logits of R rows.
         uniform_R: u of each row, in [0, 1), float64.
         temperature: divides the logits.
-        greedy: the token with the largest logit instead, the first of equals; u is not used.
+        greedy: take the token with the largest logit, the first of equals; u is not used.
 
     Returns:
         Tokens [R] (int64), log p(token) = s_token - log Z [R], and the entropies
@@ -44,7 +46,7 @@ def choose(
         tokens.append(token_R1[:, 0])
         log_total_R1 = total_R1.log()
         logprobs.append((scaled_RV.gather(1, token_R1) - log_total_R1)[:, 0])
-        # a logit of -inf has probability 0 and adds 0 to the entropy, not 0 * inf
+        # A logit of -inf has probability 0 and adds 0 to the entropy, not 0 * inf.
         mean_R = torch.linalg.vecdot(weights_RV, scaled_RV.clamp_(min=-1e30)) / total_R1[:, 0]
         entropies.append(log_total_R1[:, 0] - mean_R)
     if len(tokens) == 1:
@@ -74,13 +76,13 @@ def draw_by_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token as `draw_token` does, reading the vocabulary once less.
 
-    First the block in which u Z is passed is located, then the token in that block. Blocks are
-    summed in the precision of the weights, all else in float64.
+    The first step locates the block in which u Z is passed, the second the token in that block.
+    Blocks are summed in the precision of the weights, all other sums are in float64.
     """
     vocabulary = weights_RV.shape[1]
-    whole = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
-    sums_RK = weights_RV[:, :whole].unflatten(1, (-1, BLOCK_TOKENS)).sum(dim=-1)
-    rest_R1 = weights_RV[:, whole:].sum(dim=-1, keepdim=True)
+    full = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
+    sums_RK = weights_RV[:, :full].unflatten(1, (-1, BLOCK_TOKENS)).sum(dim=-1)
+    rest_R1 = weights_RV[:, full:].sum(dim=-1, keepdim=True)
     cumulative_RK = torch.cat([sums_RK, rest_R1], dim=1).cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RK[:, -1:]
     threshold_R1 = uniform_R1 * total_R1

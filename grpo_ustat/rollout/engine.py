@@ -32,7 +32,8 @@ from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-WRONG_CALLS = (  # what models raise that are called as they do not expect
+# Errors of models that are called in a way that they do not expect.
+WRONG_CALLS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
@@ -40,7 +41,7 @@ OTHER_WAYS = "use rollout=vllm, or study rollouts that were made elsewhere (pool
 
 
 class Engine(Protocol):
-    """Sampler of the policy as it was at the last `refresh`."""
+    """Sampler of completions from the policy as it was at the last `refresh`."""
 
     def sample(
         self,
@@ -55,12 +56,12 @@ class Engine(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take over the policy's weights; to be called after every update, on all ranks."""
+        """Load the policy's weights; call it after every update, on all ranks."""
         ...
 
 
 class LocalEngine:
-    """The policy's own model: exactly the distribution that is scored, always up to date."""
+    """Sampler that uses the policy's model itself, so it draws from the scored distribution."""
 
     def __init__(self, policy: Policy):
         check_cache(policy.model)
@@ -68,33 +69,33 @@ class LocalEngine:
         self.sample = partial(sample, policy)
 
     def refresh(self) -> None:
-        """Do nothing: the weights are the policy's own."""
+        """Do nothing, because the engine uses the policy's weights."""
 
 
 def check_cache(model: PreTrainedModel) -> None:
     """Refuse a model that ignores the cache with which it is called, or has only recurrent layers.
 
-    The first would draw every token after the first as if nothing stood before it. The second would
-    take the mask of all tokens for that of the new ones (Mamba).
+    The first would draw every later token without the text before it. The second (Mamba) would
+    apply the mask of all tokens to the new ones.
     """
     kind = model.config.model_type
     layers = DynamicCache(config=model.config).layers
     recurrent = layers and not any(isinstance(layer, DynamicLayer) for layer in layers)
     if not cache_name(causal(model)) or recurrent:
         raise ConfigError(
-            f"rollout=local cannot sample from {kind}, which continues no text from a cache: "
-            f"{OTHER_WAYS}"
+            f"rollout=local cannot sample from {kind}, which does not continue a text from a "
+            f"cache: {OTHER_WAYS}"
         )
 
 
 def check_sampling(policy: Policy) -> None:
-    """Refuse a model that cannot be sampled with a cache of transformers, or not correctly.
+    """Refuse a model that cannot be sampled, or is sampled incorrectly, with a transformers cache.
 
     Tokens drawn side by side for prompts of unequal lengths must have the same probabilities as in
-    rows read alone. A model that reads rows of a batch differently is refused too, see
+    rows read separately. A model that reads the rows of a batch differently is refused too, see
     `check_reading`.
 
-    A few short rows of fixed draws are written and read; no draw of the run changes.
+    It writes and reads a few short rows of fixed draws, which change no draw of the run.
     """
     kind = policy.model.config.model_type
     prompts, width = trial(policy)
@@ -107,15 +108,15 @@ def check_sampling(policy: Policy) -> None:
     alone_RT = check_reading(policy, prompts, written.tokens_RT.tolist())
     if gap := gap_beyond_rounding(policy, written.logprobs_RT, alone_RT):
         raise ConfigError(
-            f"rollout=local cannot sample from {kind}, which draws tokens otherwise than it scores "
-            f"them: side by side their log-probabilities are up to {gap:.2g} nats from those of "
-            f"the same rows read alone: {OTHER_WAYS}, or use another model"
+            f"rollout=local cannot sample from {kind} correctly: log-probabilities of tokens drawn "
+            f"side by side differ by up to {gap:.2g} nats from those of the same rows read "
+            f"separately: {OTHER_WAYS}, or use another model"
         )
 
 
 @contextmanager
 def _one_line(kind: str) -> Iterator[None]:
-    """Turn any error of a model that does not take our cache into one line."""
+    """Turn any error of a model that does not accept our cache into one line."""
     try:
         yield
     except WRONG_CALLS as error:
@@ -123,8 +124,8 @@ def _one_line(kind: str) -> Iterator[None]:
             raise
         reason = single_line(f"{type(error).__name__}: {error}", 200)
         raise ConfigError(
-            f"rollout=local cannot sample from {kind}, which takes no cache that transformers has "
-            f"for all models ({reason}): {OTHER_WAYS}"
+            f"rollout=local cannot sample from {kind}, which does not accept the general cache of "
+            f"transformers ({reason}): {OTHER_WAYS}"
         ) from error
 
 

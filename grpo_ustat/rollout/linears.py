@@ -16,9 +16,9 @@ from grpo_ustat.policy.memory import free_bytes
 def cast_linears(model: nn.Module) -> Iterator[None]:
     """Compute plain linear layers under autocast with copies of their weights in its type.
 
-    The numbers are the same to the bit: autocast makes the same copies, at every call if nothing is
-    differentiated. Made once, they cost half the bytes of float32 weights. If that is more than
-    half of the free memory, and for other layers, autocast works as usual.
+    The numbers are the same to the bit: without gradients, autocast makes the same copies at every
+    call. Made once, they cost half the bytes of float32 weights. If that is more than half of the
+    free memory, and for other layers, autocast makes its copies at every call.
     """
     device = next(model.parameters()).device
     layers = []

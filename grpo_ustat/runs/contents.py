@@ -1,7 +1,7 @@
 """Limits and types of the files of a run folder: size, depth, count, and the type of each value.
 
-Anybody can have edited a run folder, or sent one. What does not fit is refused by the name of the
-file and the key, with the value.
+A run folder may have been edited, or come from somebody else. A value that does not fit is refused
+with the name of the file and the key.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_OTHER_BYTES = 256_000_000
 MAX_DEPTH, MAX_VALUES, MAX_LETTERS = 40, 2_000_000, 1_000_000
 # Values of a configuration; an alias counts as often as it occurs.
 MAX_SETTINGS = 50_000
-# Of a table within a result.
+# Rows of a table within a result.
 MAX_ROWS = 20_000
-# Squares of a number, or draws from it, stay finite.
+# Largest absolute value, so that squares of a number and draws from it stay finite.
 MAX_NUMBER = 1e100
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ends:
-    """Mark of an estimate that a file holds as three keys: `NAME`, `NAME_low` and `NAME_high`.
+    """Mark of an estimate that a file stores under the keys `NAME`, `NAME_low` and `NAME_high`.
 
     The last two are null if they are not finite.
     """
@@ -49,15 +49,19 @@ class Ends:
     end: Any
 
 
-# Types of a record's fields, beside those of Python
+# Types of a record's fields, besides those of Python. An `Annotated` type carries a mark that
+# `misfit`, `content_of` and `record_of` read: a number is the least value of a whole number, a text
+# is compared with the mark of `NumberOrNull`, `Sometimes` or `Beside`, a tuple lists the choices.
 # A whole number of at least 0, and one of at least 1.
 Count = Annotated[int, 0]
 Size = Annotated[int, 1]
+# A number that is null in the file if it is not finite.
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
+# A field whose key is missing in the file if the value is None.
 Sometimes = Annotated[T | None, "no key where it is None"]
 # An `Interval` is an estimate whose ends may be null; those of a `Bounded` one are finite.
 Bounded = Annotated[Interval, Ends(float, float)]
-# Records by further keys of the record that holds them.
+# Records that the file stores under further keys of the record with this field.
 Beside = Annotated[Mapping[str, Any], "further keys"]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
 # A record, a type of a field, or a dictionary of them for some keys of a mapping.
@@ -68,8 +72,7 @@ def text_of(folder: Path, name: str) -> str:
     """Read a file's text.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger than any that a run writes.
+        ValueError: the file is larger than any that a run writes.
     """
     size, most = (folder / name).stat().st_size, MAX_BYTES.get(name, MAX_OTHER_BYTES)
     if size > most:
@@ -78,28 +81,28 @@ def text_of(folder: Path, name: str) -> str:
 
 
 def checked(
-    folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None, whole: bool = True
+    folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None, complete: bool = True
 ) -> tuple[Any, str]:
-    """Return a file's parsed content and an empty text, or None and a line on what is wrong.
+    """Return a file's parsed content and an empty text, or None and a line with the error.
 
     Args:
-        parse: makes its content of its text, by a ValueError if it cannot.
+        parse: parses the text of the file; raises a ValueError if it cannot.
         shape: of the content, see `misfit`; None: anything.
-        whole: True if all of its keys have to be there.
+        complete: True if every required key of a record must be present.
     """
     try:
         content = parse(text_of(folder, name))
-        wrong = misfit(content, shape, whole=whole) if shape else None
+        wrong = misfit(content, shape, complete=complete) if shape else None
     except (OSError, ValueError, yaml.YAMLError) as error:
         wrong = single_line(error, 200)
     return (None, wrong) if wrong else (content, "")
 
 
 def parsed_json(text: str) -> Any:
-    """Parse the content of a JSON file, all of its numbers finite.
+    """Parse JSON with only finite numbers.
 
     Raises:
-        ValueError: it is none, or beyond the limits.
+        ValueError: the text is not JSON, or exceeds the limits.
     """
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
@@ -112,16 +115,16 @@ def parsed_json(text: str) -> Any:
 def parsed_code(text: str) -> Any:
     """Parse the content of `code.json`, and check it by its digest.
 
-    Nothing else would show a changed letter in a version or in the fingerprint of the weights.
+    Only the digest shows a changed letter in a version or in the fingerprint of the weights.
 
     Raises:
-        ValueError: it is no JSON file, or its digest is of other values.
+        ValueError: the text is not JSON, or its digest belongs to other values.
     """
     content = parsed_json(text)
     if not isinstance(content, Mapping):
         return content
     if "digest" in content and content["digest"] != content_digest(content):
-        raise ValueError("its values were changed: they do not have its digest")
+        raise ValueError("its values were changed: they do not match its digest")
     return content
 
 
@@ -132,10 +135,10 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def parsed_yaml(text: str) -> Any:
-    """Parse a YAML file; its tags can create only texts, numbers, lists and mappings.
+    """Parse YAML whose tags can create only texts, numbers, lists and mappings.
 
     Raises:
-        ValueError, yaml.YAMLError: it is none, or beyond the limits.
+        ValueError, yaml.YAMLError: the text is not YAML, or exceeds the limits.
     """
     try:
         content = yaml.safe_load(text)
@@ -146,10 +149,10 @@ def parsed_yaml(text: str) -> Any:
 
 
 def check_limits(content: Any, most: int = MAX_VALUES) -> None:
-    """Refuse what is nested too deep, has too many values, or numbers that no run writes.
+    """Refuse content that is nested too deep, or has too many values or impossible numbers.
 
     Raises:
-        ValueError: naming the limit.
+        ValueError: the message names the limit.
     """
     count, level = 0, [content]
     for _ in range(MAX_DEPTH):
@@ -177,7 +180,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number of a usual size that is no boolean."""
+    """Return True for a finite number of at most `MAX_NUMBER` that is not a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= MAX_NUMBER and math.isfinite(value)
@@ -195,7 +198,7 @@ def scalar(value: Any) -> bool:
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """Return the keys of a record in a file: the type of each, and whether it is required.
+    """Return the keys of a record in a file, each with its type and True if it is required.
 
     A key is required if the field has no default.
 
@@ -219,7 +222,7 @@ def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
 
 
 def content_of(record: Any) -> Any:
-    """Return a record as a file holds it: mappings, lists, texts and numbers.
+    """Convert a record into the content of a file: mappings, lists, texts and numbers.
 
     >>> @dataclass
     ... class Law:
@@ -251,13 +254,13 @@ def content_of(record: Any) -> Any:
 
 
 def record_of(kind: Shape, content: Any) -> Any:
-    """Return what a file holds as a record, the inverse of `content_of`.
+    """Convert the content of a file into a record, the inverse of `content_of`.
 
-    A number that is null is NaN. Keys that the record does not know are left out.
+    A number that is null becomes NaN. Keys without a field are dropped.
 
     Args:
         kind: a record's class, or a type of a field.
-        content: what fits it, see `misfit`.
+        content: content that fits the type, see `misfit`.
 
     >>> @dataclass
     ... class Law:
@@ -294,7 +297,7 @@ def record_of(kind: Shape, content: Any) -> Any:
 def row_interval(row: Mapping[str, Any], name: str) -> Interval:
     """Read an estimate and its ends from three keys of a mapping.
 
-    A missing estimate is NaN; a missing upper end is infinite, where there is a lower one.
+    A missing estimate is NaN; a missing upper end is infinite if there is a lower one.
     """
     estimate, low, high = (row.get(key) for key in _three(name))
     return Interval(
@@ -315,7 +318,7 @@ def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
-    """Return the type within `Sometimes[...]`, and True; any other type as it is, and False."""
+    """Return the type within `Sometimes[...]` and True; another type unchanged and False."""
     if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
         return kind, False
     (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
@@ -337,7 +340,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str | None:
+def misfit(content: Any, kind: Shape, key: str = "", complete: bool = True) -> str | None:
     """Return a line on the first key that is missing or of another type; None if all fit.
 
     The line has the value and the expected type. Unknown keys are ignored.
@@ -346,14 +349,14 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
         content: of a JSON or YAML file.
         kind: a record's class, a type of a field, or a dictionary of types by key, whose keys may
             be missing.
-        key: of the content, within the file.
-        whole: True if a record's keys have to be there.
+        key: place of the content within the file.
+        complete: True if every required key of a record must be present.
 
     >>> misfit({"a": {"b": "x"}}, {"a": {"b": float}, "c": float})
     "a.b is 'x', not a finite number"
     >>> misfit({"rows": [{"n": 1}, {"n": -1}]}, {"rows": list[dict[str, Count]]})
     'rows[1].n is -1, not a whole number from 0 on'
-    >>> misfit({}, Ends), misfit({}, Ends, whole=False)
+    >>> misfit({}, Ends), misfit({}, Ends, complete=False)
     ('it has no estimate', None)
     """
     name, origin, arguments = key or "it", get_origin(kind), get_args(kind)
@@ -365,16 +368,17 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
             return None if fits else _misfit(name, content, f"a whole number from {mark} on")
         if isinstance(mark, tuple):
             return None if content in mark else _misfit(name, content, f"one of {', '.join(mark)}")
-        return misfit(content, mark if isinstance(mark, type) else arguments[0], key, whole)
+        return misfit(content, mark if isinstance(mark, type) else arguments[0], key, complete)
     if origin in (Union, UnionType):
         kinds = [x for x in arguments if x is not NoneType]
         if content is None and len(kinds) < len(arguments):
             return None
-        if all(map(is_dataclass, kinds)):  # the record of whose keys the fewest are missing
-            known = content if isinstance(content, dict) else {}
-            kinds = [min(kinds, key=lambda record: len(_missing(known, record)))]
+        if all(map(is_dataclass, kinds)):
+            # Take the record that lacks the fewest keys.
+            present = content if isinstance(content, dict) else {}
+            kinds = [min(kinds, key=lambda record: len(_missing(present, record)))]
         if len(kinds) == 1:
-            return misfit(content, kinds[0], key, whole)
+            return misfit(content, kinds[0], key, complete)
         fits = any(misfit(content, x) is None for x in kinds)
         return None if fits else _misfit(name, content, " or ".join(SCALARS[x] for x in kinds))
     if kind is int:
@@ -399,9 +403,9 @@ def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str 
         inner = ((f"{key}.{x}" if key else x, content[x], below)
                  for x, below in kinds.items() if x in content)  # fmt: skip
     for below, value, its_kind in inner:
-        if wrong := misfit(value, its_kind, below, whole):
+        if wrong := misfit(value, its_kind, below, complete):
             return wrong
-    if whole and is_dataclass(kind) and (missing := _missing(content, kind)):
+    if complete and is_dataclass(kind) and (missing := _missing(content, kind)):
         return f"it has no {f'{key}.' if key else ''}{missing[0]}"
     return None
 
@@ -415,18 +419,19 @@ def _misfit(name: str, content: Any, wanted: str) -> str:
 
 
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return rows of training steps without values that are no numbers, and a line on those values.
+    """Return rows of training steps without values that are not numbers, and a line on these.
 
-    Texts are of keys that say why a number is missing.
+    Only keys in `_reason` may have texts: they explain a missing number.
 
     >>> typed_rows([{"step": 1, "reward": "x", "gstar_reason": "few groups"}, {"step": -1}])[0]
     [{'step': 1, 'gstar_reason': 'few groups'}]
     >>> typed_rows([{"step": 1, "reward": "x"}, {"step": -1}])[1]
-    "2 values do not fit and are left out, the first reward='x'"
+    "2 values do not fit and are not used, the first reward='x'"
     """
     typed, wrong = [], []
     for row in rows:
-        if "step" not in row:  # of no step, such as of the end of a run
+        if "step" not in row:
+            # A row without a step, such as that of the end of a run.
             continue
         if not count(row["step"]):
             wrong.append(("step", row["step"]))
@@ -446,7 +451,7 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
     name, value = wrong[0]
     return (
         typed,
-        f"{len(wrong)} values do not fit and are left out, the first {name}={_short(value)}",
+        f"{len(wrong)} values do not fit and are not used, the first {name}={_short(value)}",
     )
 
 

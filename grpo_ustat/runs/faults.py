@@ -1,7 +1,7 @@
-"""Errors of the operating system about files, each in one line that says what to do.
+"""Errors of the operating system about files, each in one line with its remedy.
 
-A disk that is full or a folder of somebody else is no mistake in the code, so it needs no
-traceback, and what is on the disk stays. All other errors stay what they are.
+A full disk or a folder of another user is not a mistake in the code, so it needs no traceback, and
+the files on the disk stay. Other errors pass unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
 
-# Remedies, by the system's number.
+# Remedies, by the system's error number.
 FIXES = {
     errno.ENOSPC: "make room on the disk",
     errno.EDQUOT: "make room in your share of the disk (quota)",
@@ -24,23 +24,22 @@ FIXES = {
     errno.EPERM: "make it yours to read and write",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-# Errors that a bug of ours may cause as well.
+# Errors that a bug of this package may also cause.
 MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)
-# Recognised by their words, since a library wraps them and leaves the number out.
+# Errors recognised by their texts, because a library wraps them without the number.
 ERRORS_IN_TEXTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE)
 ERROR_NUMBER = re.compile(r"(?:\[Errno |os error |Os \{ code: )(\d+)")
 ERROR_FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
 
 
 class NotSaved(OSError):
-    """A run stopped by an error of the operating system; one line that says what to do."""
+    """Stop of a run by an error of the operating system, in one line with the remedy."""
 
 
 def refusal(error: BaseException) -> tuple[str, str] | None:
     """Return reason and remedy of an operating system's error about files; None for other errors.
 
-    An error of a worker or of another rank is recognised by its text, and so is an error of
-    safetensors, which names no file.
+    Errors of a worker, of another rank and of safetensors are recognised by their texts.
 
     >>> refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
     ('No space left on device: pool/a.safetensors', 'make room on the disk')
@@ -57,7 +56,7 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
     if number is None and (match := ERROR_NUMBER.search(text)):
         number = int(match[1])
     if number is None and not isinstance(error, ValueError | LookupError | TypeError):
-        number = next((one for one in ERRORS_IN_TEXTS if os.strerror(one) in text), None)
+        number = next((code for code in ERRORS_IN_TEXTS if os.strerror(code) in text), None)
     if number is None or number in MISSING_FILE_ERRORS:
         return None
     match = ERROR_FILE.search(text)
@@ -70,7 +69,7 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
 
 
 def fault_line(error: BaseException) -> str | None:
-    """Return the line that a command ends with after a system error; None for other errors."""
+    """Return the last line of a command after a system error; None for other errors."""
     refused = refusal(error)
     return refused and f"{': '.join(refused)}, then type the same command again"
 
@@ -80,7 +79,7 @@ def faults_of(folder: Path) -> Iterator[None]:
     """Turn an operating system's error within the block into one line that names the folder.
 
     Raises:
-        NotSaved: the same command goes on from what is on the disk.
+        NotSaved: the same command continues from the files on the disk.
     """
     try:
         yield

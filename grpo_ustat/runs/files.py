@@ -1,4 +1,4 @@
-"""Files that runs leave: written whole or not at all; JSON lines and CSV tables read back."""
+"""Files of runs: atomic writing, and reading of JSON lines and CSV tables."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from grpo_ustat.config.schema import ConfigError
 
-# The moment whose date a chat template writes into prompts.
+# File of the moment whose date a chat template writes into prompts.
 PROMPT_DATE = "prompt_date.txt"
-# The start of a cell that a spreadsheet runs, and of a cell that is quoted against it.
+# Start of a cell that a spreadsheet would run as a formula, quoted or not.
 FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
@@ -29,53 +29,53 @@ def natural_order(place: object) -> list[str | int]:
     >>> sorted(["step_10", "step_9"], key=natural_order)
     ['step_9', 'step_10']
     """
-    parts = re.split(r"([0-9]+)", str(place))  # texts and numbers in turn
+    # Texts and numbers alternate.
+    parts = re.split(r"([0-9]+)", str(place))
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 @contextmanager
 def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
-    """Yield a path beside the file to write to, which takes the file's place when the block ends.
+    """Yield a temporary path to write to, which replaces the file when the block ends.
 
-    So the file is always as before, or whole; after an error nothing stays of it. Its permissions
-    follow from the umask, whatever the library that writes has made of them.
+    So the file is always the old one or complete; an error removes the temporary file. Its
+    permissions follow from the umask, even if a library that writes sets others.
 
     Args:
-        file: to be replaced.
-        shared: True if several processes may write it at once; each has a path of its own then.
+        shared: True if several processes may write the file at once; each gets a separate path.
     """
     staged = hidden_path(file, f".{uuid4().hex}" if shared else "")
     try:
         staged.touch()
         mode = staged.stat().st_mode
         yield staged
-        with suppress(PermissionError):  # a file system without modes
+        # Some file systems have no modes.
+        with suppress(PermissionError):
             staged.chmod(mode)
         os.replace(staged, file)
     except BaseException:
-        with suppress(OSError):  # it takes room on a disk that may have none
+        # The file takes room on a disk that may have none.
+        with suppress(OSError):
             staged.unlink()
         raise
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text so that the file is either absent, as before, or whole."""
+    """Write a text so that the file is either absent, unchanged, or complete."""
     with atomic_write(file) as staged:
         staged.write_text(text)
 
 
 def hidden_path(path: Path, mark: str = "") -> Path:
-    """Return a path for something that is about to replace this path, or to be removed."""
+    """Return a hidden path beside this one, for content that will replace it or be removed."""
     return path.with_name(f".{path.name}{mark}.tmp")
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file, and the number of its lines that hold none.
+    """Return the rows of a file of JSON lines, and the number of its damaged lines.
 
-    A last line without a newline is not counted: it is being written, or was when a run was killed.
-
-    Raises:
-        OSError: it is there and cannot be read.
+    A last line without a newline does not count as damaged, because it is being written, or was
+    when a run was killed. A missing file has no rows.
     """
     try:
         lines = file.read_text(errors="replace").splitlines(keepends=True)
@@ -101,7 +101,7 @@ def csv_rows(text: str) -> list[dict[str, Any]]:
     r"""Return a table's rows; a cell is a finite number, a text, or None if it is empty.
 
     Raises:
-        ValueError: it is no table.
+        ValueError: the text is not a CSV table.
 
     >>> csv_rows("step,split,low\n4,test,0.25\n8,,\n")
     [{'step': 4, 'split': 'test', 'low': 0.25}, {'step': 8, 'split': None, 'low': None}]
@@ -125,49 +125,42 @@ def _cell(text: str | None) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number, from 0, and content of every line that is not blank."""
-    with path.open(encoding="utf-8-sig") as file:  # with Windows' mark or without
+    """Yield the number, from 0, and the content of each line that is not blank."""
+    # The file may begin with the mark of Windows.
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path} line {number} (from 0) is no JSON: {error}") from error
+                raise ConfigError(f"{path} line {number} (from 0) is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{path} line {number} (from 0) is no JSON object")
+                raise ConfigError(f"{path} line {number} (from 0) is not a JSON object")
             yield number, row
 
 
 def create_whole(path: Path, text: str) -> None:
-    """Write a whole file unless it exists; of several processes that begin at once, one writes.
-
-    Raises:
-        OSError: the file system refuses it.
-    """
+    """Write a complete file unless it exists; of several processes at once, only the first does."""
     staged = hidden_path(path, f".{uuid4().hex}")
     staged.write_text(text)
     try:
         os.link(staged, path)
     except FileExistsError:
         pass
-    except OSError:  # a file system without links
+    except OSError:
+        # Some file systems have no links.
         os.replace(staged, path)
     staged.unlink(missing_ok=True)
 
 
 def kept_moment(file: Path, begun: datetime | None = None) -> datetime:
-    """Return the moment that a file keeps; if there is none, keep `begun` or the present moment.
-
-    Raises:
-        ConfigError: the file is damaged.
-        OSError: the file system refuses it.
-    """
+    """Return the moment that a file stores; create the file with `begun`, or now, if missing."""
     if not file.is_file():
         create_whole(file, f"{(begun or datetime.now()).isoformat(timespec='seconds')}\n")
     try:
         return datetime.fromisoformat(file.read_text().strip())
     except ValueError as error:
         raise ConfigError(
-            f"{file} is damaged: write into it the day whose date prompts have, as 2026-03-01"
+            f"{file} is damaged: write the date of the run's prompts into it, such as 2026-03-01"
         ) from error

@@ -1,4 +1,4 @@
-"""Run folder: its configuration, whether it is complete, and how files get into it."""
+"""Run folder: its configuration, its lock, its state and the writing of its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.streams import tell
 
-# The part of a run folder in which a tracker keeps its files.
+# Folder of a tracker's files in a run folder.
 TRACKER_FOLDER = "tracker"
 ARTEFACTS = (
     ".hydra",
@@ -79,8 +79,8 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
-        # Opens a tracker, from the folder's path, the configuration's logger, and what is to be
-        # shown of the configuration and the code; None: nothing is sent.
+        # Opens a tracker, given the folder's path, the configuration's logger, and the values of
+        # configuration and code to show; None: nothing is sent.
         self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
@@ -90,7 +90,7 @@ class RunFolder:
 
     @property
     def mode(self) -> str:
-        """`on_existing`; a job that SLURM has restarted always resumes."""
+        """The value of `on_existing`; a job that SLURM has restarted always resumes."""
         begun = any(
             row.get("slurm_job_id") == slurm.address()
             and row.get("slurm_restart_count", 0) < slurm.restart_count()
@@ -112,7 +112,8 @@ class RunFolder:
         configured = (self.path / ".hydra" / "config.yaml").is_file()
         began = bool(names & ours) and names <= ours | {".hydra"}
         if not names or (began and not configured):
-            return  # no run has begun here; one killed before it had written both files has not
+            # No run has begun here, or it was killed before it had written both files.
+            return
         if not any((self.path / name).is_file() for name in ours):
             raise ConfigError(
                 f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
@@ -125,10 +126,10 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
             )
-        own = asdict(self.config)
+        current = asdict(self.config)
         difference = _first_difference(
             drop_unused_baselines(drop_neutral_keys(stored)),
-            drop_unused_baselines(drop_neutral_keys(own)),
+            drop_unused_baselines(drop_neutral_keys(current)),
         )
         if difference is None:
             weights = self._read_code().get("weights")
@@ -144,7 +145,7 @@ class RunFolder:
         """Refuse a folder in which another process is certainly at work.
 
         Raises:
-            Held: a ConfigError that names the process.
+            Held: the message names the process.
         """
         holder = lock.peek(self.path) if is_main() else None
         if holder and holder.certain:
@@ -152,11 +153,10 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep all other processes out of the folder; rank 0 does, for all of them.
+        """Keep all other processes out of the folder; rank 0 takes the lock for all ranks.
 
         Raises:
             Held: another process is at work there; on all ranks.
-            ConfigError: the folder cannot be locked.
         """
         main_only(self._take_lock)
         try:
@@ -167,7 +167,7 @@ class RunFolder:
         self._release(history.end_row(None))
 
     def check_lock(self) -> None:
-        """Refuse to write where another process has taken the lock over.
+        """Verify that this process still holds the lock, before it writes.
 
         Raises:
             Held: another process took the folder over.
@@ -176,22 +176,26 @@ class RunFolder:
             self._lock.check()
 
     def open(self) -> None:
-        """Create the folder and write what identifies the run; with overwrite, empty it first.
+        """Create the folder, emptied with overwrite, and write the files that identify the run.
 
-        Prints what will run: here the work begins.
+        Prints the plan of the run, whose work begins here.
         """
         if not is_main():
             return
         self.check_lock()
         self.check()
         tell(self.config.plan, file=sys.stderr)
-        if self.mode == "overwrite":  # what shows that the folder is ours goes last
-            last = {RESULT: -1, "code.json": 1}  # of half a folder none takes it for finished
+        if self.mode == "overwrite":
+            # The files that show that the folder is ours go last.
+            # With only half of them left, the folder is not taken for a finished run.
+            last = {RESULT: -1, "code.json": 1}
             for old in sorted(self._artefacts(), key=lambda path: last.get(path.name, 0)):
-                is_folder = old.is_dir() and not old.is_symlink()  # what a link leads to stays
+                # The target of a link stays.
+                is_folder = old.is_dir() and not old.is_symlink()
                 shutil.rmtree(old) if is_folder else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
-        if "files" in (result := self.read_result() or {}):  # the run goes on, its tables grow
+        if "files" in (result := self.read_result() or {}):
+            # The run goes on, and its tables grow.
             del result["files"]
             result["digest"] = contents.content_digest(result)
             self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))
@@ -214,8 +218,8 @@ class RunFolder:
     def prompt_date(self) -> datetime:
         """Return the moment whose date a chat template writes into this run's prompts.
 
-        It is that of the first start, which `open` keeps, so that a run resumed on another day has
-        the same prompts.
+        It is the moment of the first start, which `open` stores, so that a run resumed on another
+        day has the same prompts.
         """
         file = self.path / PROMPT_DATE
         if file.is_file() and self.mode != "overwrite":
@@ -224,7 +228,7 @@ class RunFolder:
         return self._prompt_date
 
     def track(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        """Send a row of metrics.jsonl, and completions beside it, to the tracker, if any."""
+        """Send a row of metrics.jsonl and the step's completions to the tracker, if any."""
         if self._tracking:
             self._tracking.put(row, completions)
 
@@ -234,7 +238,7 @@ class RunFolder:
             history.append(self.path, row)
 
     def leave(self) -> None:
-        """Remove the folder if nothing is in it, as when a run was refused before it began."""
+        """Remove the folder if it is empty, as after a run that was refused before it began."""
         remove_empty(self.path)
 
     def result(self) -> dict[str, Any] | None:
@@ -250,22 +254,22 @@ class RunFolder:
             RESULT,
             contents.parsed_json,
             RESULT_TYPES[contents.command_of(asdict(self.config))],
-            "delete it, the same command writes it again",
+            "delete it: the same command writes it again",
         )
         if changed := changed_files(self.path, result):
             raise ConfigError(
-                f"{self.path / changed[0]} is not as the run left it: restore it, or delete "
-                f"{self.path / RESULT}: the same command writes it again"
+                f"{self.path / changed[0]} was changed after the run: restore it, or delete "
+                f"{self.path / RESULT} and run the same command to write it again"
             )
         if result.get("config_hash") != self.config_hash:
             raise ConfigError(
-                f"{self.path}/result.json is of configuration {result.get('config_hash')}, this is "
-                f"{self.config_hash}: use another hydra.run.dir, or on_existing=overwrite"
+                f"{self.path}/result.json belongs to configuration {result.get('config_hash')}, "
+                f"not to {self.config_hash}: use another hydra.run.dir, or on_existing=overwrite"
             )
         return result
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file so that it is either absent, as before, or whole."""
+        """Write a file so that it is either absent, unchanged, or complete; only on rank 0."""
         target = self.path / name
         if not is_main():
             return target
@@ -274,7 +278,7 @@ class RunFolder:
         return target
 
     def finish(self, result: RunResult) -> None:
-        """Write `result.json`, last of all: the run is complete."""
+        """Write `result.json` as the last file, which makes the run complete."""
         content = contents.content_of(result)
         content |= {"config_hash": self.config_hash, "files": file_digests(self.path)}
         if self._earlier:
@@ -284,7 +288,7 @@ class RunFolder:
         self.write("result.json", text)
 
     def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:
-        """Return versions of packages of earlier parts of this run, if they differ from today's.
+        """Return package versions of earlier parts of this run that differ from the present ones.
 
         A difference is printed as a warning.
         """
@@ -297,39 +301,36 @@ class RunFolder:
             return earlier
         changes = ", ".join(f"{name} {before[name]}, now {now.get(name)}" for name in changed)
         tell(
-            f"warning: {self.path} was begun with {changes}: its result will be of both",
+            f"warning: {self.path} was begun with {changes}: its result will mix both",
             file=sys.stderr,
         )
         return [*earlier, before]
 
     def _release(self, end: dict[str, Any]) -> None:
-        """Note in the history how the work ended, if it had begun.
-
-        Then end the tracker and release the lock.
-        """
-        own, self._lock = self._lock, None
-        if own and self._open and own.is_own():
+        """Add the end of the work to the history if it had begun; end tracker and lock."""
+        held_lock, self._lock = self._lock, None
+        if held_lock and self._open and held_lock.is_own():
             self.note(**end)
         self._open = False
         if self._tracking:
             self._tracking.finish(end["outcome"], self.config.launch.grace_seconds)
-        if own:
-            own.release()
+        if held_lock:
+            held_lock.release()
 
     def _take_lock(self) -> None:
         """Lock the folder for this process, see `lock.Lock`."""
-        own = lock.Lock(self.path)
+        new_lock = lock.Lock(self.path)
         try:
-            own.take()
+            new_lock.take()
         except OSError as error:
             raise ConfigError(
                 f"the output folder {self.path} cannot be locked ({error}): choose another with "
                 "hydra.run.dir=DIR"
             ) from error
-        self._lock = own
+        self._lock = new_lock
 
     def _artefacts(self) -> list[Path]:
-        """Return what earlier runs left here; the only things that overwriting removes."""
+        """Return the files of earlier runs, the only ones that overwriting removes."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
     def _read_code(self) -> dict[str, Any]:
@@ -342,7 +343,7 @@ class RunFolder:
         shape: contents.Shape,
         remedy: str = "on_existing=overwrite runs it again",
     ) -> dict[str, Any]:
-        """Read a dictionary from one of our own files, see `contents.checked`."""
+        """Read a mapping from a file of the run folder, see `contents.checked`."""
         content, wrong = contents.checked(self.path, name, parse, shape)
         if wrong:
             raise ConfigError(f"{self.path / name} is missing or damaged: {remedy} ({wrong})")
@@ -350,12 +351,12 @@ class RunFolder:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each table of a finished run that exists."""
+    """Return the SHA-256 of each existing table of a finished run."""
     return {name: file_digest(folder / name) for name in TABLES if (folder / name).is_file()}
 
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Return the files of a finished run that changed: result.json, or tables still there."""
+    """Return the changed files of a finished run: result.json, or tables that still exist."""
     changed = []
     if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)
@@ -366,18 +367,18 @@ def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def create_folder(path: Path, key: str) -> None:
-    """Create an output folder; a refusal names `key`, by which another folder is chosen."""
+    """Create an output folder; an error names `key`, the setting that chooses another one."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the output folder {path} cannot be made ({error.strerror}): choose another with "
+            f"the output folder {path} cannot be created ({error.strerror}): choose another with "
             f"{key}=DIR"
         ) from error
 
 
 def remove_empty(path: Path) -> None:
-    """Remove an empty folder, its parent if that is then empty, up to the working directory."""
+    """Remove an empty folder, and its parents that are then empty, up to the working directory."""
     with suppress(OSError):
         path, here = path.absolute(), Path.cwd()
         for folder in (path, *path.parents):
@@ -385,23 +386,25 @@ def remove_empty(path: Path) -> None:
                 folder.rmdir()
 
 
-def _first_difference(stored: dict[str, Any], own: dict[str, Any], prefix: str = "") -> str | None:
-    """Return the first identity key whose values differ, as `key: stored there, own asked`."""
-    for key in dict.fromkeys([*stored, *own]):
-        if not prefix and key in operational_keys(own):
+def _first_difference(
+    stored: dict[str, Any], current: dict[str, Any], prefix: str = ""
+) -> str | None:
+    """Return the first identity key whose values differ, as `key: stored there, current asked`."""
+    for key in dict.fromkeys([*stored, *current]):
+        if not prefix and key in operational_keys(current):
             continue
-        stored_value, own_value = stored.get(key), own.get(key)
-        if isinstance(stored_value, dict) and isinstance(own_value, dict):
-            difference = _first_difference(stored_value, own_value, f"{prefix}{key}.")
+        stored_value, current_value = stored.get(key), current.get(key)
+        if isinstance(stored_value, dict) and isinstance(current_value, dict):
+            difference = _first_difference(stored_value, current_value, f"{prefix}{key}.")
             if difference:
                 return difference
-        elif stored_value != own_value:
-            return f"{prefix}{key}: {stored_value} there, {own_value} asked"
+        elif stored_value != current_value:
+            return f"{prefix}{key}: {stored_value} there, {current_value} asked"
     return None
 
 
 def versions() -> dict[str, str]:
-    """Return versions of this package and of the packages that its numbers depend on."""
+    """Return the versions of this package and of packages that its numbers depend on."""
     by_name = {}
     for name in PACKAGES:
         try:
@@ -424,7 +427,7 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(source: Path, *arguments: str) -> str | None:
-    """Return what git says in the source's folder; None if it fails or is not there."""
+    """Return git's output in the source's folder; None if it fails or git is missing."""
     try:
         process = subprocess.run(
             ["git", *arguments], cwd=source, capture_output=True, text=True, timeout=10

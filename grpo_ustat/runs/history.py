@@ -1,6 +1,6 @@
-"""`launches.jsonl` of a run folder: a row for every start of the run, and for every end.
+"""`launches.jsonl` of a run folder: a row for each start and each end of the run.
 
-A status table and the history of a preempted run are read from it; nothing depends on it.
+Status tables and the history of a preempted run are read from it; no result depends on it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NAME = "launches.jsonl"
 def start_row() -> dict[str, Any]:
     """Return the row of a launch that begins.
 
-    It has host, process, ranks, job, the seconds until the process began its first run, and the
-    command if typed.
+    It has host, process, number of ranks, job, the seconds until the process began its first run,
+    and the command if it was typed.
     """
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     row["seconds_before"] = seconds_before_the_first_run()
@@ -47,7 +47,7 @@ def start_row() -> dict[str, Any]:
 @cache
 def seconds_before_the_first_run() -> float:
     """Return seconds from the process's start to the first call: imports, configuration, checks."""
-    # the system tells a process's start to a second
+    # The system reports a process's start to a second.
     return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 
 
@@ -63,7 +63,7 @@ def append(folder: Path, row: dict[str, Any]) -> None:
 
 
 def end_row(error: BaseException | None) -> dict[str, Any]:
-    """Return the row of a launch that ends with this error, or with its work done."""
+    """Return the row of a launch that ends with this error; None: its work is done."""
     if error is None:
         return {"event": "end", "outcome": "done"}
     if isinstance(error, Stopped):
@@ -75,7 +75,7 @@ def end_row(error: BaseException | None) -> dict[str, Any]:
 
 
 def last_line(error: BaseException) -> str:
-    """Return an error's last line for a table; of errors that are not ours, their type too."""
+    """Return an error's last line for a table, with the type of errors from other packages."""
     name = type(error).__name__
     lines = redact_code(str(error)).removeprefix("error: ").strip().splitlines()
     ours = type(error).__module__.startswith("grpo_ustat.")
@@ -85,11 +85,11 @@ def last_line(error: BaseException) -> str:
 
 
 def note_failure(folder: Path, error: BaseException, config_hash: str, before: list[dict]) -> None:
-    """Note the failure of a launch that could not note it itself.
+    """Record the failure of a launch that could not record it itself.
 
     Args:
-        config_hash: of the launch's configuration, which may not be the folder's.
-        before: the last row, if any, before it began.
+        config_hash: hash of the launch's configuration, which may differ from the folder's.
+        before: the last row before the launch, empty if there was none.
     """
     now = launches(folder)[-1:]
     if not now or now == before or "outcome" not in now[0]:
@@ -97,7 +97,7 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
 
 
 def note_done(folder: Path) -> None:
-    """Note that a finished run is still complete, after a launch that was to replace it failed."""
+    """Record that a finished run is still complete after a failed launch that would replace it."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
 
@@ -105,10 +105,10 @@ def note_done(folder: Path) -> None:
 def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) -> float | None:
     """Return seconds from start to end, added up over launches; None if no launch has both.
 
-    A launch that was killed has no end, and is left out.
+    A killed launch has no end and is not counted.
 
     Args:
-        now: the end of the last launch, if it has none yet.
+        now: the end of the last launch if it is still running.
 
     >>> wall_seconds([{"event": "start", "time": "2026-03-01T00:00:00+00:00"},
     ...               {"event": "end", "time": "2026-03-01T00:01:23+00:00"}])
@@ -128,7 +128,7 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:
-    """Return all rows, in their order, without a line that a killed run left half written."""
+    """Return all rows in order, without a line that a killed run left incomplete."""
     try:
         return [row for row in read_rows(folder / NAME)[0] if _fits(row)]
     except OSError:
@@ -136,10 +136,10 @@ def launches(folder: Path) -> list[dict[str, Any]]:
 
 
 def _fits(row: dict[str, Any]) -> bool:
-    """Return True for a row that `append` can have written: scalars, a time with its zone."""
+    """Return True for a row that `append` may have written: scalars, a time with its zone."""
     try:
-        whole = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
+        zone = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
     except (ValueError, TypeError):
         return False
     counted = count(row.get("slurm_restart_count", 0))
-    return whole is not None and counted and all(map(scalar, row.values()))
+    return zone is not None and counted and all(map(scalar, row.values()))

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 def load_run(folder: str | Path) -> RunRecord:
     """Load a run folder of `train`, `mse` or `gap`.
 
-    It has `config`, `result` (None while it is unfinished), `metrics`, `evals`, `state` and more;
-    see `RunRecord`.
+    The record has `config`, `result` (None while the run is unfinished), `metrics`, `evals`,
+    `state` and more, see `RunRecord`.
 
     Args:
-        folder: with `.hydra/config.yaml`.
+        folder: must contain `.hydra/config.yaml`.
 
     Raises:
-        FileNotFoundError: it is no run folder.
+        FileNotFoundError: the folder is not a run folder.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} is no run folder: it has no {CONFIG}")
+        raise FileNotFoundError(f"{folder} is not a run folder: it has no {CONFIG}")
     return RunRecord(folder)
 
 
@@ -33,18 +33,18 @@ def read_curves(folder: str | Path) -> pandas.DataFrame:
     """Read the curves of a finished study: a row per method, baseline, setting and group size.
 
     Args:
-        folder: of a run of `mse`.
+        folder: run folder of `mse`.
 
     Returns:
         The columns of `curves.csv`: `mse`, `low`, `high`, `bias2`, `variance` ... in squared units
         of the gradient, NaN where unknown.
 
     Raises:
-        FileNotFoundError: the study is unfinished, or the folder is no study's.
+        FileNotFoundError: the study is unfinished, or the folder is not that of a study.
     """
     import pandas
 
     result = RunRecord(Path(folder)).result
     if result is None or not result.get("curves"):
-        raise FileNotFoundError(f"{folder} is no finished study of mse: it has no curves")
+        raise FileNotFoundError(f"{folder} is not a finished study of mse: it has no curves")
     return pandas.DataFrame(result["curves"])

@@ -33,20 +33,21 @@ COLUMNS = pyarrow.schema(
         "completion_index": pyarrow.int64(),
         "length": pyarrow.int64(),
         "ended": pyarrow.bool_(),
-        # Expected.
+        # The expected answer.
         "answer": pyarrow.string(),
-        # Null if no answer was found.
+        # The completion's answer; null if it states none.
         "extracted": pyarrow.string(),
     }
 )
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:
-    """Write something that a run can do without: a disk error is only a warning."""
+    """Write optional data; a disk error is only a warning, and the result is False."""
     try:
         write()
-    except Exception as error:  # tokenizers raises Exception itself
-        wrapped = "os error" in str(error) or "Os { code" in str(error)  # by Rust libraries
+    except Exception as error:
+        # Tokenizers raises plain Exception, and Rust libraries wrap a system error in their text.
+        wrapped = "os error" in str(error) or "Os { code" in str(error)
         if not (isinstance(error, OSError) or wrapped):
             raise
         reason = single_line(error)
@@ -56,10 +57,10 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, one row a step, written at once; rows that cannot be written wait.
+    """`metrics.jsonl`, one row a step, written immediately; rows that the disk refuses wait.
 
     Args:
-        keep_up_to: rows of later steps are dropped: a resumed run writes them again.
+        keep_up_to: last step whose rows stay; a resumed run writes later ones again.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):
@@ -81,13 +82,14 @@ class MetricsLog:
         attempt(f"step {row['step']} of {self._file}", self.sync)
 
     def sync(self) -> None:
-        """Append the rows that wait, and wait until the disk has them.
+        """Append the waiting rows, and return once the disk has them.
 
         Raises:
-            OSError: the disk refuses; nothing is lost, the next call tries again.
+            OSError: the disk refuses; the rows stay, and the next call tries again.
         """
         with self._file.open("r+b", buffering=0) as file:
-            file.truncate(self._size)  # what an attempt that failed may have left
+            # A failed attempt may have left a part of a line.
+            file.truncate(self._size)
             file.seek(self._size)
             count = file.write(self._waiting)
             if count < len(self._waiting):
@@ -109,7 +111,7 @@ class RunLog:
     """Files of rank 0 during training: metrics.jsonl and completions.parquet.
 
     Args:
-        keep_up_to: rows of later steps are dropped: a resumed run writes them again.
+        keep_up_to: last step whose rows stay; a resumed run writes later ones again.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):
@@ -122,10 +124,10 @@ class RunLog:
         self._completions.add(completions)
 
     def sync(self) -> None:
-        """Write all rows that wait; called before each checkpoint, so that all up to it is there.
+        """Write all waiting rows; called before each checkpoint, so that the files reach it.
 
         Raises:
-            OSError: the disk refuses; nothing is lost, the next call tries again.
+            OSError: the disk refuses; the rows stay, and the next call tries again.
         """
         self._metrics.sync()
         self._completions.sync()
@@ -134,11 +136,11 @@ class RunLog:
 class CompletionLog:
     """`completions.parquet`: rows wait in memory until `sync`, which replaces the file.
 
-    Synced before every checkpoint, the file holds every step up to it, however the run ends; what
-    goes beyond the checkpoint that a run resumes from is dropped, so that no step comes twice.
+    It is synced before every checkpoint, so the file holds all steps up to it, however the run
+    ends. A resumed run drops later rows, so that no step is there twice.
 
     Args:
-        keep_up_to: rows of later steps are dropped.
+        keep_up_to: last step whose rows stay.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):
@@ -160,28 +162,28 @@ class CompletionLog:
         self._waiting += rows
 
     def sync(self) -> None:
-        """Write the rows that wait.
+        """Write the waiting rows.
 
         Raises:
-            OSError: the rows are not on the disk; nothing is lost, the next call tries again.
+            OSError: the disk refuses; the rows stay, and the next call tries again.
         """
         if not self._waiting:
             return
         added = arrow_table(self._waiting, COLUMNS)
-        whole = pyarrow.concat_tables([self._table, added]).combine_chunks()
-        _replace(self._file, whole)
-        self._table, self._waiting = whole, []
+        table = pyarrow.concat_tables([self._table, added]).combine_chunks()
+        _replace(self._file, table)
+        self._table, self._waiting = table, []
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows with keys of `COLUMNS` in place of what the file held."""
+    """Replace the file by rows with the keys of `COLUMNS`."""
     _replace(folder / NAME, arrow_table(rows, COLUMNS))
 
 
 def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    """Make a table of rows, as `pyarrow.Table.from_pylist` does, but without importing pandas.
+    """Make a table of rows like `pyarrow.Table.from_pylist`, but without importing pandas.
 
-    The import takes a twentieth of the time of a short run.
+    That import takes a twentieth of the time of a short run.
 
     Raises:
         ValueError: a row has another column, or a value of another type.
@@ -190,8 +192,8 @@ def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.T
         return pyarrow.Table.from_batches([], schema)
     lines = "\n".join(json.dumps(row) for row in rows).encode()
     options = arrow_json.ParseOptions(schema, unexpected_field_behavior="error")
-    whole = arrow_json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
-    return arrow_json.read_json(io.BytesIO(lines), whole, options)
+    single_block = arrow_json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
+    return arrow_json.read_json(io.BytesIO(lines), single_block, options)
 
 
 def _replace(file: Path, table: pyarrow.Table) -> None:

@@ -1,8 +1,8 @@
-"""A run read from its folder: finished or not, whole or in part.
+"""Record of a run, read from its folder, which may be unfinished or incomplete.
 
-A file that is not there is empty; one that is damaged is too, and is named in `RunRecord.notes`.
-Whether a run is done is read from its own folder, never from a scheduler: its `result.json` has the
-fingerprint of its configuration and as many steps as that demands.
+A missing file counts as empty; so does a damaged one, which `RunRecord.notes` names. The folder
+decides if a run is done, never a scheduler: `result.json` must have the fingerprint of the
+configuration and the number of steps that it demands.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
-# Notes on other files come after these.
+# Order of notes by file; notes on other files come last.
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)
-# Largest log of completions that a page holds, in completions and bytes.
+# Most completions, and their bytes, on a page.
 MAX_COMPLETIONS, MAX_BYTES = 3000, 8_000_000
-# Largest log of completions that is read, unpacked.
+# Largest log of completions that is read, in bytes when unpacked.
 MAX_PARQUET_BYTES = 4_000_000_000
 # Largest number of evaluations shown of a run.
 MAX_EVALS = 1000
 
-# A series of runs holds several values of these.
+# Keys with several values in a series of runs.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
 # The part of a study's `scaling` that its progress shows, see `measurements.group_size`.
 BEST_SIZES: contents.Shape = {
@@ -48,7 +48,7 @@ BEST_SIZES: contents.Shape = {
 }  # fmt: skip
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
-# Rollouts of a training step if none are named, as in conf/budget/train.yaml.
+# Rollouts of a training step by default, as in conf/budget/train.yaml.
 DEFAULT_ROLLOUTS = 256
 PAST_MAX_STEPS = "already past max_steps"
 
@@ -56,7 +56,7 @@ COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
 
 
 def study_rollouts(config: Mapping[str, Any]) -> int:
-    """Return n of the training step of a study; 256 if its configuration is damaged.
+    """Return n, the rollouts of a study's training step; 256 if its configuration is damaged.
 
     >>> study_rollouts({"study": {"rollouts": 64}}), study_rollouts({})
     (64, 256)
@@ -66,50 +66,51 @@ def study_rollouts(config: Mapping[str, Any]) -> int:
 
 
 def run_around(folder: Path) -> Path | None:
-    """Return the run folder that contains a checkpoint or another folder; None if there is none."""
-    return next((one for one in folder.parents if (one / CONFIG).is_file()), None)
+    """Return the run folder that contains this folder, such as a checkpoint; None without one."""
+    return next((parent for parent in folder.parents if (parent / CONFIG).is_file()), None)
 
 
 @dataclass(frozen=True)
 class RunState:
     """Progress of a run."""
 
-    # done, running, failed, stopped (or killed: started again, it goes on), missing, or already
-    # past max_steps: it has done more steps than its configuration demands.
+    # done, running, failed, stopped (or killed; a new start continues it), missing, or already
+    # past max_steps, with more steps done than its configuration demands.
     name: str
-    # Of a failed run the last line of its error, of a running one the process that runs it.
+    # Last line of the error of a failed run, or the process of a running one.
     detail: str = ""
     # Number of starts.
     launches: int = 0
-    # Training steps done; `steps` are those demanded; both None of a study.
+    # Training steps done and steps demanded; None for a study.
     step: int | None = None
     steps: int | None = None
     # Wall time of all launches; None until the run is done, or if it is unknown.
     seconds: float | None = None
     # accuracy, or mean reward; None until the run is done.
     quantity: str | None = None
-    # Held-out, or of a study's policy, with its interval `low`, `high`; None until the run is done.
+    # Mean reward, held-out or of a study's policy, with its interval `low`, `high`; None until the
+    # run is done.
     mean_reward: float | None = None
     low: float | None = None
     high: float | None = None
-    # Of a finished study of the gradient's error; so are the next two.
+    # Number of questions of a finished study of the gradient's error.
     questions: int | None = None
-    # G* with its interval, in words; None if unknown.
+    # G* of such a study with its interval, in words; None if unknown.
     gstar: str | None = None
-    # The best G at the study's n, see `measurements.group_size`; None if unknown.
+    # Best G at the study's n, see `measurements.group_size`; None if unknown.
     best_divisor: int | None = None
-    # Of a study of a theorem, the number of claims with each verdict; None until it is done.
+    # Number of claims with each verdict in a study of a theorem; None until it is done.
     verdicts: dict[str, int] | None = None
 
 
 class RunRecord:
-    """A run folder; every file is read once, when it is first needed.
+    """Content of a run folder; every file is read once, at its first use.
 
     Args:
-        label: its name among other runs.
-        config_hash: fingerprint that its result must have; None: any.
-        max_steps: training steps that it must have done; None of a study.
-        result: the content that the run is about to write to `result.json`.
+        label: name among other runs.
+        config_hash: fingerprint that the result must have; None: any.
+        max_steps: training steps that the run must have done; None for a study.
+        result: content that the run will write to `result.json`; None: read the file.
     """
 
     def __init__(
@@ -144,10 +145,10 @@ class RunRecord:
 
     @property
     def final_result(self) -> dict[str, Any]:
-        """The result of a run that must have one.
+        """The result of a finished run.
 
         Raises:
-            LookupError: it is unfinished.
+            LookupError: the run is unfinished.
         """
         if self.result is None:
             raise LookupError(f"{self.folder} has no result: the run is unfinished")
@@ -160,20 +161,20 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of the training steps, those without a step left out."""
+        """Rows of the training steps, without rows that have no step."""
         try:
             rows, damaged = read_rows(self.folder / METRICS)
         except (OSError, ValueError) as error:
             self.add_note(f"{METRICS} is damaged and not shown: {single_line(error, 200)}")
             return []
         if damaged:
-            self.add_note(f"{METRICS} is damaged in {damaged} lines, which are left out")
+            self.add_note(f"{METRICS} is damaged in {damaged} lines, which are not used")
         rows, wrong = contents.typed_rows(rows)
         if wrong:
             self.add_note(f"{METRICS} is damaged: {wrong}")
         by_step = {row["step"]: row for row in rows}
         if len(by_step) < len(rows):
-            self.add_note(f"{METRICS} is damaged: {len(rows) - len(by_step)} steps come twice")
+            self.add_note(f"{METRICS} is damaged: {len(rows) - len(by_step)} steps are there twice")
         return [by_step[step] for step in sorted(by_step)]
 
     @cached_property
@@ -183,23 +184,23 @@ class RunRecord:
 
     @cached_property
     def evals(self) -> list[dict[str, Any]]:
-        """Evaluations by the first decoding; of an unfinished run, so far."""
-        every = (self.result or {}).get("evals", self.eval_rows)
-        decodings = self.value("eval.decoding") or [row.get("decoding") for row in every]
-        rows = [row for row in every if row.get("decoding") == decodings[0]]
-        whole = {
+        """Evaluations by the first decoding, in an unfinished run those so far."""
+        all_rows = (self.result or {}).get("evals", self.eval_rows)
+        decodings = self.value("eval.decoding") or [row.get("decoding") for row in all_rows]
+        rows = [row for row in all_rows if row.get("decoding") == decodings[0]]
+        by_step = {
             (row["step"], str(row.get("split"))): row
             for row in rows
             if contents.misfit(row, Evaluation) is None
         }
-        if len(whole) < len(rows) or bool(every) > bool(rows):
+        if len(by_step) < len(rows) or bool(all_rows) > bool(rows):
             self.add_note(f"{EVALS} is damaged in part")
-        steps = sorted(whole)
+        steps = sorted(by_step)
         if len(steps) > MAX_EVALS:
             self.add_note(f"{EVALS} has {len(steps):,} evaluations, {MAX_EVALS} of them shown")
             last = len(steps) - 1
             steps = [steps[round(i * last / (MAX_EVALS - 1))] for i in range(MAX_EVALS)]
-        return [whole[step] for step in steps]
+        return [by_step[step] for step in steps]
 
     @property
     def notes(self) -> list[str]:
@@ -207,7 +208,7 @@ class RunRecord:
         for name in ("config", "code", "result", "metrics", "eval_rows"):
             getattr(self, name)
         for name in self._edited:
-            self.add_note(f"{name} is not as the run has left it: it was edited since")
+            self.add_note(f"{name} was changed after the run")
         ranks = {name: rank for rank, name in enumerate(NOTE_ORDER)}
         return sorted(self._notes, key=lambda line: ranks.get(line.split()[0], len(ranks)))
 
@@ -215,16 +216,17 @@ class RunRecord:
     def _edited(self) -> list[str]:
         try:
             return changed_files(self.folder, self.result or {})
-        except OSError:  # which the file's own reader says
+        except OSError:
+            # The file's own reader reports the error.
             return []
 
     def add_note(self, line: str) -> None:
-        """Add a line on a damaged file, whose name comes first; each line is kept once."""
+        """Add a line on a damaged file, which begins with its name; equal lines are kept once."""
         if line not in self._notes:
             self._notes.append(line)
 
     def value(self, key: str) -> Any:
-        """Return the value of a dotted key of the configuration; None if there is no such key."""
+        """Return the configuration's value of a dotted key; None if the key does not exist."""
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -239,7 +241,7 @@ class RunRecord:
     def keys(self) -> dict[str, Any]:
         """Identity by dotted key: the configuration's choices, fingerprints of weights and data.
 
-        Operational keys differ freely (see `identity.OPERATIONAL_KEYS`).
+        Operational keys are not part of it, see `identity.OPERATIONAL_KEYS`.
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 
@@ -252,7 +254,7 @@ class RunRecord:
     def policy(self) -> str:
         """Model and prompt (a model with two prompts counts as two policies), or the test problem.
 
-        For a study of a file of rollouts the model alone: its prompts are in the file.
+        For a study of a file of rollouts it is only the model, because the file has the prompts.
         """
         if self.command == "gap":
             return self.config["problem"]["name"]
@@ -271,16 +273,16 @@ class RunRecord:
 
     @property
     def _pool_file(self) -> str | None:
-        """The file of rollouts that a study was made of; None if it sampled its own completions.
+        """The file of rollouts that a study used; None if it sampled its completions.
 
-        The name includes the folder, since many files share a name.
+        The name includes the folder, because many files share a name.
         """
         pool = self.config.get("pool")
         return "/".join(Path(pool).parts[-2:]) if pool and pool.endswith(".parquet") else None
 
     @property
     def unfinished(self) -> str:
-        """Reason why there is no result, for a line of its own; empty if there is one."""
+        """Line with the reason for a missing result; empty if there is a result."""
         if self.result is not None:
             return ""
         state = self.state
@@ -292,8 +294,8 @@ class RunRecord:
     def state(self) -> RunState:
         """Progress of the run.
 
-        A launch that failed after the result was written, such as one that was to overwrite it,
-        left the result as it was: the run's state is that of its last launch.
+        A launch may fail after the result was written, such as one that would overwrite it. The
+        result stays, and the run's state is the state of its last launch.
         """
         progress: dict[str, Any] = {
             "launches": sum(row.get("event") == "start" for row in self.launches),
@@ -303,9 +305,8 @@ class RunRecord:
         summary, reason = self._result_summary()
         last = next((row for row in reversed(self.launches) if "event" in row), {})
         failed = last.get("outcome") == "failed"
-        hashes = {self.config_hash, last.get("config_hash")} - {
-            None
-        }  # of the folder, of the launch
+        # The hashes of the folder and of the launch.
+        hashes = {self.config_hash, last.get("config_hash")} - {None}
         if summary is not None and not (failed and len(hashes) < 2):
             progress |= summary
             completed_steps = progress["step"] or 0
@@ -327,9 +328,9 @@ class RunRecord:
         return RunState(STOPPED, reason, **progress)
 
     def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
-        """Return a finished run's wall time, and mean reward or verdicts; else None and the reason.
+        """Return a finished run's wall time, and mean reward or verdicts.
 
-        The reason says why there is no valid result.
+        Without a valid result: None and the reason.
         """
         result = self.result
         if result is None:
@@ -355,14 +356,14 @@ class RunRecord:
                     divisors = scaling.get("best_divisor", {})
                     summary["best_divisor"] = divisors.get(str(study_rollouts(self.config)))
         if self.config_hash not in (None, result.get("config_hash")):
-            return None, "its result is another configuration's"
+            return None, "its result belongs to another configuration"
         if summary.get("step", 0) < (self.max_steps or 0):
             return None, f"{self.max_steps} steps are asked now"
         wall = history.wall_seconds(self.launches)
         return summary | ({} if wall is None else {"seconds": wall}), ""
 
     def _last_step(self) -> int:
-        """Return the last step with a whole row, 0 if there is none."""
+        """Return the last step with a complete row, 0 if there is none."""
         try:
             lines = (self.folder / METRICS).read_bytes().splitlines()
         except OSError:
@@ -377,23 +378,25 @@ class RunRecord:
         return 0
 
     def csv_rows(self, name: str) -> list[dict[str, Any]]:
-        """Return rows of a table in CSV, none if there is no such file."""
+        """Return the rows of a CSV table; empty if there is no such file."""
         return self._read(name, csv_rows) or []
 
     def completions(self) -> tuple[list[dict[str, Any]], str]:
-        """Return rows of the log of completions, and a sentence on which they are.
+        """Return rows of the log of completions, and a sentence on their choice.
 
-        If all would be too many for a page, they are those of evenly spaced steps. Columns
-        without any value are left out.
+        If there are too many for a page, the rows are those of evenly spaced steps. Columns without
+        any value are dropped.
         """
         file = self.folder / COMPLETIONS
         if not file.is_file():
             return [], ""
-        import pyarrow  # not at the start of every command
+        # Not imported at the start of every command.
+        import pyarrow
         from pyarrow import parquet
 
         try:
-            with parquet.ParquetFile(file) as stored:  # `read_table` imports pandas
+            # `read_table` would import pandas.
+            with parquet.ParquetFile(file) as stored:
                 groups = range(stored.metadata.num_row_groups)
                 size = sum(stored.metadata.row_group(i).total_byte_size for i in groups)
                 if size > MAX_PARQUET_BYTES:
@@ -419,8 +422,8 @@ class RunRecord:
         """Return a file's parsed content; None if it is missing, or damaged and noted.
 
         Args:
-            parse: makes its content of its text, by a ValueError if it cannot.
-            shape: of a mapping, see `contents.misfit`; None: anything.
+            parse: parses the text of the file; raises a ValueError if it cannot.
+            shape: of the content, see `contents.misfit`; None: anything.
         """
         if not (self.folder / name).is_file():
             return None
@@ -431,23 +434,23 @@ class RunRecord:
 
 
 def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
-    """Return whole steps, evenly spaced, as many as a page can hold."""
+    """Return the rows of evenly spaced steps, as many as a page can hold."""
     import pyarrow
 
     share = max(len(table) / MAX_COMPLETIONS, table.nbytes / MAX_BYTES, 1)
-    every = sorted({step for step in steps if step is not None})
-    if share == 1 or len(every) < 2:
+    all_steps = sorted({step for step in steps if step is not None})
+    if share == 1 or len(all_steps) < 2:
         return table.slice(0, int(len(table) / share))
-    count = max(2, int(len(every) / share))
-    spaced = {every[round(i * (len(every) - 1) / (count - 1))] for i in range(count)}
+    count = max(2, int(len(all_steps) / share))
+    spaced = {all_steps[round(i * (len(all_steps) - 1) / (count - 1))] for i in range(count)}
     return table.filter(pyarrow.array([step in spaced for step in steps]))
 
 
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a nested configuration that identify the run, by dotted key."""
     excluded = operational_keys(config)
-    whole = drop_neutral_keys(drop_unused_baselines(config))
-    return flatten({key: value for key, value in whole.items() if key not in excluded})
+    config_keys = drop_neutral_keys(drop_unused_baselines(config))
+    return flatten({key: value for key, value in config_keys.items() if key not in excluded})
 
 
 def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
@@ -460,7 +463,7 @@ def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
 
 
 def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
-    """Write a run's values of some keys as on a command line.
+    """Format a run's values of some keys as on a command line.
 
     >>> keys = {"baseline.name": "opo", "learning_rate": 0.1}
     >>> key_label(keys, ["baseline.name", "learning_rate"])
@@ -478,18 +481,18 @@ def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
 def distinguishing_keys(
     runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
 ) -> list[str]:
-    """Return the keys in which runs differ, each only if those before it leave some together.
+    """Return the keys that tell runs apart, without keys that distinguish no further runs.
 
-    Names come first: of two models that differ in name, path and weights the name is enough.
+    Names come first: if two models differ in name, path and weights, the name is enough.
 
     Args:
-        runs: the keys of each, see `RunRecord.keys`.
-        ignored: keys that are never taken.
+        runs: the keys of each run, see `RunRecord.keys`.
+        ignored: keys that are never returned.
 
-    >>> one, two = {"seed": 0, "model.name": "a", "path": 1}, {"seed": 1, "model.name": "b"}
-    >>> distinguishing_keys([one, two]), distinguishing_keys([one, one | {"seed": 1}])
+    >>> first, second = {"seed": 0, "model.name": "a", "path": 1}, {"seed": 1, "model.name": "b"}
+    >>> distinguishing_keys([first, second]), distinguishing_keys([first, first | {"seed": 1}])
     (['model.name'], [])
-    >>> distinguishing_keys([one, one | {"path": 2}])
+    >>> distinguishing_keys([first, first | {"path": 2}])
     ['path']
     """
     candidates = {key for keys in runs for key in keys if key not in ignored}

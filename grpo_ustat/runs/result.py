@@ -1,8 +1,8 @@
-"""Records of `result.json`: a run's command builds them and every reader checks a file by them.
+"""Records of `result.json`: a run's command builds them, and readers check the file by them.
 
-A field is a key of the file, in this order. A field with a default may be missing there, and one of
-`Sometimes` is where it is None. An estimate is three keys, see `Ends`. Squared norms and errors are
-in squared units of the gradient, lengths in tokens, times in seconds.
+A field is a key of the file, in this order. A field with a default may be missing in the file, and
+a field of `Sometimes` is missing if it is None. An estimate has three keys, see `Ends`. Squared
+norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RunResult:
 
     # Fingerprint of the configuration.
     config_hash: Sometimes[str] = None
-    # SHA-256 of each of the tables beside it.
+    # SHA-256 of each table in the folder.
     files: Sometimes[dict[str, str]] = None
-    # Of packages that parts of the run were made with, if they were others.
+    # Package versions of earlier parts of the run, if they differ.
     earlier_versions: Sometimes[list[dict[str, str]]] = None
     # Digest of all other values.
     digest: Sometimes[str] = None
@@ -36,15 +36,15 @@ class RunResult:
 class Evaluation:
     """Fields of every row of `eval.csv`.
 
-    Beside them a row has `pass@K` with its ends, and failures of a judge.
+    A row also has `pass@K` with its ends, and failures of a judge.
     """
 
-    # Number of updates before it.
+    # Number of updates before the evaluation.
     step: Count
     split: str
     decoding: str
     quantity: parts.Quantity
-    # Of the data set's own reward, with its interval `low`, `high`.
+    # Mean reward by the data set's judge, with its interval `low`, `high`.
     mean_reward: float
     low: float
     high: float
@@ -54,7 +54,7 @@ class Evaluation:
     num_generations: Size
     # Share of completions that were cut.
     clipped_ratio: float
-    # Share of completions that held no answer.
+    # Share of completions without an answer.
     extraction_failure_ratio: float
 
 
@@ -63,7 +63,7 @@ class TrainResult(RunResult):
     """The result of a training run."""
 
     quantity: parts.Quantity
-    # Of the last evaluation, by the first decoding, with its interval.
+    # Mean reward at the last evaluation, by the first decoding, with its interval.
     final_mean_reward: float
     mean_reward_low: float
     mean_reward_high: float
@@ -73,7 +73,7 @@ class TrainResult(RunResult):
     steps: Count
     # Number of completions.
     rollouts: Count
-    # Number of completions that a baseline drew besides.
+    # Number of further completions, drawn for a baseline.
     value_rollouts: Count
     tokens: Count
     # Wall time of all steps.
@@ -88,7 +88,7 @@ class TrainResult(RunResult):
     run: str
     summary: str
     versions: dict[str, str]
-    # Numbers of questions by the reason why they were left out.
+    # Numbers of dropped questions, by reason.
     left_out: dict[str, Count]
 
 
@@ -96,13 +96,13 @@ class TrainResult(RunResult):
 class StudyResult(RunResult):
     """The result of a study of the gradient's error."""
 
-    # Where all rewards are equal, so that there is nothing else to measure.
+    # Counts if all rewards are equal, so that nothing else can be measured.
     equal_rewards: Sometimes[parts.CompletionCounts] = None
     metric: Sometimes[parts.Metric] = None
     precision: parts.Precision
     policy: parts.PolicyFacts
     questions: Size
-    # Of each question of the pool.
+    # Completions of each question of the pool.
     pool_completions: Size
     # The verdict in words, with warnings.
     summary: str
@@ -111,9 +111,9 @@ class StudyResult(RunResult):
     # Numbers of completions by the versions that scored them.
     pool_versions: dict[str, Count]
     sampler: Sometimes[parts.Sampler] = None
-    # Numbers of questions by the reason why they were left out.
+    # Numbers of dropped questions, by reason.
     left_out: dict[str, Count]
-    # The record of each of `measurements.registry`, by its name.
+    # The record of each measurement of `measurements.registry`, by its name.
     measured: Beside = field(default_factory=dict)
 
 
@@ -123,20 +123,19 @@ class Claim:
 
     # The predicted quantity, in a few words.
     what: str
-    # A number, or a relation such as `<= 1` if it is no number.
+    # A number, or a relation such as `<= 1`.
     predicted: float | str
     # The estimate.
     measured: float
     # Its interval, `low` to `high`; both None if it was enumerated and has no error.
     low: float | None
     high: float | None
-    # `agrees`, `disagrees` or `not decided`; with a p-value it is the verdict without a rejection
-    # by Holm's correction, see `runs.claims.correct_family`.
+    # `agrees`, `disagrees` or `not decided`; with a p-value it is the verdict if Holm's correction
+    # does not reject, see `runs.claims.correct_family`.
     verdict: Verdict
     # The criterion, the level and the number of replicates.
     how: str
-    # Of the hypothesis that the prediction holds; None if it was enumerated and the verdict is
-    # certain.
+    # P-value of the hypothesis that the prediction holds; None if the truth was enumerated.
     p_value: float | None = None
     # How many of the alternatives would also have agreed, in words; "" without a natural
     # alternative.
@@ -144,7 +143,7 @@ class Claim:
     # The verdict if Holm's correction rejects the prediction; None is `disagrees`, but `not
     # decided` if `verdict` is.
     when_rejected: str | None = None
-    # Names and p-values of other predictions, of which `severity` is made.
+    # P-values of alternative predictions by name, from which `severity` is made.
     alternatives: Mapping[str, float] = field(default_factory=dict)
     # `p_value` corrected for all claims of the study that have one.
     holm_p: float | None = None
@@ -152,7 +151,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class TheoremCost:
-    """Number of completions drawn, 0 if all was enumerated, and wall time."""
+    """Number of completions drawn, 0 if everything was enumerated, and wall time."""
 
     rollouts: Count
     seconds: float
@@ -169,7 +168,7 @@ class TheoremResult(RunResult):
     claims: list[Claim]
     answer: str
     notes: list[str]
-    # On all claims together.
+    # Verdict on all claims together.
     verdict: Verdict
     cost: TheoremCost
     summary: str

@@ -1,7 +1,7 @@
-"""A sweep's list of runs, kept beside their folders, and the progress of each.
+"""List of a sweep's runs, stored in the sweep's folder, and the progress of each run.
 
-`sweep-<hash>.json` in the sweep's folder names every run with its folder and the fingerprint of its
-configuration; the same sweep finds the same file again.
+`sweep-<hash>.json` names every run with its folder and the fingerprint of its configuration. The
+hash depends only on the runs, so the same sweep uses the same file.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run."""
+    """Run of a command line before it starts."""
 
     # The overrides in which it differs from the sweep's other runs, `group_size=4 seed=0`.
     name: str
-    # Checked.
+    # Checked configuration.
     config: Any
     # None if only the running job knows it.
     folder: RunFolder | None
-    # The sweep's folder, None for a run alone.
+    # The sweep's folder; None for a single run.
     sweep: Path | None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep, as the sweep's file lists it."""
+    """Run of a sweep, as listed in the sweep's file."""
 
     # The overrides in which it differs from the others.
     label: str
     folder: Path
-    # Fingerprint of its configuration; None: whatever the folder holds.
+    # Fingerprint of its configuration; None: any.
     config_hash: str | None
-    # Of training; None of a study.
+    # Training steps; None for a study.
     max_steps: int | None
 
     def record(self) -> RunRecord:
@@ -80,13 +80,13 @@ class Entry:
         return RunRecord(self.folder, self.label, self.config_hash, self.max_steps)
 
     def state(self) -> RunState:
-        """Return the present progress of the run, from its folder alone."""
+        """Return the present progress of the run, read from its folder."""
         return self.record().state
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's file, the command of its runs, and the runs."""
+    """Sweep: its file, the command of its runs, and the runs."""
 
     file: Path
     command: str
@@ -97,7 +97,7 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
     """Write the list of a sweep's runs.
 
     Args:
-        planned_runs: each with a folder below the sweep's.
+        planned_runs: runs with folders below the sweep's folder.
     """
     place = planned_runs[0].sweep
     assert place is not None
@@ -122,9 +122,9 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """Return the sweeps of a folder, the latest last, and then the runs that belong to none.
+    """Return the sweeps of a folder, the latest last, then sweeps of the runs that no file lists.
 
-    For a sweep's file return that sweep alone.
+    For a sweep's file return only that sweep.
     """
     if place.is_file():
         return [_read_sweep(place)]
@@ -138,7 +138,7 @@ def sweeps_in(place: Path) -> list[Sweep]:
     for record in records:
         label = str(record.folder.relative_to(place))
         entry = Entry(label, record.folder, None, record.config.get("max_steps"))
-        # whose configuration is lost stands beside others
+        # A run whose configuration is lost is listed with the others.
         entries.setdefault(record.command if record.config else fallback, []).append(entry)
     file = place / "(named by no sweep)" if listed else place
     sweeps += [Sweep(file, command, runs) for command, runs in entries.items()]
@@ -148,7 +148,7 @@ def sweeps_in(place: Path) -> list[Sweep]:
 
 
 def _read_sweep(file: Path) -> Sweep:
-    """Read the file of a sweep; refuse one that is damaged or no such file."""
+    """Read the file of a sweep; refuse a damaged or another file."""
     try:
         content = parsed_json(text_of(file.parent, file.name))
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]
@@ -160,7 +160,7 @@ def _read_sweep(file: Path) -> Sweep:
 
 
 def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
-    """Make a table for a terminal: a row for every run, and below it counts of done, failed etc."""
+    """Make a table for a terminal: a row for each run, with counts of the states below."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
@@ -196,20 +196,21 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             cells.append(f"{state.mean_reward:.3f} [{state.low:.3f}, {state.high:.3f}]")
         if sweep.command == "mse":
             gstar = state.gstar or "not enough\ndata" * (state.name == DONE)
-            cells[-1] = cells[-1].replace(" [", "\n[")  # in 80 columns
+            # So the table fits into 80 columns.
+            cells[-1] = cells[-1].replace(" [", "\n[")
             cells += [gstar.replace(" [", "\n["), str(state.best_divisor or "")]
         table.add_row(*cells)
     return table
 
 
 def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
-    """Return a line for every run that needs more words: its failure, or the process at work."""
+    """Return a line for each run with details: its failure, or the process at work."""
     pairs = zip(sweep.entries, states, strict=True)
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 
 
 def duration_text(seconds: float) -> str:
-    """Write seconds below a minute, else as a clock shows them.
+    """Format a duration in seconds below a minute, else as minutes and seconds or hours.
 
     >>> duration_text(4.3), duration_text(83), duration_text(7384)
     ('4 s', '1:23', '2:03:04')

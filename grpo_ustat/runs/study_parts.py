@@ -23,15 +23,15 @@ class Metric:
     norm: str
     # How questions were compared.
     between_questions: str
-    # Completions that carry the sum.
+    # Effective number of completions in the sum.
     effective_sample_size: float
-    # Share of the sum by the largest percent of completions.
+    # Share of the largest percent of completions in the sum.
     top_percent_share: float
-    # See `estimators.intervals.Tails`, likewise the next two.
+    # This and the next two: see `estimators.intervals.Tails`.
     tail_size: NumberOrNull
     variance_carriers: NumberOrNull
     heavy_tails: bool
-    # Of AdamW's metric, see `mse.second_moments`; likewise `uncertain`.
+    # This and `uncertain` describe AdamW's metric, see `mse.second_moments`.
     shift: Sometimes[NumberOrNull] = None
     uncertain: Sometimes[bool] = None
 
@@ -52,9 +52,9 @@ class PolicyFacts:
 
     name: str
     quantity: Quantity
-    # Of the data set's own reward.
+    # Mean reward by the data set's judge.
     mean_reward: Bounded
-    # In tokens.
+    # Tokens.
     mean_length: float
     # Share of completions that were cut.
     clipped_ratio: float
@@ -62,7 +62,7 @@ class PolicyFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyCost:
-    """Costs of a study; seconds add up those of all workers, so they can exceed the wall time."""
+    """Costs of a study; seconds add up over workers, so they can exceed the wall time."""
 
     rollouts: Count
     tokens: Count
@@ -83,12 +83,12 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionCounts:
-    """Numbers of completions that all earned the same reward, by the cause; each counts once."""
+    """Numbers of completions with equal rewards, by cause; each completion counts once."""
 
     reward: float
     completions: Size
     right: Sometimes[Count] = None
     cut: Sometimes[Count] = None
-    # Stated no answer.
+    # Completions without an answer.
     no_answer: Sometimes[Count] = None
     wrong: Sometimes[Count] = None

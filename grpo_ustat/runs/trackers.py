@@ -1,11 +1,10 @@
-"""wandb, TensorBoard or trackio beside the run folder, which holds everything they show.
+"""Trackers: wandb, TensorBoard or trackio, which show copies of the run folder's content.
 
-A tracker gets the rows of metrics.jsonl, the completions logged beside them, evaluations, and at
-the end figures, tables and values of the result. Its first error, or the first answer that takes
-longer than `finish_seconds`, is a warning and ends it: the run goes on as it would alone.
-`tracker/NAME.json` says what was sent, so that a run that goes on sends
-the rest, each step once. Only a kill between sending and noting sends one step again, under the
-same number.
+A tracker gets the rows of metrics.jsonl, the completions logged with them, evaluations, and at the
+end figures, tables and values of the result. Its first error, or the first answer that takes longer
+than `finish_seconds`, is a warning and ends it; the run goes on without it. `tracker/NAME.json`
+records what was sent, so that a resumed run sends the rest, each step once. Only a kill between
+sending and recording sends a step again, under the same number.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, warn
 from grpo_ustat.terminal.streams import single_line, tell, visible
 
-# Longest name of a run, in letters; wandb takes 128.
+# Longest name of a run, in letters; wandb accepts 128.
 LONGEST_NAME = 120
-# Seconds before a stopped run is killed that no tracker may use.
+# Last seconds before a stopped run is killed, which no tracker may use.
 STOP_MARGIN_SECONDS = 10.0
 # Exit codes for wandb.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
-# Notes on what was sent: the run's id, the number of messages, the latest step of metrics and of
+# Record of what was sent: the run's id, the number of messages, the latest step of metrics and of
 # each evaluation.
 STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
 # Columns of a curve of errors, which TensorBoard draws over the group size.
@@ -48,13 +47,13 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class About:
-    """The run, for a tracker."""
+    """Description of a run for a tracker."""
 
-    # For the tracker's own files.
+    # Folder for the tracker's files.
     folder: Path
-    # Id of the run, the same when it goes on.
+    # Id of the run, which stays when the run is resumed.
     run_id: str
-    # Name of the run, and of all its seeds together.
+    # Name of the run, and common name of its seeds.
     name: str
     group: str
     project: str | None
@@ -65,10 +64,10 @@ class About:
 
 
 class Tracker(Protocol):
-    """A tracker that is open for a run; every method may raise.
+    """Tracker opened for a run; every method may raise.
 
-    `index` counts what the run has sent, over all of its starts; `step` is of training, None of a
-    study.
+    `index` counts the messages of the run, over all its starts; `step` is the training step, None
+    for a study.
     """
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -84,22 +83,22 @@ class Tracker(Protocol):
         """Send a picture."""
 
     def finish(self, outcome: str) -> str:
-        """End the run there, and return how to look at it."""
+        """End the tracker's run, and return the command or address to view it."""
         ...
 
 
 class Wandb:
     """Weights & Biases, online and offline.
 
-    Its own step is the index, which always grows; charts are drawn over `step`, ours.
+    wandb's step is the index, which always grows; charts are drawn over the metric `step`.
     """
 
     def __init__(self, about: About):
-        # its reports of errors wait for its server when the process ends
+        # Its error reports would wait for its server when the process ends.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # only what is sent here: no source code, console, machine or environment
+        # Nothing else is sent: no source code, console, machine or environment.
         settings: dict[str, Any] = dict(
             console="off", disable_code=True, disable_git=True, disable_job_creation=True,
             save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
@@ -107,7 +106,7 @@ class Wandb:
             init_timeout=about.seconds, finish_timeout=about.seconds, finish_timeout_raises=True,
         )  # fmt: skip
         supported = {key: x for key, x in settings.items() if key in wandb.Settings.model_fields}
-        # before it looks for a key, for which it would ask
+        # Set before wandb looks for a key, because it would ask for one.
         wandb.setup(wandb.Settings(silent=True))
         self._wandb = wandb
         self._run: Any = wandb.init(
@@ -119,7 +118,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # committed, else a killed run loses what waits for the next index
+        # Committed, because a killed run would lose what waits for the next index.
         self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
 
     def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -138,7 +137,7 @@ class Wandb:
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])
-        # `finish` returns before wandb's own process has written the run's file
+        # `finish` returns before wandb's service has written the run's file.
         self._wandb.teardown()
         if self._run.offline:
             return f"wandb sync {Path(self._run.settings.sync_dir).parent}/offline-run-*"
@@ -189,7 +188,7 @@ class Tensorboard:
         self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
 
     def _text(self, name: str, content: Any, step: int) -> None:
-        """Write a block of code in Markdown, in which nothing acts."""
+        """Write a block of code in Markdown, in which no markup is interpreted."""
         lines = json.dumps(content, indent=1, ensure_ascii=False, default=str).splitlines()
         self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
@@ -208,7 +207,7 @@ class Trackio:
         )  # fmt: skip
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # `step` is trackio's name for its own
+        # Trackio has its own `step`.
         self._run.log({key: x for key, x in values.items() if key != "step"}, step=step)
 
     summary = log
@@ -230,11 +229,11 @@ TRACKERS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
 
 
 class Tracking:
-    """The tracker of a run as the run sees it: no method raises.
+    """Tracker of a run with methods that never raise.
 
     Args:
         logger: a `LoggerConfig`, not `none`.
-        config: of the run, nested, and its code.
+        config: nested configuration of the run, with its code.
     """
 
     def __init__(self, folder: Path, logger: Any, config: dict[str, Any]):
@@ -246,11 +245,11 @@ class Tracking:
         self._within(logger.finish_seconds, lambda: self._open(config), "open")
 
     def _open(self, config: dict[str, Any]) -> None:
-        """Open the tracker, and send the rows that a killed start wrote and did not send."""
+        """Open the tracker, and send the rows that a killed launch wrote but did not send."""
         self._file.parent.mkdir(exist_ok=True)
         if self._file.is_file():
             self._state = self._stored()
-        # Before anything is sent under this id.
+        # Stored before anything is sent under this id.
         self._save()
         place = self._folder.absolute()
         about = About(
@@ -263,32 +262,32 @@ class Tracking:
             seconds=self._logger.finish_seconds,
         )
         opened = TRACKERS[self._logger.name](about)
-        # One that opens too late stays unused.
+        # A tracker that opens too late stays unused.
         self._tracker = None if self._is_off else opened
         for row in read_rows(self._folder / METRICS)[0]:
             self._send_row(row, [])
 
     def _stored(self) -> dict[str, Any]:
-        """Return the notes of an earlier start; refuse a damaged file."""
+        """Return the record of an earlier launch; refuse a damaged file."""
         stored, wrong = contents.checked(
             self._folder, f"{TRACKER_FOLDER}/{self._file.name}", contents.parsed_json, STATE_SHAPE
         )
         if wrong or not stored.keys() >= STATE_SHAPE.keys():
-            raise ValueError(f"{self._file} is damaged: delete it, a new run begins there")
+            raise ValueError(f"{self._file} is damaged: delete it to begin a new run there")
         return stored
 
     def put(self, row: dict[str, Any], completions: Rows) -> None:
-        """Send a row of metrics.jsonl and what was logged beside it, unless it was sent before."""
+        """Send a row of metrics.jsonl and its completions, unless it was sent before."""
         if self._tracker:
             patience = self._logger.finish_seconds
             self._within(patience, lambda: self._send_row(row, completions), "take a row")
 
     def finish(self, outcome: str, grace_seconds: float) -> None:
-        """Send what the run ends with, and end it there; wait at most `finish_seconds`.
+        """Send the results of the run, and end the tracker; wait at most `finish_seconds`.
 
         Args:
             outcome: done, stopped, failed or interrupted.
-            grace_seconds: between a signal to the run and its kill.
+            grace_seconds: time between a signal to the run and its kill.
         """
         if self._tracker is None or os.getpid() != self._owner:
             return
@@ -308,7 +307,7 @@ class Tracking:
             tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
 
     def _send_row(self, row: dict[str, Any], completions: Rows) -> None:
-        """Send a row unless its step was sent, after the evaluations before it."""
+        """Send the evaluations so far, then a row unless its step was sent."""
         self._send_evals()
         step = row["step"]
         if step > self._state["step"]:
@@ -318,7 +317,7 @@ class Tracking:
                 self._send("table", "completions", visible_texts(completions), step)
 
     def _send_evals(self) -> None:
-        """Send evaluations after the last one that was sent of their decoding and split."""
+        """Send the evaluations of each decoding and split that were not sent."""
         file, sent = self._folder / EVALS, self._state["evals"]
         for row in csv_rows(file.read_text()) if file.is_file() else ():
             kind = f"{row['decoding']}/{row['split']}"
@@ -330,7 +329,7 @@ class Tracking:
                 self._send("log", visible_texts(values), row["step"])
 
     def _send_result(self, result: dict[str, Any]) -> None:
-        """Send completions of a study, figures, tables and values."""
+        """Send a study's completions, and figures, tables and values."""
         step = result.get("steps")
         if step is None and (self._folder / COMPLETIONS).is_file():
             from pyarrow import parquet
@@ -342,11 +341,11 @@ class Tracking:
         checks = ("digest", "files")
         content = {key: x for key, x in visible_texts(result).items() if key not in checks}
         for name, value in content.items():
-            # evaluations were sent before
+            # Evaluations were sent before.
             if _is_table(value) and name != "evals":
                 self._send("table", name, value, step)
         values = {
-            # notes, a line each
+            # A list of notes becomes one line for each.
             f"result/{key}": "\n".join(map(str, x)) if isinstance(x, list) else x
             for key, x in flatten(content, "/").items()
             if x != [] and not _is_table(x)
@@ -363,9 +362,9 @@ class Tracking:
         write_whole(self._file, json.dumps(self._state))
 
     def _within(self, seconds: float, work: Callable[[], None], doing: str) -> None:
-        """Do work with the tracker, and leave the tracker to itself if that takes longer.
+        """Call the tracker in a thread, and switch it off if that takes longer.
 
-        The thread dies with the process, so a tracker that never answers ends no run late.
+        The thread dies with the process, so a tracker that never answers delays no run.
         """
 
         def guarded() -> None:
@@ -376,31 +375,31 @@ class Tracking:
         worker.start()
         worker.join(seconds)
         if worker.is_alive():
-            self._switch_off(f"did not {doing} in {seconds:.0f} s and is left to itself")
+            self._switch_off(f"did not {doing} in {seconds:.0f} s")
 
     @contextmanager
     def _off_at_an_error(self) -> Iterator[None]:
         """Switch the tracker off at the first error of the block."""
         try:
             yield
-        # a tracker may raise SystemExit
+        # A tracker may raise SystemExit.
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {single_line(error, 300)}"
             self._switch_off(reason.removesuffix(": "))
 
     def _switch_off(self, reason: str) -> None:
-        """Send nothing more, and say so once."""
+        """Send nothing more, with one warning."""
         if self._is_off:
             return
         self._is_off, self._tracker = True, None
         warn(
-            f"logger={self._logger.name}: {reason}; it is off, the run is whole without it in "
+            f"logger={self._logger.name}: {reason}; it is switched off, and the complete run is in "
             f"{self._folder}"
         )
 
 
 def visible_texts(content: Any) -> Any:
-    """Return the value with the invisible characters of its texts spelt out; all else unchanged.
+    """Return the value with the invisible characters of its texts spelt out.
 
     This includes texts within rows and keys, so that a tracker receives no control sequences and no
     lone surrogates.

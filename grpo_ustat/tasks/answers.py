@@ -20,7 +20,8 @@ from decimal import Decimal
 from grpo_ustat.config.data import MARK
 
 BOXES = ("\\boxed{", "\\fbox{")
-THOUGHTS = (  # how chat templates begin and end them
+# Marks with which chat templates begin and end thoughts.
+THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
@@ -28,9 +29,12 @@ THOUGHTS = (  # how chat templates begin and end them
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )  # fmt: skip
 MAX_DIGITS = 30
-MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
-MAX_WORDS = 5  # behind a number
-MAX_MARKED = 120  # of a marked line behind the mark
+# Characters of a number with its sign, commas and spaces.
+MAX_NUMBER = 60
+# Words behind a number.
+MAX_WORDS = 5
+# Characters of a marked line behind the mark.
+MAX_MARKED = 120
 TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf", "mathit")
 LATEX_WRAPPERS = (
     ("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES),
@@ -42,12 +46,14 @@ UNITS = {
     "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
     "ml", "mph", "per", "point",
 }  # fmt: skip
-NO_UNITS = {  # they change the value, also in the plural
+# These change the value, also in the plural.
+NO_UNITS = {
     "half", "halve", "quarter", "third", "dozen", "doz", "hundred", "thousand", "million",
     "billion", "trillion", "quadrillion", "quintillion", "zillion", "lakh", "crore", "ten",
     "twentie", "factorial",
 }  # fmt: skip
-NO_UNIT = {  # they change the value, or hedge; a plural is another word, as logs are
+# These change the value or hedge; a plural is another word, such as logs.
+NO_UNIT = {
     "or", "and", "not", "no", "but", "out", "times", "minus", "plus", "over", "squared", "cubed",
     "added", "subtracted", "multiplied", "divided", "power", "raised", "mod", "modulo", "choose",
     "log", "ln", "sqrt", "root", "pi", "doubled", "halved", "tripled", "twice", "thrice", "double",
@@ -58,17 +64,18 @@ NO_UNIT = {  # they change the value, or hedge; a plural is another word, as log
 }  # fmt: skip
 MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013", "-"))
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
-_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")  # possessive: linear
-_THOUSANDS = re.compile(  # how LaTeX and printers set them apart
-    r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
-)
+# Possessive, so that the time is linear.
+_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")
+# The ways in which LaTeX and printers set thousands apart.
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _DOLLAR = r"(?:\\?[$€£¥])?"
 _NUMBER = re.compile(
     rf"(?P<before>[+-]?){_DOLLAR}(?P<after>[+-]?)"
     rf"(?P<digits>(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+){_DOLLAR}"
 )
 _WORDS = r"[a-zA-Z][a-zA-Z ./-]*"
-_MEASURED = re.compile(  # a number, then a unit apart from it
+# A number, then a unit that is separate from it.
+_MEASURED = re.compile(
     rf"(?P<number>[^a-zA-Z]*[\d$])(?: |\\[,;: ]|~)*"
     rf"(?:(?<=[ ,;:~])(?P<word>{_WORDS})|\\(?:{'|'.join(TEXTS)})\{{[ ~]*(?P<unit>{_WORDS})\}})\.?"
 )
@@ -97,8 +104,8 @@ def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     r"""Return the number that `text` states as its final answer, or None; in linear time.
 
     Args:
-        any_unit: if no number stands alone or with one of `UNITS`, accept one with other words
-            behind it (`#### 12 apples`), except words that change its value.
+        any_unit: if there is no number by itself or with one of `UNITS`, accept one with other
+            words behind it (`#### 12 apples`), except words that change its value.
 
     On a marked line `**`, `$...$`, `\(...\)`, `\[...\]`, a box around the number and spaces are
     ignored. A box on that line or before it must state the same number.
@@ -133,13 +140,15 @@ def _final_number(text: str, any_unit: bool) -> Decimal | None:
 
 
 def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
-    """Return the number on the first line marked by #### that states one, else None.
+    """Return the number on the first line marked by #### that states one, and that line's end.
 
-    The second value is the position in the text where that line ends.
+    The end is a position in the text. Without a number: None and the length of the text.
     """
-    for match in _MARKED.finditer(text):  # one in a line, by its last mark
+    # A line has at most one match, at its last mark.
+    for match in _MARKED.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        line = ("**" if before.count("**") % 2 else "") + match["line"]  # **#### 12** is one bold
+        # In **#### 12** everything is bold.
+        line = ("**" if before.count("**") % 2 else "") + match["line"]
         value = None if _MARK.search(before) else measured(line, any_unit)
         if value is not None:
             return value, match.end()
@@ -147,7 +156,7 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
 
 def measured(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number of which a short text consists, apart from unit and formatting, or None.
+    r"""Return the number of a short text that has only a unit and formatting besides, or None.
 
     Args:
         text: a line after a mark, or the content of a box.
@@ -162,13 +171,14 @@ def measured(text: str, any_unit: bool = False) -> Decimal | None:
         return number(text)
     text = match["unit"] or match["word"]
     unit = words(text)
-    other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1  # one letter is a variable
-    known = other or all(UNITS & forms(word) for word in unit)
+    # A single letter is a variable, not a unit.
+    other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1
+    is_unit = other or all(UNITS & forms(word) for word in unit)
     millions = re.search(r"\b[KMBT]{1,2}\b", text) or (
         len(unit[0]) == 1 and unit[1:] and unit[1] != "per"
     )
     changed = "percent" in "".join(unit) or any(map(changes_value, unit))
-    return number(match["number"]) if known and not (changed or millions) else None
+    return number(match["number"]) if is_unit and not (changed or millions) else None
 
 
 def _unwrapped(text: str) -> str:
@@ -187,26 +197,26 @@ def words(text: str) -> list[str]:
 
 
 def changes_value(word: str) -> bool:
-    """Return True if a word after a number is no unit: a number word above, or a part like tenths.
+    """Return True if a word after a number is not a unit: a word above, or a part like tenths.
 
     >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
     [True, True, False, False, False]
     """
-    one = word.removesuffix("s")
-    part = one.endswith("th") and one not in UNITS
-    return part or word in NO_UNIT or bool(NO_UNITS & {word, one})
+    singular = word.removesuffix("s")
+    part = singular.endswith("th") and singular not in UNITS
+    return part or word in NO_UNIT or bool(NO_UNITS & {word, singular})
 
 
 def forms(word: str) -> set[str]:
-    """Return a word as it is, and without the endings s and es of a plural."""
+    """Return a word, and the word without a plural's ending s or es."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number of which a text consists, with nothing else, or None.
+    """Return the number that a text consists of, or None.
 
-    A sign (also the minus U+2212), a sign of a currency, commas between thousands (also `{,}` and
-    thin spaces), spaces around and one full stop behind are ignored; at most 30 ASCII digits.
+    It may have a sign (also the minus U+2212), a currency sign, commas between thousands (also
+    `{,}` and thin spaces), spaces around it, one full stop, and at most 30 ASCII digits.
     """
     text = _THOUSANDS.sub(",", text.strip().translate(MINUS))
     match = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
@@ -219,7 +229,7 @@ def number(text: str) -> Decimal | None:
 
 
 def plain(value: Decimal) -> str:
-    """Format a number as logs and gold answers do.
+    """Format a number as in logs and gold answers.
 
     >>> [plain(Decimal(text)) for text in ("18.00", "-0.50", "+1000", "-0")]
     ['18', '-0.5', '1000', '0']
@@ -230,7 +240,7 @@ def plain(value: Decimal) -> str:
 
 
 def stated(text: str, any_unit: bool = False) -> str | None:
-    """Return the final number of a text, see `final_number`, written as by `plain`, or None."""
+    """Return the final number of a text, see `final_number`, formatted by `plain`, or None."""
     value = final_number(text, any_unit)
     return None if value is None else plain(value)
 

@@ -19,7 +19,8 @@ from grpo_ustat.tasks.answers import MARK
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 SPLITS = ("train", "train", "train", "test", "study")
-MAX_TRIES = 1000  # redraws of one question before its kind counts as exhausted
+# Redraws of one question before its kind counts as exhausted.
+MAX_TRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Ranges:
     # Terms of sums and differences.
     min_term: int = 1
     max_term: int = 49
-    # The larger factor, or the quotient; multiples of ten are left out, because they are
+    # The larger factor, or the quotient; multiples of ten are excluded, because they are
     # intermediate steps of the others.
     min_factor: int = 11
     max_factor: int = 99
@@ -40,7 +41,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One question: its kind, text, answer, and the data of a worked solution."""
+    """Question with the data of its worked solution."""
 
     kind: str
     text: str
@@ -114,21 +115,22 @@ _MAKERS = {
 }
 
 
-def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Exercise:
+def _exercise(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Exercise:
     for _ in range(MAX_TRIES):
         question = _MAKERS[kind](rng, ranges, kind)
         if question.split == split:
             return question
     raise ConfigError(
-        f"no {split} question of kind {kind} exists in these operand ranges: widen the dataset's"
+        f"no {split} question of kind {kind} exists in these operand ranges: widen the dataset's "
+        "ranges"
     )
 
 
 def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
-    """Yield endless questions of a split, kinds drawn uniformly; repeats occur."""
+    """Yield questions of a split without end, kinds drawn uniformly, with repetitions."""
     rng = random.Random(f"arithmetic/{split}/{seed}")
     while True:
-        yield _one(rng, rng.choice(KINDS), split, ranges)
+        yield _exercise(rng, rng.choice(KINDS), split, ranges)
 
 
 def draw(
@@ -139,7 +141,7 @@ def draw(
     exercises: dict[str, Exercise] = {}
     while len(exercises) < count:
         kind = rng.choice(KINDS)
-        tries = (_one(rng, kind, split, ranges) for _ in range(MAX_TRIES))
+        tries = (_exercise(rng, kind, split, ranges) for _ in range(MAX_TRIES))
         question = next(
             (q for q in tries if q.text not in exercises and q.text not in without), None
         )
@@ -178,8 +180,8 @@ class Arithmetic:
     """Questions of each split.
 
     Args:
-        sizes: number of questions of `train`, `test`, `study` and `examples`. Examples are solved
-            in prompts; they are questions of the train side that are not among the train questions.
+        sizes: number of questions of `train`, `test`, `study` and `examples`. Examples are shown
+            solved in prompts; they hash to the train split but are not among its questions.
         seed: seed of the questions, not of the run.
     """
 

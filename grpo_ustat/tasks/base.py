@@ -1,4 +1,4 @@
-"""Parts of a task: questions, a prompt format, and a judge of completions."""
+"""Task: questions, a prompt format, and a judge of completions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import tell
 
-WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")  # two in a row
-PROMPTS = {  # that fit questions of words, by the kind of the data set
+# Two words in a row.
+WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
+# Prompts that fit questions of words, by the kind of the data set.
+PROMPTS = {
     "gsm8k": "prompt=gsm8k, or prompt=gsm8k_chat for a chat model",
     "math": "prompt=qwen_math_cot, or prompt=chat_boxed for a chat model",
     "jsonl": "prompt=as_is, or prompt=chat for a chat model",
@@ -46,9 +48,9 @@ class Source(Protocol):
 
 
 class Judge(Protocol):
-    """Reader of completions, which gives them rewards."""
+    """Reader of completions that extracts their answers and rewards them."""
 
-    # Errors while judging, `timeouts` and `failures`; grows.
+    # Numbers of errors while judging so far, `timeouts` and `failures`.
     counts: Counter[str]
 
     def extract(self, completion: str) -> str | None:
@@ -73,7 +75,7 @@ class NumberJudge:
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        """Return the number in its plainest form."""
+        """Return the final number as `plain` formats it."""
         return stated(completion, any_unit=True)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
@@ -124,7 +126,7 @@ class Task:
     def take_counts(self) -> dict[str, int]:
         """Return the errors while judging since the last call.
 
-        The keys are `timeouts` and `failures` with a judge that can fail, else there are none.
+        The keys are `timeouts` and `failures`; a judge that cannot fail has none.
         """
         counts = dict(self._judge.counts)
         self._judge.counts.update({name: -count for name, count in counts.items()})
@@ -132,7 +134,7 @@ class Task:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of questions that the source left out, by reason; no reason has a count of 0."""
+        """Number of questions that the source dropped, by reason; every count is above 0."""
         counts = getattr(self._source, "counts", {})
         return {reason: count for reason, count in counts.items() if count}
 
@@ -152,7 +154,7 @@ def tell_dropped(task: Task) -> None:
 
 
 def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
-    """Warn on rank 0 if most prompts put an equals sign behind a question of words."""
+    """Warn on rank 0 if most prompts add an equals sign to a question in words."""
     ended = [
         prompt
         for prompt in prompts
@@ -175,8 +177,8 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
     The task's own function comes first.
 
     Raises:
-        FloatingPointError: a reward is not finite or above `MAX_REWARD`; names its prompt and
-            its function.
+        FloatingPointError: a reward is not finite or above `MAX_REWARD`; the message names its
+            prompt and its function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
@@ -207,16 +209,16 @@ def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
 
 
 def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | None:
-    """Return the final answer that a completion of a prompt states.
+    """Return the final answer that a completion of a prompt states; None if it states none.
 
-    None if it states none, or does not end the thoughts that the prompt began.
+    Thoughts that the prompt began and the completion does not end hold no answer.
     """
     unanswered = completion and not after_thoughts(completion, prompt.text)
     return None if unanswered else reader.extract(completion)
 
 
 class Fitting:
-    """The questions of a source whose prompts have at most `max_length` tokens.
+    """Source of the questions whose prompts have at most `max_length` tokens.
 
     Args:
         lengths: returns the number of tokens of each text.
@@ -238,22 +240,24 @@ class Fitting:
 
     @property
     def counts(self) -> Counter[str]:
-        """Questions left out by reason: those of the source, and long ones of the splits read."""
+        """Questions dropped by the source, and long ones of the splits read so far, by reason."""
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:
         """Return the fitting questions of a split, see `Source.questions`."""
         if split not in self._fitting_by_split:
-            every, most = self._source.questions(split), self._most
-            lengths = self._lengths([self._prompting.prompt(question).text for question in every])
-            fitting = [q for q, length in zip(every, lengths, strict=True) if length <= most]
-            if every and not fitting:
+            questions, most = self._source.questions(split), self._most
+            lengths = self._lengths(
+                [self._prompting.prompt(question).text for question in questions]
+            )
+            fitting = [q for q, length in zip(questions, lengths, strict=True) if length <= most]
+            if questions and not fitting:
                 raise ConfigError(
-                    f"prompt.max_length={most} leaves out all {len(every)} {split} questions, "
+                    f"prompt.max_length={most} leaves out all {len(questions)} {split} questions, "
                     f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use "
                     "null"
                 )
             reason = f"{split} questions whose prompts exceed prompt.max_length={most} tokens"
-            self._counts[reason] = len(every) - len(fitting)
+            self._counts[reason] = len(questions) - len(fitting)
             self._fitting_by_split[split] = fitting
         return list(self._fitting_by_split[split])

@@ -12,7 +12,8 @@ from grpo_ustat.tasks.answers import MARK, measured, plain
 from grpo_ustat.tasks.rows import train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
-_ANNOTATION = re.compile(r"<<[^<>]*>>")  # a calculator's, as in 48/2 = <<48/2=24>>24
+# Annotations of a calculator, as in 48/2 = <<48/2=24>>24.
+_ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
 def gsm8k(
@@ -22,7 +23,7 @@ def gsm8k(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; with `verbatim`, white space at their ends stays."""
+    """Return the questions of each split; `verbatim` keeps white space at their ends."""
     train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 

@@ -1,7 +1,7 @@
 """Test of the connection to the Hugging Face hub.
 
-If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1: huggingface_hub
-would try each file six times, for more than a minute.
+If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1. Otherwise
+huggingface_hub would try each file six times, for more than a minute.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from functools import cache
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.terminal.streams import single_line, tell
 
-ANSWER_SECONDS = 8.0  # to answer; names are looked up without a limit of their own
+# Seconds to answer; looking names up has no limit of its own.
+ANSWER_SECONDS = 8.0
 
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Read only the local cache from here on if the hub does not answer, with a warning.
+    """Read only the local cache from here on if the hub does not answer; return True then.
 
-    This holds for this process and those that it starts. Return True if it was done. The hub is
-    asked once.
+    It prints a warning and sets the environment of this process and its children. The hub is asked
+    only once.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 
@@ -34,7 +35,8 @@ def go_offline_if_unreachable() -> bool:
         try:
             get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
             failures.clear()
-        except Exception as error:  # of whichever library sends requests
+        except Exception as error:
+            # Several libraries send requests, with different errors.
             failures[:] = [single_line(error) or type(error).__name__]
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -48,8 +50,8 @@ def go_offline_if_unreachable() -> bool:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     if is_main():
         tell(
-            f"warning: the hub does not answer ({failures[0]}): its local cache alone is read, as "
-            "HF_HUB_OFFLINE=1 has it",
+            f"warning: the hub does not answer ({failures[0]}): only its local cache is read, as "
+            "with HF_HUB_OFFLINE=1",
             file=sys.stderr,
         )
     return True

@@ -20,14 +20,12 @@ from grpo_ustat.tasks.splits import Splits, hold_out, question_id
 
 
 class JsonlSource:
-    """The questions of a file's rows; without a test file, some rows are held out.
+    """Source of a file's rows; without a test file, some rows are held out.
 
-    Its `counts` are rows left out, by reason; its `note` gives the number of questions of each
-    split.
+    `counts` holds the dropped rows by reason, `note` the number of questions of each split.
 
     Args:
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all that are
-            left.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all remaining.
         verbatim: keep white space at the ends of questions and solutions.
     """
 
@@ -59,7 +57,7 @@ class JsonlSource:
         questions = self._splits.questions(split)
         if split != "examples" and not questions:
             raise ConfigError(
-                f"{self.note}: no row is left for {split}, lower dataset.study_size or "
+                f"{self.note}: no row is left for {split}: lower dataset.study_size or "
                 "dataset.test_size"
             )
         return questions
@@ -87,8 +85,8 @@ def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
 class ExactJudge:
     """Judge with reward 1 for the expected answer as written, else 0.
 
-    White space counts as one blank. The answer of a completion is the text after its last #### on
-    that line, else all of it except its thoughts.
+    Each run of white space counts as one blank. The answer of a completion is the text after its
+    last #### on that line; without a mark it is the completion without its thoughts.
     """
 
     def __init__(self):

@@ -23,7 +23,7 @@ def math(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; with `verbatim`, white space at their ends stays."""
+    """Return the questions of each split; `verbatim` keeps white space at their ends."""
     train_rows, test_rows = train_and_test(dataset)
     counts: Counter[str] = Counter()
     every_test = {question_id("math", row.text("problem")) for row in test_rows}
@@ -54,7 +54,7 @@ def question_of(row: Row, verbatim: bool = False) -> Question:
 
 
 def boxed(solution: str) -> str:
-    r"""Return the content of a solution's last box, also of `$\boxed 5$` without braces; else "".
+    r"""Return the content of a solution's last box, also of `$\boxed 5$`; "" without a box.
 
     >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
     ('\\frac{1}{2}', '5', '')
@@ -95,7 +95,7 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
 
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
-    """Return the rows whose `unique_id` stands on a line of the file."""
+    """Return the rows whose `unique_id` is a line of the file."""
     try:
         ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, ValueError) as error:
@@ -104,7 +104,7 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     missing = ids - {row.text("unique_id").strip() for row in named_rows}
     if missing or not ids:
         raise ConfigError(
-            f"dataset.test_ids={file} names {len(ids)} rows, of which {len(missing)} are no "
+            f"dataset.test_ids={file} names {len(ids)} rows, and {len(missing)} of them are not "
             f"test rows, such as {min(missing, default='')!r}: use unique_id of test rows"
         )
     counts["test questions that test_ids does not name"] += len(rows) - len(named_rows)

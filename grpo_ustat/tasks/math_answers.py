@@ -1,33 +1,35 @@
 r"""Judging of answers to MATH questions (Hendrycks et al. 2021): a completion's last `\boxed{}`.
 
-math-verify is lenient in ways that a policy learns to use: for a gold of 70 it accepts the question
-copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, an answer is
+Math-verify is lenient in ways that a policy learns to exploit: for a gold of 70 it accepts the
+question copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, an answer
+is
 
 1. no answer, if there is no closed box, or more than 300 characters in the last one;
 2. right, if it equals the gold apart from spaces, harmless LaTeX (`\left`, `\!`, `\text{}`,
-   `\dfrac`) and spelling, see `spelled`; answers with dots or a modulus are right in no other way;
+   `\dfrac`) and spelling, see `spelled`; for answers with dots or a modulus this is the only way;
 3. judged as a number, if the gold is one: right if it is one number of the same value, possibly
    behind a name of the question (`x=3`), in round brackets, with a dollar or degree sign, `{,}`
-   between thousands, or a unit in `\text{}` that the question, the gold or the list here names. A
-   decimal gold may also be met in scientific notation or by a reduced fraction, a gold fraction by
-   any fraction or decimal; never by a sum, a product, an equation or several numbers. A percent
-   sign needs one in the gold or the question. A gold that names its base (`204_5`) needs its
-   digits, and its base unless the question names that;
-4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied from the
+   between thousands, or a unit in `\text{}` that the question, the gold or `UNITS` names. For a
+   decimal gold, scientific notation or a reduced fraction is also right, for a gold fraction any
+   fraction or decimal; never a sum, a product, an equation or several numbers. A percent sign needs
+   one in the gold or the question. A gold that names its base (`204_5`) needs its digits, and its
+   base unless the question names it;
+4. wrong, if its form cannot equal the gold's, see `misshapen`, or if it is copied from the
    question;
-5. otherwise judged by math-verify, with gold and answer in `\boxed{}`, except for what it reads
-   wrongly: values joined by words or of two signs (`\pm`) are written as a list or a union of
-   intervals, a unit is taken off if it stands apart from the expression (the c of `3+2c` is none),
-   i is the imaginary unit of a complex gold, and values that differ only below 2^-54 differ.
+5. otherwise judged by math-verify, with gold and answer in `\boxed{}`. What math-verify reads
+   wrongly is rewritten first: values joined by words or of two signs (`\pm`) become a list or a
+   union of intervals, and a unit is removed if it is separate from the expression (the c of `3+2c`
+   is not a unit). i is the imaginary unit of a complex gold, and values that differ only below
+   2^-54 differ.
 
-U+2212 and its like are a minus everywhere. `120,240` is a list and a number, see `readings`: an
-answer is right if it is right in one of these readings.
+U+2212 and similar signs are a minus everywhere. `120,240` is a list and a number, see `readings`:
+an answer is right if it is right in one of these readings.
 
-The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` for 3) or rounded
-(`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
-(`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio in
-another writing, and right forms that the question contains literally. The remaining leniency: for a
-gold that is no number, a form that is not worked out is right, unless it is a copy.
+The price is that these right answers are refused: numbers that are not evaluated (`2^3` for 8,
+`6/2` for 3) or rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a
+scale (`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio
+in another notation, and right forms that the question contains literally. One leniency remains: for
+a gold that is not a number, a form that is not evaluated is right, unless it is a copy.
 """
 
 from __future__ import annotations
@@ -57,12 +59,16 @@ from grpo_ustat.tasks.math_latex import (
 from grpo_ustat.tasks.math_sets import readings
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
-LONGEST_BOX = 300  # characters of a box
-_PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)  # the last of several
-_BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")  # math-verify reads neither
+# Characters of a box.
+LONGEST_BOX = 300
+# Of the verdicts of several readings, the last one in this order counts.
+_PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)
+# Math-verify reads neither of these.
+_BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")
 _DOTS = re.compile(r",?\\ldots,?")
 _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-CANARIES = (  # question, gold, completion, for the steps before math-verify
+# Question, gold, completion and verdict, for the steps before math-verify.
+CANARIES = (
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
     ("", r"\frac{3}{4}", r"so $\boxed{0.75}$", Verdict.RIGHT),
@@ -76,7 +82,7 @@ class MathJudge:
     It is a `tasks.base.Judge`.
 
     Args:
-        verifier: judges what this module cannot.
+        verifier: judges answers that this module does not decide.
         longest: characters of a box; longer ones earn nothing.
     """
 
@@ -92,7 +98,7 @@ class MathJudge:
         return last_boxed(after_thoughts(completion), self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return 1 or 0 for each completion of its prompt; what was not judged is 0 and counted.
+        """Return 1 or 0 for each completion; one that was not judged gets 0 and is counted.
 
         Raises:
             JudgeError: see `verdicts`.
@@ -107,8 +113,8 @@ class MathJudge:
         """Return the verdict on each (question, gold, completion), in one batch of the verifier.
 
         Raises:
-            JudgeError: math-verify does not start, or a canary is judged wrongly, by math-verify or
-                by the steps before it, which judge the canaries in every batch.
+            JudgeError: math-verify does not start, or it or the steps before it judge a canary
+                wrongly.
         """
         for question, gold, text, expected in CANARIES:
             judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
@@ -116,14 +122,15 @@ class MathJudge:
                 result = "undecided" if judged is None else judged.value
                 raise JudgeError(
                     f"the judge of answers is broken: gold {gold} and answer {text} are "
-                    f"{expected.value}, judged {result}: install grpo_ustat afresh"
+                    f"{expected.value}, judged {result}: reinstall grpo_ustat"
                 )
         answers = [self.extract(completion) for *_, completion in triples]
         early = [
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        late = {  # what to ask of each, in every reading that may be right
+        # Pairs to ask for each answer, in every reading that may be right.
+        late = {
             i: [
                 boxes(*read)
                 for read in _readings(triples[i][1], cast(str, answers[i]))
@@ -133,9 +140,9 @@ class MathJudge:
             if verdict is None
         }
         pairs = [pair for asked in late.values() for pair in asked]
-        found = dict(zip(pairs, self._verifier.judge(pairs), strict=True))
+        verdict_by_pair = dict(zip(pairs, self._verifier.judge(pairs), strict=True))
         for i, asked in late.items():
-            early[i] = max((found[pair] for pair in asked), key=_PREFERRED.index)
+            early[i] = max((verdict_by_pair[pair] for pair in asked), key=_PREFERRED.index)
         return cast(list[Verdict], early)
 
 
@@ -149,12 +156,14 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
     """
     if answer is None:
         return Verdict.WRONG
-    found = [_judged(question, *read) for read in _readings(gold, answer)]
-    return Verdict.RIGHT if Verdict.RIGHT in found else None if None in found else Verdict.WRONG
+    verdicts = [_judged(question, *read) for read in _readings(gold, answer)]
+    return (
+        Verdict.RIGHT if Verdict.RIGHT in verdicts else None if None in verdicts else Verdict.WRONG
+    )
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
-    """Return gold and answer as `spelled` writes them, in each of their `readings`."""
+    """Return gold and answer after `spelled`, in each of their `readings`."""
     return list(product(readings(spelled(gold)), readings(spelled(answer))))
 
 
@@ -193,9 +202,10 @@ def _mentions(question: str, name: str) -> bool:
 
 
 def _meets(gold: Number, answer: Number, named: str) -> bool:
-    """Return True if an answer's number counts as the gold's.
+    """Return True if an answer's number equals the gold's, in an allowed form and unit.
 
-    It must have the same value, in a form and with a unit that `named`, question and gold, allows.
+    Args:
+        named: question and gold, whose units the answer may use.
     """
     if answer.value != gold.value:
         return False
@@ -223,6 +233,6 @@ def _states(answer: str, digits: str, base: int, question: str) -> bool:
 
 
 def _copied(answer: str, question: str) -> bool:
-    """Return True if the question contains the answer, not as a part of longer numbers."""
+    """Return True if the question contains the answer, and not only inside a longer number."""
     text, copy = (_COMMA.sub("", bare(latex)) for latex in (plain(question), answer))
     return re.search(rf"(?<![\d.]){re.escape(copy)}(?!\d)", text) is not None

@@ -11,11 +11,13 @@ from math import gcd
 from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
 from grpo_ustat.tasks.math_sets import both_joined, both_signs, parts, turned
 
-BASES = (  # from 2 on
+# Names of the bases, from 2 on.
+BASES = (
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
-_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # with braces in it, one deep
+# The content may have braces, one level deep.
+_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _UNICODE = MINUS | str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
     "±": r"\pm ", "∓": r"\mp ", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ", "°": r"^\circ ",
@@ -28,7 +30,8 @@ _MODULUS = r"(?:\s|~|\\[,;: ])*(?:\{\s*(\w+)\s*\}|(\w+))"
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
 _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
-    (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),  # thousands
+    # Separators of thousands.
+    (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
     (r"(?:^|(?<=[,=/(+*-])|(?<=, ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
     (r"(?:^|(?<=/)|(?<=/ ))\(([-+]?\d+)\)(?=$| ?/)", r"\1"),
     (r"\\(?:[lc]?dots|dots[cbmio])(?![a-zA-Z])|\.\.\.", r"\\ldots "),
@@ -66,21 +69,25 @@ _REPLACED = (
     (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\!", ""),
     (r"\\q?quad(?![a-zA-Z])", " "),
     (r"\{,\}", ","),
-    (r"(?<=\d)\\[,;:](?=\d)", ","),  # a thin space between thousands
+    # A thin space between thousands.
+    (r"(?<=\d)\\[,;:](?=\d)", ","),
     (r"\\[,;: ]|~", " "),
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", "°"),
 )
 _CLEANED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
 _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|underline) ?"
-_PEELED = (  # of a whole answer
+# Wrappings of a whole answer.
+_PEELED = (
     (rf"{_TEXT}\{{ ?([\d.,]+) ([a-zA-Z][a-zA-Z ./-]*)\}}", r"\1 \\text{\2}"),
     (rf"(?:{_TEXT})?{_BRACED}", r"\1"),
     (r"([+-]?) ?\(([^()]*)\)( ?(?:/|°|\\?%|\\text).*)?", r"\1\2\3"),
 )
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
 _SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
-_TEXT_LETTER = (rf"{_TEXT}\{{ ?([a-zA-Z]) ?\}}", r" \1")  # math-verify drops texts
-_APART = re.compile(  # a unit behind a value that ends, outside of braces
+# Math-verify drops texts, so a letter is taken out of its text.
+_TEXT_LETTER = (rf"{_TEXT}\{{ ?([a-zA-Z]) ?\}}", r" \1")
+# A unit behind a complete value, outside of braces.
+_APART = re.compile(
     rf"(?P<value>.*?[^\s~\\=+*/^_<>(,;:&|-]){_SPACED}*"
     r"(?:\\(?P<kind>math(?:rm|bf|it)|text(?:normal|bf|it|rm)?|mbox) ?"
     r"\{(?P<text>[^{}\\]*)(?:\^[23])?\}"
@@ -97,9 +104,11 @@ _NUMBER = re.compile(
     re.ASCII,
 )
 _DIGITS = "-?[0-9A-Z]+"
-_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 1 2 is not 12
+# Spaces between two digits stay: 1 2 is not 12.
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
-FITTING = {  # shapes of answers to each shape of a gold
+# Shapes of answers that fit each shape of a gold.
+FITTING = {
     "one": {"one", "list", "set", "tuple", "named", "range"},
     "range": {"one", "list", "set", "tuple", "named", "range"},
     "list": {"one", "list", "set", "named"},
@@ -111,31 +120,35 @@ _UNEQUAL = re.compile(r"\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?)(?![a-zA-Z])|>")
 _IN = re.compile(r"^\s*[a-zA-Z] ?\\in(?![a-zA-Z])")
 _RELATION = re.compile("[<=]")
 _NAME = re.compile(r"[a-zA-Z]|[a-zA-Z]\([a-z]\)|\([a-z](?:,[a-z])+\)")
-_LONG_NAME = re.compile(  # before an equals sign
+# A name before an equals sign.
+_LONG_NAME = re.compile(
     r"(?P<letter>[a-zA-Z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))"
     r"(?:_(?:\w|\{\w+\}))?(?:'|\^\{-1\})?(?:\(\w\))?"
     r"|[A-Z]{2,3}|m?\\angle[A-Z]{1,3}|\([a-z](?:,[a-z])+\)"
 )
-_EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")  # outside of brackets
+# An equals sign outside of brackets.
+_EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")
 _CLOSED = re.compile(r"\([^()]*\)")
 _RELATED = re.compile(r"[<>=]|\\(?:[lg]eq?|[lg]t|neq?|in|equiv)(?![a-zA-Z])")
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as an answer writes it: its value, and how."""
+    """Number of an answer: its value, and the form in which it is written."""
 
     value: Fraction
-    form: str  # "decimal", "scientific", "mixed", "reduced" or "unreduced"
+    # One of "decimal", "scientific", "mixed", "reduced" and "unreduced".
+    form: str
     percent: bool
-    words: list[str]  # of its unit
+    # Words of its unit.
+    words: list[str]
 
 
 def spelled(latex: str) -> str:
-    r"""Write an answer in one of the ways to write it.
+    r"""Normalise the spelling of an answer.
 
-    It is written as by `plain`, without braces or brackets around all of it, cases as pairs,
-    degrees of angles in radians, and the real numbers by their letter.
+    The result is that of `plain`, without braces or brackets around the whole answer, with cases as
+    pairs, angles in radians, and number sets as letters.
 
     >>> spelled("x ≥ 3"), spelled(r"\text{all reals}"), spelled("((5))")
     ('x \\ge  3', '\\mathbb{R}', '5')
@@ -145,17 +158,17 @@ def spelled(latex: str) -> str:
     text = _unwrapped(_CASES.sub(_pairs_of_cases, plain(latex)).strip())
     if _ANGULAR.search(text):
         text = _DEGREES.sub(r"\\frac{\1\\pi}{180}", text)
-    said = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r"\1", text).removesuffix(".").lower()
-    named = _WORDS_OF_SETS.fullmatch(" ".join(said.split()))
-    if named:
+    unformatted = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r"\1", text).removesuffix(".").lower()
+    name_of_set = _WORDS_OF_SETS.fullmatch(" ".join(unformatted.split()))
+    if name_of_set:
         letter = {"complex": "C", "rational": "Q", "natural": "N", "integers": "Z"}
-        return rf"\mathbb{{{letter.get(named['kind'] or named['plural'], 'R')}}}"
+        return rf"\mathbb{{{letter.get(name_of_set['kind'] or name_of_set['plural'], 'R')}}}"
     inner = _IN.sub("", text).strip()
     return r"\mathbb{R}" if _EVERY_NUMBER.fullmatch(inner) or inner == r"\mathbb{R}" else text
 
 
 def plain(latex: str) -> str:
-    """Rewrite LaTeX, which may contain several answers, with one command for each thing."""
+    """Rewrite LaTeX, which may contain several answers, with one command for each symbol."""
     text = latex.translate(_UNICODE).strip()
     for pattern, by in _SPELLINGS:
         text = pattern.sub(by, text)
@@ -163,17 +176,17 @@ def plain(latex: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Strip braces around LaTeX, and round brackets around what is no list."""
+    """Strip braces around LaTeX, and round brackets unless they enclose a list."""
     depths = list(accumulate((sign in "([{") - (sign in ")]}") for sign in text))
     inner = text[1:-1].strip()
-    whole = text[:1] in ("{", "(") and inner and 0 not in depths[:-1] and not depths[-1]
-    if not whole or (text[0] == "(" and len(parts(inner)) > 1):
+    enclosed = text[:1] in ("{", "(") and inner and 0 not in depths[:-1] and not depths[-1]
+    if not enclosed or (text[0] == "(" and len(parts(inner)) > 1):
         return text
     return _unwrapped(inner)
 
 
 def _pairs_of_cases(match: re.Match[str]) -> str:
-    """Write each case as value and condition in brackets; without a second column as a list."""
+    """Write each case as value and condition in brackets; values without conditions as a list."""
     rows = [
         [_IF.sub("", cell).strip() for cell in row.split("&")]
         for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1])
@@ -185,8 +198,8 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
     r"""Return gold and answer without the name of their values.
 
-    The name goes if both have the same or one has none. A gold of several names is a tuple for an
-    answer without names, whose order counts.
+    The name is removed if both have the same or one has none. A gold of several names becomes a
+    tuple if the answer has no names, so that the order counts.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
@@ -202,7 +215,7 @@ def unnamed(gold: str, answer: str) -> tuple[str, str]:
 
 
 def named(latex: str) -> tuple[str, str]:
-    """Return the one name in a text, "" for none or several, and its value, else the text."""
+    """Return the only name in a text and its value; "" and the text without or with several."""
     names, values = set(), []
     for part in parts(latex):
         terms = _EQUALS.split(part, maxsplit=1)
@@ -220,7 +233,7 @@ def named(latex: str) -> tuple[str, str]:
 
 
 def read_based(latex: str) -> tuple[str, int] | None:
-    r"""Return the digits and the base of a number that states its base, or None.
+    r"""Return digits and base of a number that states its base, or None.
 
     >>> [read_based(t) for t in ("204_5", r"204_{\text{five}}", "1A_{16}", "204_3", "x_1", "204")]
     [('204', 5), ('204', 5), ('1A', 16), None, None, None]
@@ -247,7 +260,7 @@ def bare(latex: str) -> str:
 
 
 def read_number(latex: str) -> Number | None:
-    r"""Return the number of which a LaTeX text consists, with nothing else, or None.
+    r"""Return the number that a LaTeX text consists of, or None.
 
     >>> [str(read_number(t).value) for t in (r"-\frac{2}{4}", r"1\tfrac34", r"\$1{,}000.50", "7/2")]
     ['-1/2', '7/4', '2001/2', '7/2']
@@ -295,7 +308,7 @@ def _fraction(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _cleaned(latex: str) -> str:
-    """Write LaTeX with one spelling of spaces, fractions and degrees; no two spaces in a row."""
+    """Normalise spaces, fractions and degrees of LaTeX."""
     latex = " ".join(latex.translate(MINUS).split())
     for pattern, by in _CLEANED:
         latex = pattern.sub(by, latex)
@@ -305,8 +318,8 @@ def _cleaned(latex: str) -> str:
 def boxes(gold: str, answer: str) -> tuple[str, str]:
     r"""Return gold and answer in boxes, in the form that math-verify needs.
 
-    Fractions have braces, a minus is `-`, values and intervals joined by words are a list and a
-    union, a unit that stands apart is gone, and a space follows a comma between numbers, which is
+    Fractions get braces, a minus becomes `-`, values and intervals joined by words become a list
+    and a union, a separate unit is removed, and a space follows a comma between numbers, which is
     not a comma between thousands.
     """
     gold, answer = without_words(gold, answer)
@@ -332,8 +345,8 @@ def without_words(gold: str, answer: str) -> tuple[str, str]:
 def without_unit(latex: str) -> str:
     r"""Strip the unit after a LaTeX expression.
 
-    A unit is a text that changes no value, or several letters that are one of `UNITS`, apart from
-    the expression. The last letter of the expression is no unit.
+    A unit is a text that changes no value, or several letters that are one of `UNITS`, separated
+    from the expression. The last letter of the expression is not a unit.
 
     >>> [without_unit(x) for x in (r"2\pi\text{ cm}^2", r"\sqrt{2}\,cm", "3t", r"\pi h")]
     ['2\\pi', '\\sqrt{2}', '3t', '\\pi h']
@@ -342,8 +355,8 @@ def without_unit(latex: str) -> str:
     unit = words(match["text"] or match["plain"]) if match else []
     if match is None or not unit or any(map(changes_value, unit)):
         return latex
-    known = all(UNITS & forms(word) for word in unit)
-    if (match["plain"] and not known) or _letter(latex, unit):
+    is_listed = all(UNITS & forms(word) for word in unit)
+    if (match["plain"] and not is_listed) or _letter(latex, unit):
         return latex
     return without_unit(match["value"])
 
@@ -351,20 +364,20 @@ def without_unit(latex: str) -> str:
 def _letter(latex: str, unit: list[str]) -> bool:
     r"""Return True if an apparent unit is a letter of mathematics.
 
-    Examples are the e of `2\mathrm{e}`, and the t of `3\text{t}`, which stands at its number.
+    Examples are the e of `2\mathrm{e}`, and the t of `3\text{t}`, which directly follows a number.
     """
     if len(unit) != 1 or len(unit[0]) > 1 or unit[0] in UNITS:
         return False
-    apart = re.search(rf"{_SPACED}\\[a-z]+ ?\{{|\{{{_SPACED}", latex)
-    return unit[0] in "ei" or "\\math" in latex or not apart
+    separated = re.search(rf"{_SPACED}\\[a-z]+ ?\{{|\{{{_SPACED}", latex)
+    return unit[0] in "ei" or "\\math" in latex or not separated
 
 
 def misshapen(question: str, gold: str, answer: str) -> bool:
-    r"""Return True if an answer that is not the gold's text has a form that cannot answer for it.
+    r"""Return True if an answer other than the gold's text has a form that cannot equal the gold.
 
-    A time, a ratio or a subscript of digits is met only by its text; a tuple by a tuple; a list by
-    a list or a set. An answer to a gold without a relation may have only a relation of one name and
-    its value (`x=5`, `0<x<2`), and a range answers only for an interval.
+    A gold that is a time, a ratio or a subscript of digits needs its text; a tuple needs a tuple; a
+    list needs a list or a set. If the gold has no relation, the answer may have only a relation of
+    a name and its value (`x=5`, `0<x<2`), and a range may answer only an interval.
 
     >>> pairs = ("6:00", "6"), ("(1,2)", r"\{1,2\}"), (r"\pi", r"\pi=\pi"), ("[0,1)", r"x^2<x")
     >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
@@ -374,7 +387,8 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
     gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
     if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
         return True
-    gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))  # of sums: k=1
+    # Subscripts of sums, such as k=1, do not count.
+    gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))
     gold_shape, answer_shape = _shape(gold), _shape(answer)
     if _RELATION.search(answer) and not _RELATION.search(gold):
         if not all(map(_says_of_one_name, parts(answer))):
@@ -386,7 +400,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
 
 
 def _shape(text: str) -> str:
-    """Return one of `FITTING`: "named" is a list such as x=1,y=2, "range" an inequality."""
+    """Return a key of `FITTING`: "named" is a list such as x=1,y=2, "range" an inequality."""
     listed = parts(text)
     if len(listed) > 1:
         names = [part[0] for part in listed if re.match("[a-zA-Z]=", part)]
@@ -400,7 +414,7 @@ def _shape(text: str) -> str:
 
 
 def _says_of_one_name(part: str) -> bool:
-    """Return True if a part has no relation, or one between a single name and terms without it."""
+    """Return True if a part has no relation, or relates a name to terms without that name."""
     terms = _RELATION.split(part)
     names = [term for term in terms if _NAME.fullmatch(term)]
     if len(terms) == 1:

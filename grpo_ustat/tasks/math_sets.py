@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from itertools import product
 
-MAX_SIGNS = 3  # signs of two values in one part of an answer
-_SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"  # possessive: no way back
+# Signs of two values in one part of an answer.
+MAX_SIGNS = 3
+# Possessive: it never backtracks.
+_SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"
 _COMMANDS = r"\\(?:text|textnormal|textit|textrm|textbf|mbox|mathrm|operatorname)"
 _LINK = r"(and|or|union)"
-_JOINT = re.compile(  # three groups, so every fourth piece of a split is a value
+# It has three groups, so every fourth piece of a split is a value.
+_JOINT = re.compile(
     rf"{_SPACE},?{_SPACE}(?:{_COMMANDS} ?\{{{_SPACE},?{_SPACE}{_LINK}{_SPACE}\}}"
     rf"|(?<![a-zA-Z\\]){_LINK}(?![a-zA-Z])|\\(lor|vee|land|wedge)(?![a-zA-Z])){_SPACE}"
 )
@@ -36,14 +39,15 @@ _LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
 _TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
 
 _TWO_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-_RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")  # perhaps with thousands
+# Digits that may have separators of thousands.
+_RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 
 
 def readings(latex: str) -> list[str]:
-    r"""Return LaTeX without commas between thousands and with a space behind those of a list.
+    r"""Return the readings of LaTeX: commas of thousands removed, commas of lists with a space.
 
-    There is one reading, or that of a list and that of a number if nothing decides.
+    There is one reading, or a list and a number if the text does not decide.
 
     >>> readings("120,240"), readings("0,100"), readings("-100,100"), readings(r"(100,200)")
     (['120, 240', '120240'], ['0, 100'], ['-100, 100'], ['(100, 200)'])
@@ -66,9 +70,9 @@ def readings(latex: str) -> list[str]:
 def _kind(before: str, run: str, behind: str) -> str:
     """Classify digits in groups of three as a "list", a "number" or "either".
 
-    A list begins with 0, stands in the brackets of a set, a point or an interval, or holds opposite
-    numbers or several whole hundreds. A number has a group that begins with 0, a dollar sign or a
-    decimal point, or stands within braces, as in a fraction.
+    A list begins with 0, is in the brackets of a set, a point or an interval, or holds opposite
+    numbers or several multiples of 100. A number has a group that begins with 0, a dollar sign or a
+    decimal point, or is within braces, as in a fraction.
     """
     first, *groups = run.split(",")
     opened = [""]
@@ -93,8 +97,8 @@ def _kind(before: str, run: str, behind: str) -> str:
 def both_signs(latex: str) -> str:
     r"""Write each part of LaTeX that has signs of two values as the list of its values.
 
-    A part with one sign or with `\mp` has two values, which take the upper or the lower signs, else
-    every combination.
+    A part with one sign or with `\mp` has two values, with the upper and with the lower signs.
+    Another part has a value for each combination of signs.
 
     >>> both_signs(r"\frac{1\pm 2}{3},4"), both_signs(r"(1\pm 2,\mp 3)"), both_signs(r"\{\pm 1\}")
     ('\\frac{1+ 2}{3},\\frac{1- 2}{3},4', '(1+ 2,- 3),(1- 2,+ 3)', '\\{+ 1,- 1\\}')
@@ -125,7 +129,7 @@ def _turned(part: str) -> str:
 
 
 def _signed(part: str) -> list[str]:
-    """Return the values of a part, see `both_signs`; itself with more than `MAX_SIGNS` signs."""
+    """Return the values of a part, see `both_signs`; the part itself above `MAX_SIGNS` signs."""
     signs = _TWO_SIGNS.findall(part)
     if not signs or len(signs) > MAX_SIGNS:
         return [part]
@@ -140,7 +144,7 @@ def _signed(part: str) -> list[str]:
 
 
 def parts(text: str) -> list[str]:
-    """Split at the commas outside brackets; at none if a bracket closes that was not open."""
+    """Split at the commas outside brackets; do not split if the brackets do not match."""
     depth, cuts = 0, [-1]
     for i, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -152,7 +156,7 @@ def parts(text: str) -> list[str]:
 
 
 def both_joined(gold: str, answer: str) -> tuple[str, str]:
-    """Write gold and answer as by `joined`; what one joins by commas, the other does too."""
+    """Apply `joined` to gold and answer; if either joins ranges by commas, both become lists."""
     intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
     listed = any(
         _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)
@@ -168,8 +172,8 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
     stays as it is.
 
     Args:
-        intervals: a pair in round brackets is certainly an interval, and no point.
-        unions: ranges may become a union, else they become a list.
+        intervals: True if a pair in round brackets is certainly an interval, not a point.
+        unions: True if ranges may become a union; else they become a list.
 
     >>> joined(r"x=1 \text{ or } x=2"), joined("1, 2, and 3"), joined(r"\text{Ann and Bo}")
     ('x=1,x=2', '1,2,3', '\\text{Ann and Bo}')
@@ -177,11 +181,11 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
     ('(-\\infty,1)\\cup[2,\\infty)', '1<x\\le 2')
     """
     text = _LETTER_U.sub(r"\1\\cup ", latex.strip())
-    whole = _WHOLE.fullmatch(text)
-    pieces = _JOINT.split(whole[1] if whole else text)
+    text_only = _WHOLE.fullmatch(text)
+    pieces = _JOINT.split(text_only[1] if text_only else text)
     links = {piece for i, piece in enumerate(pieces) if i % 4 and piece}
-    listed = [one.strip() for piece in pieces[::4] for one in parts(_BOTH.sub("", piece))]
-    listed = [one for one in listed if one]
+    listed = [value.strip() for piece in pieces[::4] for value in parts(_BOTH.sub("", piece))]
+    listed = [value for value in listed if value]
     if (
         not links
         or len(listed) < 2
@@ -190,7 +194,7 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
         return text
     names, sets = zip(*map(_interval, listed), strict=True)
     compared = any(map(_compares, listed))
-    certain = intervals or compared or any(re.search(r"\\infty|^\[|\]$", one) for one in listed)
+    certain = intervals or compared or any(re.search(r"\\infty|^\[|\]$", value) for value in listed)
     if not (certain and unions and all(sets)) or len({*names} - {""}) > 1:
         return ",".join(listed)
     if not links & {"and", "land", "wedge"} or not compared:
@@ -199,7 +203,7 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
 
 
 def _compares(latex: str) -> bool:
-    """Return True if it states that something is more than, less than or different from another."""
+    """Return True if LaTeX has an inequality sign."""
     for pattern, sign in _SIGNS:
         latex = re.sub(pattern, sign, latex)
     return bool(re.search("[<>≤≥≠]", latex))
@@ -208,7 +212,7 @@ def _compares(latex: str) -> bool:
 def _interval(part: str) -> tuple[str, str]:
     r"""Return the letter of a range ("" without one), and the range as an interval or a set.
 
-    The second is "" if it is no range.
+    The second value is "" if the part is not a range.
 
     >>> _interval("0<x<2"), _interval(r"x \ne 3"), _interval("[0,1)"), _interval("x<x+1")
     (('x', '(0,2)'), ('x', '((-\\infty,3)\\cup(3,\\infty))'), ('', '[0,1)'), ('', ''))
@@ -246,8 +250,8 @@ def _common(name: str, sets: list[str]) -> str:
 
     The result is a range if it has a lower and an upper end, else an intersection.
     """
-    low = [one for one in sets if one.endswith(r",\infty)")]
-    high = [one for one in sets if one.startswith(r"(-\infty,")]
+    low = [interval for interval in sets if interval.endswith(r",\infty)")]
+    high = [interval for interval in sets if interval.startswith(r"(-\infty,")]
     if len(sets) != 2 or len(low) != 1 or len(high) != 1 or low == high:
         return r"\cap".join(sets)
     less = {"(": "<", "[": r"\le ", ")": "<", "]": r"\le "}

@@ -1,8 +1,7 @@
 """One-step arithmetic for base and small language models, which answer it after solved examples.
 
-There are few such questions, so the hash of its canonical form (3 * 7 and 7 * 3 share one) assigns
-each to train, test, study or the solved examples; no split holds a question of another one or of an
-example.
+There are few such questions, so the hash of a question's canonical form (the same for 3 * 7 and
+7 * 3) assigns it to train, test, study or the solved examples; the four are disjoint.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Exercise:
 
 
 def exercises(tables: list[str]) -> list[Exercise]:
-    """List every question of these tables, names of `TABLES`; a question of two tables once."""
+    """List all questions of these tables of `TABLES`; a question of two tables appears once."""
     by_text = {}
     for name in tables:
         sign, result, lefts, rights = TABLES[name]
@@ -55,7 +54,7 @@ def exercises(tables: list[str]) -> list[Exercise]:
 
 
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
-    """Draw `count` distinct questions of a split, of `examples` in one order each.
+    """Draw `count` distinct questions of a split; examples also differ in canonical form.
 
     A smaller draw is the beginning of a larger one.
     """
@@ -66,7 +65,7 @@ def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]
         held = list({exercise.canonical: exercise for exercise in held}.values())
     if count > len(held):
         key = "prompt.shots" if split == "examples" else f"dataset.{split}_size"
-        raise ConfigError(f"{key}={count} of {name}, which has {len(held)}: ask for fewer")
+        raise ConfigError(f"{key}={count}, but {name} has {len(held)}: use {len(held)} or less")
     return held[:count]
 
 

@@ -1,9 +1,9 @@
-"""Tasks and rewards of the user's own, from entry points of installed packages or from a file.
+"""Tasks and rewards of the user, from entry points of installed packages or from a file.
 
 A task (group `grpo_ustat.tasks`) is called with `dataset.options` and returns an object with
 `questions(split)`, `reward(prompt, completion)` and perhaps `extract(completion)`. A reward (group
-`grpo_ustat.rewards`, or FILE:FUNCTION) is a function of prompt and completion in place of a data
-set's judge, or beside it.
+`grpo_ustat.rewards`, or FILE:FUNCTION) is a function of prompt and completion that replaces a data
+set's judge or adds to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import MAX_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
 
-DISJOINT_FROM = {  # splits that a split must share no question with
+# Splits with which a split must share no question.
+DISJOINT_FROM = {
     "train": ("test", "examples"),
     "test": ("examples",),
     "study": ("examples",),
@@ -36,7 +37,7 @@ DISJOINT_FROM = {  # splits that a split must share no question with
 
 
 class OwnSource:
-    """The questions of a user's task, up to a number for each split.
+    """Source of the questions of a user's task, up to a number for each split.
 
     Args:
         name: name of the entry point.
@@ -63,8 +64,8 @@ class OwnSource:
         if twice is not None:
             raise ConfigError(
                 f"{self._name} has two {split} questions of id {twice!r}, or one that is also in "
-                f"{' or '.join(DISJOINT_FROM[split])}: every id must be another, and no "
-                "question in two"
+                f"{' or '.join(DISJOINT_FROM[split])}: make ids unique, with each question in only "
+                "one split"
             )
         return questions
 
@@ -94,11 +95,11 @@ class OwnSource:
 
 
 class OwnJudge:
-    """A user's own function of prompt and completion, called for one completion at a time.
+    """Judge by a user's function of prompt and completion, called for each completion.
 
     Args:
         reward: takes a `Prompt` and a completion, returns a finite number; may be an `async def`.
-        extract: takes a completion; None: a completion is its own answer.
+        extract: takes a completion; None: the whole completion is the answer.
         name: name of these functions in errors.
     """
 
@@ -110,9 +111,11 @@ class OwnJudge:
     ):
         self.counts: Counter[str] = Counter()
         self._reward, self._extract, self._name = reward, extract, name
-        with suppress(TypeError):  # no signature, as some of C have none
+        # Some functions written in C have no signature.
+        with suppress(TypeError):
             check_reward_call(name, signature_of(reward))
-        self._loop: Any = None  # in which coroutines run, and of which process it is
+        # The event loop that runs coroutines, and the process that it belongs to.
+        self._loop: Any = None
         self._loop_of = 0
 
     def extract(self, completion: str) -> str | None:
@@ -123,7 +126,7 @@ class OwnJudge:
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the reward of each completion; those of an `async def` are awaited together."""
+        """Return the reward of each completion; an `async def` is awaited for all together."""
         names = [f"{self._name}, {prompt.where or f'prompt {prompt.id}'}" for prompt in prompts]
         rewards = []
         for name, prompt, text in zip(names, prompts, completions, strict=True):
@@ -137,17 +140,18 @@ class OwnJudge:
         """Await the rewards of coroutines and return all rewards, or raise their first error."""
         import asyncio
 
-        async def one(reward: Any, name: str) -> Any:
+        async def await_reward(reward: Any, name: str) -> Any:
             with user_errors(name):
                 return await reward if inspect.isawaitable(reward) else reward
 
-        async def every() -> list[Any]:
-            tasks = map(one, rewards, names)
+        async def await_all() -> list[Any]:
+            tasks = map(await_reward, rewards, names)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-        if self._loop is None or self._loop_of != os.getpid():  # it is no fork's
+        # A fork has no use for its parent's loop.
+        if self._loop is None or self._loop_of != os.getpid():
             self._loop, self._loop_of = asyncio.new_event_loop(), os.getpid()
-        outcomes = self._loop.run_until_complete(every())
+        outcomes = self._loop.run_until_complete(await_all())
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -155,17 +159,18 @@ class OwnJudge:
 
 
 def _finite(reward: Any, name: str) -> float:
-    """Return a reward as a float: any real number, also one of NumPy's or a tensor's."""
+    """Return a reward as a float; it may be any real number, also of NumPy or a tensor."""
     number = reward
     if callable(getattr(reward, "item", None)):
-        with suppress(Exception):  # of several values
+        # A tensor of several values raises.
+        with suppress(Exception):
             number = reward.item()
     if not is_number(number, MAX_REWARD):
         with user_errors(name):
             shown = "a number of many digits" if isinstance(number, int) else repr(reward)
         raise ConfigError(
-            f"{name}: the reward is {shown:.60}, it must be a finite number, of at most "
-            f"{MAX_REWARD:g}, of the one completion that it is called for"
+            f"{name}: the reward is {shown:.60}, it must be a finite number of at most "
+            f"{MAX_REWARD:g} for the completion that it is called with"
         )
     return float(number)
 
@@ -195,7 +200,7 @@ def signature_of(function: Any) -> inspect.Signature:
     """Return the parameters that a function takes.
 
     Raises:
-        TypeError: they are unknown, as for some functions of C.
+        TypeError: they are unknown, as for some functions written in C.
     """
     try:
         return inspect.signature(function)
@@ -211,13 +216,13 @@ def describe(group: str, name: str) -> str:
 def entry_point(group: str, name: str) -> Any:
     """Load the object that an installed package offers under this name.
 
-    `data_config` has checked that there is one.
+    `data_config` has checked that it exists.
     """
     return importlib.metadata.entry_points(group=group)[name].load()
 
 
 class _FreshSource(SourceFileLoader):
-    """Loader that reads a file, never its compiled copy, which is matched only by time and size."""
+    """Loader that never reads a file's compiled copy, matched only by time and size."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the file's source, see `InspectLoader.get_code`."""
@@ -234,13 +239,15 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
         reward: FILE:FUNCTION.
         field_name: configuration field with this value, for errors.
     """
-    own = reward_file(reward)
-    assert own is not None, "the name of an entry point"
-    file, name = own
+    location = reward_file(reward)
+    assert location is not None, "the name of an entry point"
+    file, name = location
     loader = _FreshSource(f"grpo_ustat_reward_{file.stem}", str(file))
     spec = spec_from_loader(loader.name, loader)
-    assert spec is not None  # a loader has one
-    module = sys.modules[loader.name] = module_from_spec(spec)  # as dataclasses in it need
+    # A loader always has one.
+    assert spec is not None
+    # Dataclasses in the module look it up there.
+    module = sys.modules[loader.name] = module_from_spec(spec)
     with user_errors(f"{field_name}={reward}"):
         loader.exec_module(module)
     function = getattr(module, name, None)
@@ -251,17 +258,18 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
 
 @contextmanager
 def user_errors(source: str) -> Iterator[None]:
-    """Turn an exception of the user's code into a ConfigError of one line that names its place."""
+    """Turn an exception of the user's code into a ConfigError of one line with file and line."""
     try:
         yield
-    except BaseException as error:  # an exit would end a run as if it were done
+    except BaseException as error:
+        # An exit would end a run as if it were done.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         try:
-            said = str(error)
+            text = str(error)
         except Exception:
-            said = "its text cannot be read"
+            text = "its text cannot be read"
         raise ConfigError(
-            f"{source}: {type(error).__name__}: {said} ({last.filename}, line {last.lineno})"
+            f"{source}: {type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
         ) from error

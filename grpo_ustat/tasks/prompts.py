@@ -1,4 +1,4 @@
-"""Formatting of a question for the model: a template, solved examples, the model's chat format."""
+"""Prompts of questions: a template, solved examples, the model's chat format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import cast
 from grpo_ustat.records import Prompt, Question
 
 FIELDS = ("question", "answer", "solution")
-Turn = dict[str, str]  # role and content, as chat templates take them
+# Role and content, as chat templates take them.
+Turn = dict[str, str]
 
 
 def render(template: str, question: Question) -> str:
-    """Fill a template with a question's fields; no other braces are special.
+    """Fill a template with a question's fields; other braces stay.
 
     >>> render("Q: {question} {x}", Question("", "2^{answer}", "4", "", ""))
     'Q: 2^{answer} {x}'
@@ -26,14 +27,14 @@ def render(template: str, question: Question) -> str:
 
 @dataclass(frozen=True)
 class Prompting:
-    """Rule by which a question becomes a prompt."""
+    """Format of the prompt made of a question."""
 
     template: str
-    # Template of the text after a solved example's question; None: there are no examples.
+    # Template of the text after a solved example's question; None without examples.
     reply: str | None = None
-    # Questions that are shown solved, the same before every question.
+    # Solved examples, the same before every question.
     examples: tuple[Question, ...] = ()
-    # The system turn of a chat; None: the chat template's own, if it has one.
+    # The system turn of a chat; None: the default of the chat template, if it has one.
     system: str | None = None
     # Writes turns in the model's chat format; None: plain text.
     chat: Callable[[list[Turn]], str] | None = None

@@ -36,9 +36,9 @@ def make_task(
     """Make the configured task.
 
     Args:
-        chat: writes turns in the model's chat format, see `policy.chat.chat_format`; used if
-            `prompt.chat` asks for it.
-        lengths: returns the tokens of each text; used if `prompt.max_length` asks for it.
+        chat: writes turns in the model's chat format, see `policy.chat.chat_format`; None for
+            plain text.
+        lengths: returns the number of tokens of each text; used if `prompt.max_length` is set.
     """
     source, prompt = make_source(options), options.prompt
     examples = tuple(source.questions("examples")) if prompt.shots else ()
@@ -76,18 +76,19 @@ def make_source(options: TaskOptions) -> Source:
 def make_judge(options: TaskOptions, source: Source) -> Judge:
     """Make the configured judge.
 
-    A user's own reward replaces the data set's, which still extracts answers.
+    A user's reward replaces the reward of the data set's judge, which still extracts answers.
     """
     dataset = options.dataset
     if dataset.kind == "own":
         assert isinstance(source, OwnSource)
-        own, named = source.task, describe(TASKS, dataset.name)
+        user_task, description = source.task, describe(TASKS, dataset.name)
         if dataset.reward is None:
-            check_method(named, own, "reward", "prompt", "completion")
-        if hasattr(own, "extract"):
-            check_method(named, own, "extract", "completion")
-        reward = cast(Any, getattr(own, "reward", None))  # not called where dataset.reward is set
-        judge = OwnJudge(reward, getattr(own, "extract", None), named)
+            check_method(description, user_task, "reward", "prompt", "completion")
+        if hasattr(user_task, "extract"):
+            check_method(description, user_task, "extract", "completion")
+        # It is not called if dataset.reward is set.
+        reward = cast(Any, getattr(user_task, "reward", None))
+        judge = OwnJudge(reward, getattr(user_task, "extract", None), description)
     elif dataset.kind == "math":
         limits = (options.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
         judge = MathJudge(Verifier(*limits), dataset.max_answer_length)
@@ -100,7 +101,7 @@ def make_judge(options: TaskOptions, source: Source) -> Judge:
     if reward_file(dataset.reward):
         reward = file_function(dataset.reward, "dataset.reward")
         return OwnJudge(reward, judge.extract, f"dataset.reward={dataset.reward}")
-    named = describe(REWARDS, dataset.reward)
-    with user_errors(named):
+    description = describe(REWARDS, dataset.reward)
+    with user_errors(description):
         reward = entry_point(REWARDS, dataset.reward)
-    return OwnJudge(reward, judge.extract, named)
+    return OwnJudge(reward, judge.extract, description)

@@ -1,4 +1,4 @@
-"""Reward functions beside the data set's own: those for any data set, and the user's."""
+"""Reward functions besides the data set's judge: functions for any data set, and the user's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.tasks.base import Judge, answered
 from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_function, user_errors
 
-RewardFunction = Callable[[Rollouts], Array]  # rewards_PG of completions
+# Returns the rewards_PG of completions.
+RewardFunction = Callable[[Rollouts], Array]
 
 
 def make_reward_funcs(
     reward_funcs: list[str], max_completion_length: int, judge: Judge
 ) -> dict[str, RewardFunction]:
-    """Return the configured functions after the data set's own, by the name that metrics have.
+    """Return the configured functions after the judge, by their names in metrics.
 
     Args:
-        reward_funcs: as configured, the data set's own first.
+        reward_funcs: as configured; the first is the data set's judge.
         max_completion_length: in tokens, the scale of `brevity`.
         judge: judge of the data set, which reads answers.
     """

@@ -15,13 +15,13 @@ from grpo_ustat.tasks.hub import go_offline_if_unreachable
 
 @dataclass(frozen=True)
 class Origin:
-    """The place from which rows are read."""
+    """Place from which rows are read."""
 
     # The configuration key that names the path, for errors.
     key: str
     # A file or folder, or a hub id.
     path: str
-    # Subset of a folder or hub id that has several, as their cards name them.
+    # Name of a subset, from the card of a folder or hub id with several.
     subset: str | None = None
     # Branch, tag or commit of a hub id.
     revision: str | None = None
@@ -49,7 +49,7 @@ class Origin:
         return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
 
     def _files(self, split: str) -> list[Path]:
-        """Find the files of a split, known by their names or by the folder's card."""
+        """Find the files of a split by their names or by the folder's card."""
         files = split_files(self.key, self.path, self.subset)
         return list(self._chosen(split, files))
 

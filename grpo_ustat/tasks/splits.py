@@ -14,7 +14,8 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
     """Return a stable name of a question.
 
     Questions have the same name if they differ only in white space and, outside of formulas, in
-    case. With `verbatim` white space makes another question, of the same family.
+    case. With `verbatim`, questions that differ in white space have different names of the same
+    family.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
@@ -32,24 +33,23 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
 
 
 def family(name: str) -> str:
-    """Return the part of an id that is shared by questions which differ only in white space."""
+    """Return the part of an id that questions share if they differ only in white space."""
     return "-".join(name.split("-")[:2])
 
 
 class Splits:
-    """Questions of each split, none in two of them, not even with other white space.
+    """Disjoint questions of each split, also if white space is ignored.
 
-    Test questions are test rows. The train rows, shuffled by seed, are first the study's, then come
-    the examples, and the rest is for training. The place of a question in the shuffle depends only
-    on itself and the seed.
+    Test questions are test rows. Train rows are shuffled by seed: the first are for studies, the
+    next are examples, and the rest is for training. The place of a question in the shuffle depends
+    only on the question and the seed.
 
     Args:
         train, test: the questions of the rows.
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all that are
-            left.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all remaining.
         seed: seed of the questions, not of the run.
-        barred: ids that must not be trained on, beside those of the test questions.
-        counts: rows that were left out before, by reason.
+        barred: ids that must not be trained on, besides the test questions.
+        counts: rows that were dropped before, by reason.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Splits:
         barred: Iterable[str] = (),
         counts: Mapping[str, int] = {},
     ):
-        # Rows that were left out in all, by reason.
+        # Rows dropped in all, by reason.
         self.counts = Counter(counts)
         clean = self._without(train, [*barred, *(q.id for q in test)], "test questions")
         tests = _shuffled(self._once(test, "test"), f"test/{seed}")
@@ -88,14 +88,14 @@ class Splits:
     def _without(
         self, questions: list[Question], others: Iterable[str], reason: str
     ) -> list[Question]:
-        """Return the questions that are not among the others, even with other white space."""
+        """Return the questions that are not among the others, with white space ignored."""
         barred = set(map(family, others))
         left = [question for question in questions if family(question.id) not in barred]
         self.counts[f"train questions that are also {reason}"] += len(questions) - len(left)
         return left
 
     def _once(self, questions: list[Question], rows: str) -> list[Question]:
-        """Return the questions without repetitions: of equal ids the first one."""
+        """Return the first question of each id."""
         first_by_id: dict[str, Question] = {}
         for question in questions:
             first_by_id.setdefault(question.id, question)
@@ -106,14 +106,14 @@ class Splits:
 def hold_out(
     questions: list[Question], count: int, seed: int
 ) -> tuple[list[Question], list[Question]]:
-    """Draw `count` different questions by the seed; return the rest, and those drawn."""
+    """Draw `count` different questions by the seed; return the rest and the drawn ones."""
     shuffled = _shuffled(list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}")
     held = {question.id for question in shuffled[:count]}
     return [q for q in questions if q.id not in held], shuffled[:count]
 
 
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:
-    """Order the questions by their families, so that few splits divide one."""
+    """Order questions by a hash of their families, so that a family is rarely split."""
     return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 
 

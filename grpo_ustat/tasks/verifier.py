@@ -1,12 +1,13 @@
 r"""math-verify (Hugging Face) in worker processes that can be killed.
 
-A policy writes the answers, so one may hang or use up memory: `\boxed{9^{9^{9^9}}}` does. The
-limits of math-verify itself are alarms of the main thread and are silent; here every answer has a
-hard deadline and a memory limit, and an answer that hits one is distinguished from a wrong answer.
+A policy writes the answers, so an answer may hang or exhaust the memory, such as
+`\boxed{9^{9^{9^9}}}`. The limits of math-verify itself are alarms of the main thread and give no
+notice. Here every answer has a hard deadline and a memory limit, and an answer that reaches a limit
+is distinguished from a wrong answer.
 
 The processes are started by `subprocess` and receive JSON, instead of a pool of `multiprocessing`
-(pebble 5.2.3 was tried): so the daemonic workers of a study may start them, nothing of the parent's
-main module is imported again, and none outlives a killed parent.
+(pebble 5.2.3 was tried): so the daemonic workers of a study may start them, they do not import the
+parent's main module, and they end with a killed parent.
 """
 
 from __future__ import annotations
@@ -32,16 +33,23 @@ from grpo_ustat.distributed.processes import kill_group
 from grpo_ustat.terminal.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
-START_SECONDS = 120.0  # for a worker's imports on a busy machine
-LOOK_SECONDS = 0.02  # between two looks whether a starting worker is still needed
-GRACE_SECONDS = 1.0  # seconds past the deadline that a worker has to end by itself
-MAX_PAIRS_OF_A_WORKER = 1000  # then it begins afresh, for the libraries keep what they read
+# Seconds for a worker's imports on a busy machine.
+START_SECONDS = 120.0
+# Seconds between two checks if a starting worker is still needed.
+LOOK_SECONDS = 0.02
+# Seconds past the deadline in which a worker has to end by itself.
+GRACE_SECONDS = 1.0
+# A worker is then replaced, because the libraries keep what they read.
+MAX_PAIRS_OF_A_WORKER = 1000
+# Variables of the environment that a worker sees.
 JUDGE_VARIABLES = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON[A-Z]+"
-)  # that a worker sees of the environment
-MAX_REMEMBERED_PAIRS = 20_000  # pairs whose verdict is remembered
+)
+# Pairs whose verdict is remembered.
+MAX_REMEMBERED_PAIRS = 20_000
 
-Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \boxed{...}
+# Gold and answer, texts as math-verify reads them: \boxed{...}
+Pair = tuple[str, str]
 
 
 class Verdict(Enum):
@@ -49,8 +57,10 @@ class Verdict(Enum):
 
     RIGHT = "right"
     WRONG = "wrong"
-    TIMEOUT = "timeout"  # past the deadline
-    FAILURE = "failure"  # the worker died, ran out of memory or raised
+    # The deadline passed.
+    TIMEOUT = "timeout"
+    # The worker died, ran out of memory or raised.
+    FAILURE = "failure"
 
 
 JUDGED_VERDICTS = (Verdict.RIGHT, Verdict.WRONG)
@@ -63,18 +73,18 @@ CANARIES: Mapping[Pair, Verdict] = {
 
 
 class JudgeError(ConfigError):
-    """Fault of the judge itself, which would score everything wrong.
+    """Fault of the judge itself, after which all scores would be wrong.
 
     It is shown in one line, like a mistake in the configuration.
     """
 
 
 class Verifier:
-    """Judge of pairs of texts by math-verify; from any thread and process, several at once.
+    """Judge of pairs of texts by math-verify, for calls from any thread and process.
 
-    Workers start at the first call. In every batch with a pair that was not judged before, each of
-    them judges the canaries before its first pair; verdicts that are remembered came from a worker
-    proved in this way. They end with this object or with its process, in whatever way that ends.
+    Workers start at the first call. In every batch with a new pair, each worker judges the canaries
+    before its first pair, so remembered verdicts come from a proved worker. Workers end with this
+    object, or with its process, however that ends.
 
     Args:
         workers: number of processes.
@@ -106,17 +116,19 @@ class Verifier:
         """Return the verdict on each pair of gold and answer; equal pairs are judged once.
 
         Raises:
-            JudgeError: a worker does not start or judges a canary wrongly, and so does the fresh
-                one that takes its place.
+            JudgeError: a worker does not start or judges a canary wrongly, and so does its
+                replacement.
         """
-        if self._process != os.getpid():  # after a fork: workers and lock are the parent's
+        if self._process != os.getpid():
+            # After a fork, workers and lock belong to the parent.
             self._begin()
         with self._lock:
             verdicts = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
             new = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
             verdicts |= self._judged(new) if new else {}
             for pair, verdict in verdicts.items():
-                if verdict in JUDGED_VERDICTS:  # the others may fare better another time
+                if verdict in JUDGED_VERDICTS:
+                    # The other pairs may be judged another time.
                     self._cache[pair] = verdict
                     self._cache.move_to_end(pair)
             while len(self._cache) > MAX_REMEMBERED_PAIRS:
@@ -129,15 +141,17 @@ class Verifier:
             _end(self._workers, self._process)
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
-        """Return the verdict on each of these distinct pairs; one thread per worker."""
+        """Return the verdicts on distinct pairs, with one thread per worker."""
         waiting, verdicts, progress = deque(pairs), {}, Progress("judging", len(pairs))
         with ThreadPoolExecutor(self._places) as threads:
             try:
                 serve = partial(self._serve, waiting=waiting, verdicts=verdicts, progress=progress)
                 places = [threads.submit(serve, place) for place in range(self._places)]
-                for served in as_completed(places):  # the first to fail is heard at once
+                # The first failure is raised at once.
+                for served in as_completed(places):
                     served.result()
-            except BaseException:  # also Ctrl-C: what the other threads wait for ends at once
+            except BaseException:
+                # Also after Ctrl-C, what the other threads wait for ends at once.
                 waiting.clear()
                 for worker in list(self._workers.values()):
                     worker.kill()
@@ -147,7 +161,7 @@ class Verifier:
     def _serve(
         self, place: int, waiting: deque[Pair], verdicts: dict[Pair, Verdict], progress: Progress
     ) -> None:
-        """Let worker number `place` judge pairs until none is waiting, into `verdicts`."""
+        """Let worker number `place` judge the waiting pairs, and fill `verdicts`."""
         worker = None
         while waiting and (worker := worker or self._proved(place, waiting)):
             try:
@@ -159,7 +173,7 @@ class Verifier:
             worker = None if worker.lost else worker
 
     def _proved(self, place: int, waiting: deque[Pair]) -> _Worker | None:
-        """Return worker number `place`, after it has judged the canaries correctly.
+        """Return worker number `place` once it has judged the canaries correctly.
 
         None if no pair is waiting.
         """
@@ -184,14 +198,14 @@ class Verifier:
 
 
 class _Worker:
-    """A process of `verify_worker.py`, which leads its own session and so sees no Ctrl-C."""
+    """Process of `verify_worker.py`, in a session of its own so that Ctrl-C does not reach it."""
 
     def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
         self.pipe, worker_end = Pipe()
         self.deadline, self.started, self.lost = deadline, False, False
-        own = (worker_end.fileno(), os.getpid(), deadline, memory_bytes, max_tasks)
+        arguments = (worker_end.fileno(), os.getpid(), deadline, memory_bytes, max_tasks)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(SCRIPT), *map(str, own)],
+            [sys.executable, "-P", str(SCRIPT), *map(str, arguments)],
             pass_fds=[worker_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -199,13 +213,14 @@ class _Worker:
             env=judge_environment(os.environ),
             start_new_session=True,
         )
-        worker_end.close()  # so that the pipe ends with the worker
+        # So the pipe ends with the worker.
+        worker_end.close()
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
         """Wait for the imports; return False as soon as nothing is left to judge.
 
         Raises:
-            JudgeError: it does not start.
+            JudgeError: the worker does not start.
         """
         until = time.monotonic() + START_SECONDS
         while not self.started and waiting:
@@ -222,10 +237,10 @@ class _Worker:
         return self.started
 
     def prove(self, canaries: Mapping[Pair, Verdict]) -> bool:
-        """Return True if it judges every canary as it must.
+        """Return True if the worker judges every canary correctly.
 
         Raises:
-            JudgeError: it does not.
+            JudgeError: it judges one wrongly or not in time.
         """
         for pair, expected in canaries.items():
             judged, (gold, answer) = self.ask(pair), pair
@@ -233,15 +248,15 @@ class _Worker:
                 continue
             if judged is Verdict.TIMEOUT:
                 raise JudgeError(
-                    f"the judge of answers is too slow: gold {gold} and answer {answer}, a matter "
-                    "of milliseconds, were not judged within the deadline of "
+                    f"the judge of answers is too slow: gold {gold} and answer {answer}, which "
+                    "take milliseconds, were not judged within the deadline of "
                     f"{self.deadline:g} s: raise dataset.judge_seconds or free the processors of "
                     "this machine"
                 )
             raise JudgeError(
                 f"the judge of answers is broken: gold {gold} and answer {answer} are "
-                f"{expected.value}, judged {judged.value}; see that math-verify, sympy and "
-                "latex2sympy2_extended are of the versions in constraints.txt"
+                f"{expected.value}, judged {judged.value}: install math-verify, sympy and "
+                "latex2sympy2_extended in the versions of constraints.txt"
             )
         return True
 
@@ -258,7 +273,7 @@ class _Worker:
         return Verdict.TIMEOUT
 
     def kill(self) -> None:
-        """Kill its processes; a thread that waits for an answer sees the pipe close."""
+        """Kill the worker's processes; a thread that waits for an answer sees the pipe close."""
         self.lost = True
         kill_group(self.process.pid)
 
@@ -276,7 +291,7 @@ def _end(workers: dict[int, _Worker], process: int) -> None:
 
 
 def judge_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select what a judging process sees of the environment: paths of Python and packages, no keys.
+    """Select the environment of a judging process: paths of Python and packages, but no keys.
 
     >>> judge_environment({"PATH": "/bin", "HF_TOKEN": "x", "PYTHONPATH": "y"})
     {'PATH': '/bin', 'PYTHONPATH': 'y', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

@@ -1,10 +1,10 @@
-r"""The process behind `grpo_ustat.tasks.verifier`: judges pairs of LaTeX texts with math-verify.
+r"""Process behind `grpo_ustat.tasks.verifier`, which judges pairs of LaTeX texts with math-verify.
 
-Started by path, so that neither grpo_ustat nor torch nor the main module of a run is imported. The
-process itself stays clean: a fork of it judges, and if that fork dies of a pair, or has judged
+It is started by path, so that it imports neither grpo_ustat nor torch nor the main module of a run.
+The process itself judges nothing: a fork does, and if that fork dies of a pair, or has judged
 enough, the next fork takes over within milliseconds. The deadline is an alarm of the system, which
-ends a fork whatever it computes, also when nobody is left to ask for the verdict. A fork that
-judges opens no file except the modules that the libraries still import, no socket and no process.
+ends a fork whatever it computes, also if no process is left to ask for the verdict. A fork that
+judges opens no socket, no process and no file except modules that the libraries still import.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ from typing import Any, cast
 READY = "ready"
 STATUS_FILE = "/proc/self/status"
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")  # prefixes of audit events
-PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")  # to see the run alive, and to import
-LOOK_SECONDS = 2.0  # seconds between two looks whether the run that asks still lives
-TRUSTED_MEMORY_SHARE = 0.9  # of the memory limit: what is found this close to it is not trusted
-DIFFERENCE_DIGITS = 1000  # to which a difference is worked out before it counts as none
-NEAR_DIFFERENCE = 1e-9  # that math-verify may take for none
-NEAR_DECIMAL_DIFFERENCE = 1e-5  # the same between decimals
-ROUNDING_TOLERANCE = 1e-3  # relative difference that a rounded decimal may have
-DONE, CRASHED, HANDED_OVER = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
+# Prefixes of audit events.
+REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")
+# The worker sees by them that the run lives, and imports modules.
+PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")
+# Seconds between two checks that the run which asks still lives.
+LOOK_SECONDS = 2.0
+# Share of the memory limit above which a verdict of "wrong" is not trusted.
+TRUSTED_MEMORY_SHARE = 0.9
+# Digits to which a difference is computed before it counts as 0.
+DIFFERENCE_DIGITS = 1000
+# Differences that math-verify may take for 0.
+NEAR_DIFFERENCE = 1e-9
+# The same between decimals.
+NEAR_DECIMAL_DIFFERENCE = 1e-5
+# Relative difference that a rounded decimal may have.
+ROUNDING_TOLERANCE = 1e-3
+# Exit codes of a fork; after the last one, the next fork takes over.
+DONE, CRASHED, HANDED_OVER = 0, 1, 3
 WARM_UP_PAIRS = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
     ("[0,1)", r"(0,\infty)"), (r"\{1,2\}", r"2,1"), ("y=2x+1", "2x+1=y"), ("x<3", "3>x"),
@@ -46,21 +55,25 @@ Judge = Callable[[str, str], bool]
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
     """Judge the pairs that arrive on the pipe until the run closes it or is gone."""
-    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):  # stop requests, which only the run answers
+    # Requests to stop, which only the run answers.
+    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    # The alarm ends the process.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     pipe = Connection(handle)
     try:
         judge = _judge()
-        for gold, answer in WARM_UP_PAIRS:  # builds the parser's tables, which forks share
+        # This builds the parser's tables, which forks share.
+        for gold, answer in WARM_UP_PAIRS:
             judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
     except Exception as error:
         return _say(pipe, f"{type(error).__name__}: {' '.join(str(error).split())}")
     memory_bytes = _limited(resource.RLIMIT_AS, memory_bytes)
     _limited(resource.RLIMIT_CORE, 0)
     _say(pipe, READY)
-    busy = mmap.mmap(-1, 1)  # shared with the forks: whether a pair awaits its verdict
+    # Shared with the forks: 1 while a pair awaits its verdict.
+    busy = mmap.mmap(-1, 1)
     ended = HANDED_OVER
     while ended == HANDED_OVER or busy[0]:
         if busy[0]:
@@ -70,7 +83,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
 
 
 def _limited(what: int, most: int) -> int:
-    """Set this process's limit on a resource to `most`, or to the present one if that is lower.
+    """Set this process's limit on a resource to `most`, or to the hard limit if that is lower.
 
     Return the limit. On systems without that limit nothing is set.
     """
@@ -113,7 +126,8 @@ def _serve(
             while not pipe.poll(LOOK_SECONDS):
                 os.kill(run, 0)
             gold, answer = json.loads(pipe.recv_bytes())
-        except (EOFError, ProcessLookupError):  # the run has closed the pipe or is gone
+        except (EOFError, ProcessLookupError):
+            # The run has closed the pipe or is gone.
             return DONE
         busy[0] = 1
         signal.setitimer(signal.ITIMER_REAL, deadline)
@@ -160,17 +174,19 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
     except Exception:
         return "failure"
     if not right and _peak_bytes() > TRUSTED_MEMORY_SHARE * memory_bytes:
-        return "failure"  # the libraries swallow a MemoryError here and there
+        # The libraries swallow a MemoryError in some places.
+        return "failure"
     return "right" if right else "wrong"
 
 
 def _peak_bytes() -> int:
-    """Return the largest address space that this process has had, bytes.
+    """Return the largest address space of this process so far, bytes.
 
-    If the system does not tell, it is the process's largest memory.
+    Systems that do not report it give the largest resident memory.
     """
     if not os.path.exists(STATUS_FILE):
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
+        # Unit of ru_maxrss in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open(STATUS_FILE) as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))
@@ -179,8 +195,8 @@ def _peak_bytes() -> int:
 def _judge() -> Judge:
     """Return `judge(gold, answer)` by math-verify, with its own time limits off.
 
-    Only LaTeX is read: plain expressions would go through sympy's `parse_expr`. No unit is taken
-    off: math-verify would take the last letter of `3t` for one.
+    Only LaTeX is read, because plain expressions would go through sympy's `parse_expr`. No unit is
+    removed, because math-verify would take the last letter of `3t` for a unit.
     """
     logging.disable(logging.CRITICAL)
     from latex2sympy2_extended import NormalizationConfig
@@ -192,7 +208,7 @@ def _judge() -> Judge:
 
     def read(text: str) -> list:
         """Parse a text with math-verify."""
-        # parsing_timeout=None is math-verify's own way to set no alarm, which its type leaves out
+        # parsing_timeout=None sets no alarm, which math-verify's type does not list.
         options: dict[str, Any] = {"parsing_timeout": None, "raise_on_error": True}
         return parse(text, config, "no_fallback", **options)
 
@@ -216,24 +232,24 @@ def _judge() -> Judge:
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
     """Return gold and answer with one symbol for each letter.
 
-    math-verify gives one letter a real symbol and another. The letter i becomes the imaginary unit
-    if that makes the gold complex.
+    Math-verify may give the same letter a real symbol and a general one. The letter i becomes the
+    imaginary unit if that makes the gold complex.
     """
     import sympy
 
     letters = getattr(gold, "free_symbols", set()) | getattr(answer, "free_symbols", set())
     names = [letter.name for letter in letters]
-    one = {x: sympy.Symbol(x.name) for x in letters if names.count(x.name) > 1}
+    replacements = {x: sympy.Symbol(x.name) for x in letters if names.count(x.name) > 1}
     unit = {letter: sympy.I for letter in letters if letter.name == "i"}
     if unit and _is_complex(gold, unit):
-        one |= unit
-    return (gold.subs(one), answer.subs(one)) if one else (gold, answer)
+        replacements |= unit
+    return (gold.subs(replacements), answer.subs(replacements)) if replacements else (gold, answer)
 
 
 def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
-    """Return True if a value or an entry of it is not real with the imaginary unit for a letter.
+    """Return True if a value, or an entry of it, is not real once a letter is the imaginary unit.
 
-    It has no power of the letter and no sum, as it would if the letter is a variable or an index.
+    False if it has a power of the letter or a sum, where the letter is a variable or an index.
     """
     import sympy
 
@@ -250,7 +266,7 @@ def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
 def _differ(gold: Any, answer: Any) -> bool:
     """Return True if values that math-verify takes for equal certainly differ.
 
-    math-verify cuts off what is below 2^-54, and rounds a decimal to six digits behind the point.
+    Math-verify ignores differences below 2^-54, and rounds a decimal to six digits after the point.
     """
     import sympy
 
@@ -260,7 +276,9 @@ def _differ(gold: Any, answer: Any) -> bool:
             golds, answers = _entries(gold), _entries(answer)
             if kind not in unordered:
                 return any(map(_differ, golds, answers))
-            pairs = [[(one, other) for other in answers] for one in golds]
+            pairs = [
+                [(gold_entry, answer_entry) for answer_entry in answers] for gold_entry in golds
+            ]
             return any(
                 any(_differ(*pair) for pair in of_one) and all(_distance(*pair) for pair in of_one)
                 for of_one in pairs
@@ -277,7 +295,7 @@ def _differ(gold: Any, answer: Any) -> bool:
 def _distance(gold: Any, answer: Any) -> Any:
     """Return the distance of two values at one point of their letters.
 
-    It is 0 if no difference is seen, and None for values without a distance.
+    0 if no difference is seen; None for values without a distance.
     """
     import sympy
 
@@ -300,7 +318,7 @@ def _at_a_point(*values: Any) -> list[Any]:
     import sympy
 
     def value(x: Any) -> Any:
-        """Return the expression for an equation or a relation; another one as it is."""
+        """Return the expression of an equation or a relation; other values unchanged."""
         if isinstance(x, sympy.Eq | sympy.Ne):
             left, right = cast(Any, x.lhs), cast(Any, x.rhs)
             if left.is_Symbol or right.is_Symbol:

@@ -1,4 +1,4 @@
-"""Data as text on a terminal: none of it is markup, and no control character acts."""
+"""Data as text on a terminal, without markup and without effects of control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.terminal.streams import visible
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return a text that is not longer than `most` characters; of a longer one both ends.
+    """Return a text of at most `most` characters; a longer one keeps both ends.
 
     >>> excerpt("a name", 9), excerpt("a very long name", 9)
     ('a name', 'a ve…name')
@@ -39,10 +39,7 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 class Console(rich.console.Console):
-    """Rich's console, in which a text is a text.
-
-    Styles come from `style=` and `rich.text.Text` alone.
-    """
+    """Rich's console without markup; styles come only from `style=` and `rich.text.Text`."""
 
     def __init__(self, **options: Any):
         settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
@@ -58,4 +55,5 @@ def warn(text: str) -> None:
     console = Console(stderr=True, soft_wrap=True)
     with console.capture() as capture:
         console.print(f"warning: {text}", style="bold red")
-    print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round
+    # A second console would not write above the bars.
+    print(capture.get(), end="", file=sys.stderr)

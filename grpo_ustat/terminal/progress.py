@@ -22,7 +22,7 @@ REPORT_SECONDS = 0.25
 
 # Least time, and least share of the work, between two lines without a terminal.
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1
-# Columns below which bars and rates are left out.
+# Columns below which bars and rates are not drawn.
 NARROW_COLUMNS = 60
 # Times a second at which bars are drawn again.
 REFRESHES_PER_SECOND = 2
@@ -38,13 +38,13 @@ class Activity:
 
     # Such as `writing`.
     name: str
-    # Completions.
+    # Completions done.
     completed: int
-    # Completions; 0: unknown.
+    # Completions in all; 0: unknown.
     total: int
-    # Written so far, 0 if they are not counted.
+    # Tokens written so far, 0 if they are not counted.
     tokens: int
-    # Since it began.
+    # Seconds since it began.
     seconds: float
 
 
@@ -61,7 +61,7 @@ _listener: Listener | None = None
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Call a listener with each report of this process in the block; None: nobody listens."""
+    """Call a listener with each report of this process in the block; None: reports are dropped."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -71,7 +71,7 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 class Progress:
-    """Reporter of an activity's progress, from now on, at most every quarter of a second.
+    """Reporter of an activity's progress, at most every quarter of a second.
 
     Args:
         name, total: see `Activity`.
@@ -84,7 +84,7 @@ class Progress:
         self.add()
 
     def add(self, completed: int = 0, tokens: int = 0) -> None:
-        """Add so many completions and tokens."""
+        """Add completions and tokens to the counts."""
         self.completed += completed
         self.tokens += tokens
         if _listener is None:
@@ -99,9 +99,9 @@ class Progress:
 class Meter:
     """Display of a piece of work's progress, with rates and the time left.
 
-    On a terminal it is a bar, and below it one of the activity at hand. Elsewhere it is a line once
-    30 s have passed, then every 10 % but not more often than every 30 s, and one at the end; of
-    activities only before the first unit is done, when nothing else shows that work goes on.
+    On a terminal it is a bar, with a second bar for the current activity. Elsewhere it is a line
+    once 30 s have passed, then every 10 % but not more often than every 30 s, and one at the end.
+    Activities get lines only before the first unit is done, when no other line shows progress.
 
     Args:
         total, completed: of units, at the end and at the start.
@@ -147,7 +147,7 @@ class Meter:
     def update(self, completed: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
         """Set the number of units done, their tokens, a note, and rates.
 
-        Rates are given if they are known better than from the time since the start.
+        Without rates they are computed from the time since the start.
         """
         self.completed, self.tokens, self.note, self.rates = completed, tokens, note, rates
         if self._live:
@@ -178,13 +178,20 @@ class Meter:
             return "", 0, 0, ""
         name = max(self._reports.values(), key=lambda report: report[0])[1].name
         same = [activity for activity in recent if activity.name == name]
-        completed, total = sum(one.completed for one in same), sum(one.total for one in same)
-        if completed == total > 0:  # something else goes on that does not report
+        completed, total = (
+            sum(activity.completed for activity in same),
+            sum(activity.total for activity in same),
+        )
+        if completed == total > 0:
+            # Another activity goes on that does not report.
             return "", 0, 0, ""
         if not total:
             return name, 0, 0, ""
         rates = [
-            rate(sum(getattr(one, field) / max(one.seconds, 1e-9) for one in same), unit)
+            rate(
+                sum(getattr(activity, field) / max(activity.seconds, 1e-9) for activity in same),
+                unit,
+            )
             for field, unit in (("completed", ""), ("tokens", " tokens"))
         ]
         return name, completed, total, join_texts(f"{completed:,}/{total:,} completions", *rates)
@@ -203,7 +210,7 @@ class Meter:
         return join_texts(f"{self.completed:,}/{self.total:,}", self._time())
 
     def _time(self) -> str:
-        """Return the time that it took, or the time that is left by the present rate."""
+        """Return the time taken, or the time left at the present rate."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         if self._ended:
             return f"in {clock_text(seconds)}"
@@ -212,7 +219,7 @@ class Meter:
         return f"{clock_text(seconds / units * (self.total - self.completed))} left"
 
     def print(self, line: str, **options: Any) -> None:
-        """Print a line of its own, above the bars."""
+        """Print a separate line, above the bars."""
         if self._visible:
             self._console.print(line, **options)
 
@@ -224,7 +231,7 @@ class Meter:
             self.print(line)
 
     def _bars(self) -> rich.progress.Progress:
-        """Make rich's bar of the work, and a line for what goes on beside it."""
+        """Make rich's bar of the work and a line for the current activity."""
         wide = self._console.width >= NARROW_COLUMNS
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
@@ -233,7 +240,8 @@ class Meter:
             *columns,
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
-            redirect_stdout=sys.stdout.isatty(),  # else results would go to standard error
+            # Without it results would go to standard error.
+            redirect_stdout=sys.stdout.isatty(),
         )
         self._task = bars.add_task(
             f"{self.title:<{TITLE_CHARACTERS + 2}}", total=self.total, completed=self.completed
@@ -246,7 +254,8 @@ class Meter:
 def waiting(text: str, visible: bool = True) -> Iterator[None]:
     """Show a line while something loads.
 
-    On a terminal it moves and goes away; elsewhere a line is printed afterwards if it took long.
+    On a terminal it is a spinner that disappears; elsewhere a line is printed afterwards if it took
+    `LINE_SECONDS` or more.
     """
     console, start = Console(stderr=True), time.monotonic()
     if visible and console.is_terminal and not console.is_dumb_terminal:
@@ -266,7 +275,7 @@ def waiting(text: str, visible: bool = True) -> Iterator[None]:
 
 
 class _Figures(ProgressColumn):
-    """The text beside a meter's bar, at the time of each refresh."""
+    """Text beside a meter's bar, computed at each refresh."""
 
     def __init__(self, meter: Meter, wide: bool):
         super().__init__()
@@ -286,7 +295,7 @@ def join_texts(*texts: str) -> str:
 
 
 def rate(number: float, unit: str) -> str:
-    """Write units a second; nothing if there are none.
+    """Format units a second; empty if there are none.
 
     >>> rate(1234.5, " tokens"), rate(2.25, ""), rate(0.004, ""), rate(0, "")
     ('1,234 tokens/s', '2.2/s', '0.004/s', '')
@@ -298,7 +307,7 @@ def rate(number: float, unit: str) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Write hours, minutes and seconds.
+    """Format seconds as hours, minutes and seconds.
 
     >>> clock_text(3723.4), clock_text(59.6)
     ('1:02:03', '1:00')
@@ -309,7 +318,7 @@ def clock_text(seconds: float) -> str:
 
 
 def monitor_text(row: dict[str, Any]) -> str:
-    """Write a metrics row's best group size with its interval and gradient error, if it has them.
+    """Format a metrics row's best group size with interval and gradient error, if it has them.
 
     >>> row = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
     >>> monitor_text(row | {"monitor/mse": 2.345})
@@ -329,17 +338,18 @@ def monitor_text(row: dict[str, Any]) -> str:
 
 
 class TrainingBar:
-    """Steps done, rates and mean reward of the last one, time left; a line for each evaluation.
+    """Display of steps, rates, the last mean reward and the time left; a line per evaluation.
 
     Args:
         max_steps: the last step of training.
-        completed: steps before.
+        completed: steps done before this launch.
         visible: False on ranks other than 0.
     """
 
     def __init__(self, max_steps: int, completed: int, visible: bool):
         self.meter = Meter("train", max_steps, "steps", completed=completed, visible=visible)
-        self._monitor = ""  # of the latest step that has one
+        # The monitor's text of the latest step that has one.
+        self._monitor = ""
 
     def __enter__(self) -> TrainingBar:
         self.meter.__enter__()
@@ -349,7 +359,7 @@ class TrainingBar:
         self.meter.__exit__(*failure)
 
     def step(self, row: dict[str, Any], completions: int) -> None:
-        """Count one step more, from its metrics row and its number of completions."""
+        """Count a step, given its metrics row and its number of completions."""
         seconds = row["step_time"]
         rates = join_texts(
             f"{seconds:.3g} s/step",

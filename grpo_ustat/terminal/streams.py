@@ -1,6 +1,6 @@
-"""Standard output and error whose failures end nothing, and texts as they may be written there.
+"""Standard output and error whose failures do not end a run, and texts that are safe to print.
 
-Nothing here imports more than Python's own modules.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-# Control characters, characters that turn the direction of the text, half letters.
+# Control characters, characters that change the direction of the text, and surrogates.
 INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
@@ -93,10 +93,10 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let the block go on if nobody reads its output any more, as after `| head -1`.
+    """Continue the block if its output is no longer read, as after `| head -1`.
 
     A run's results are its files. Closed standard streams lead to the null device, so that no file
-    that is opened later gets their number.
+    opened later gets their number.
 
     Raises:
         SystemExit: at the end, if all went well but a disk did not take all of standard output.
@@ -104,7 +104,8 @@ def lasting_output() -> Iterator[None]:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file that is opened has the lowest free number
+        except OSError:
+            # It is closed, and the next file that is opened would get the lowest free number.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     before = sys.stdout, sys.stderr
     output, errors = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
@@ -116,7 +117,8 @@ def lasting_output() -> Iterator[None]:
             raise
     finally:
         for stream in (output, errors):
-            with suppress(ValueError):  # closed meanwhile
+            # The stream may be closed meanwhile.
+            with suppress(ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
     refusal = getattr(_file_of(output), "refusal", None)
@@ -152,7 +154,7 @@ def _file_of(stream: Any) -> Any:
 
 
 def percentage(share: float, digits: int = 0) -> str:
-    """Write a share as all texts do.
+    """Format a share in percent.
 
     >>> percentage(0.171), percentage(0.1714, 1)
     ('17 %', '17.1 %')
@@ -161,11 +163,11 @@ def percentage(share: float, digits: int = 0) -> str:
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
-    """Write G* with its interval; None without even a lower end above 2, the smallest group.
+    """Format G* with its interval; None if the lower end is not above 2, the smallest group.
 
     Args:
-        best: estimate, null or NaN if there is none.
-        low, high: its interval; a null or infinite `high` has no end.
+        best: estimate; None or NaN if there is none.
+        low, high: its interval; None or infinity: no upper end.
 
     >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
     ('4.2 [3.0, 9.0]', 'at least 3.0', None)

@@ -1,6 +1,6 @@
-"""Alarms: one clear line for each well-known failure of a run, with a remedy.
+"""Alarms: a line with meaning and remedy for each well-known failure of a run.
 
-An alarm goes off if a condition on a step's metrics row has held for some steps in a row. It is
+An alarm is raised if a condition on the metrics row has held for some consecutive steps. It is
 printed once a run; result.json counts the steps at which it held.
 """
 
@@ -15,9 +15,12 @@ from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.terminal.streams import percentage
 
-MAJORITY = 0.5  # above it a share is most of them
-MAX_UNJUDGED = 0.01  # share of a step's completions; above it rewards are no longer what they say
-MAX_LOGPROB_GAP = {  # mean nats a token between sampler and trainer, by the type computed in
+# A larger share is most of the completions.
+MAJORITY = 0.5
+# Share of a step's completions above which rewards no longer mean what they say.
+MAX_UNJUDGED = 0.01
+# Mean nats a token between sampler and trainer, by the type of the computation.
+MAX_LOGPROB_GAP = {
     "float64": 1e-8,
     "float32": 1e-3,
     "bfloat16": 1e-1,
@@ -29,9 +32,9 @@ Row = dict[str, Any]
 class Alarm:
     """A failure that a step's metrics row shows."""
 
-    # Number of steps in a row for which the condition holds, until the alarm is printed.
+    # Number of consecutive steps with the condition until the alarm is printed.
     steps: int
-    # The condition, on a step's row.
+    # The condition on a step's row.
     holds: Callable[[TrainConfig, Row], bool]
     # The meaning and the remedy.
     text: Callable[[TrainConfig, Row], str]
@@ -44,7 +47,7 @@ def check_alarms(
 
     Args:
         row: the step's metrics.
-        streaks: steps in a row for which each condition has held; updated.
+        streaks: consecutive steps at which each condition has held; updated.
         alarms: steps at which each alarm has held; updated.
     """
     lines = []
@@ -84,7 +87,7 @@ ALARMS = {
         lambda config, row: row["completions/extraction_failure_ratio"] > MAJORITY,
         lambda config, row: (
             f"no answer was found in {percentage(row['completions/extraction_failure_ratio'])} of "
-            "the completions, which earn nothing whatever they say: read some in "
+            "the completions, which earn nothing: read some in "
             "completions.parquet, and ask for the expected format in prompt.template"
         ),
     ),
@@ -130,7 +133,8 @@ ALARMS = {
         ),
     ),
     "zero_learning_rate": Alarm(
-        2,  # a warm-up may begin at 0
+        # A warm-up may begin at 0.
+        2,
         lambda config, row: row["learning_rate"] == 0,
         lambda config, row: (
             "the learning rate was 0 in 2 steps, which change nothing: check schedule="

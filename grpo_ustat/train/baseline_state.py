@@ -1,9 +1,9 @@
 """State that baselines carry from batch to batch.
 
 In every step `context` comes before the batch's advantages and `update` after them, both under the
-policy that sampled the batch. So the context holds nothing of the current batch: a baseline that
-reads only the context is unbiased given the past. All ranks add the whole batch and hold the same
-state.
+policy that sampled the batch. So the context does not depend on the current batch, and a baseline
+that reads only the context is unbiased given the past. All ranks add the batch of all ranks and
+hold the same state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_ustat.train.update import token_logprobs
 
 
 class RunningMean(BaselineState):
-    """The moving average of rewards; it starts at 0, so the first step has no baseline."""
+    """Moving average of rewards, which starts at 0, so that the first step has no baseline."""
 
     def __init__(self, decay: float):
         self.decay, self.running = decay, 0.0
@@ -57,10 +57,7 @@ class RunningMean(BaselineState):
 
 
 class RewardHistory(BaselineState):
-    """History of rewards since the first step, behind EBPO's shrinkage.
-
-    It has the moments of all rewards and of all group means.
-    """
+    """Moments of all rewards and of all group means since the first step, for EBPO's shrinkage."""
 
     def __init__(self):
         self.history_23 = np.zeros((2, 3))
@@ -85,11 +82,12 @@ class RewardHistory(BaselineState):
 
 
 class Tracker(BaselineState):
-    """SPO's tracker (Xu and Ding 2025): a Beta(alpha, beta) for each prompt.
+    """SPO's tracker (Xu and Ding 2025): a Beta(alpha, beta) distribution for each prompt.
 
-    A prompt's first visit starts from `budget.value_completions` completions outside the batch.
-    Each visit discounts the past by rho, from the mean absolute change of the token
-    log-probabilities of the last visit's first completion, and adds the group's rewards.
+    At a prompt's first visit the counts come from `budget.value_completions` completions outside
+    the batch. Each visit multiplies the past counts by rho and adds the group's rewards. Rho
+    depends on the mean absolute change of the token log-probabilities of the first completion of
+    the last visit.
     """
 
     def __init__(self, rho_min: float, rho_max: float, half_distance: float):
@@ -102,10 +100,7 @@ class Tracker(BaselineState):
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return each prompt's expected reward and the cost of first visits.
-
-        The expected reward is alpha / (alpha + beta).
-        """
+        """Return the expected rewards, alpha / (alpha + beta), and the cost of first visits."""
         unseen = [prompt for prompt in batch.own_rollouts.prompts if prompt.id not in self.counts]
         rollouts, cost = sample_extra(run, unseen, run.config.budget.value_completions, step)
         first_counts = {}
@@ -133,9 +128,9 @@ class Tracker(BaselineState):
             self.counts[prompt.id] = (rho * alpha + successes, rho * beta + size - successes)
 
     def distances(self, run: TrainContext, rollouts: Rollouts) -> dict[str, float]:
-        """Return D of this rank's prompts, in nats per token.
+        """Return the policy's change D on the stored completion of each of this rank's prompts.
 
-        D is the policy's change on each prompt's stored completion; 0 at a first visit.
+        D is in nats per token; 0 at a first visit.
         """
         result = {prompt.id: 0.0 for prompt in rollouts.prompts}
         visited = [p for p, prompt in enumerate(rollouts.prompts) if prompt.id in self.completions]
@@ -168,17 +163,18 @@ class Tracker(BaselineState):
 
 
 class Critic(BaselineState):
-    """A linear value head on the policy's last hidden state at the prompt's last token.
+    """Linear value head on the policy's last hidden state at the prompt's last token.
 
-    Least squares with a ridge on the mean rewards of past batches, batch k steps ago at weight
-    decay^k; 0 for every prompt before the first batch. Hidden states are those of the policy at
-    their time.
+    It is fitted by ridge least squares to the mean rewards of past batches, the batch of k steps
+    ago at weight decay^k. Before the first batch it predicts 0. Hidden states come from the policy
+    of their step.
     """
 
     def __init__(self, decay: float, ridge: float):
         self.decay, self.ridge = decay, ridge
         self.gram, self.moment = np.zeros((0, 0)), np.zeros(0)
-        self.features_PD = np.zeros((0, 0))  # of the batch at hand
+        # Features of the current batch.
+        self.features_PD = np.zeros((0, 0))
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
@@ -209,7 +205,7 @@ class Critic(BaselineState):
 
 
 def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
-    """Make the state that a baseline carries; most carry none."""
+    """Make the state of a baseline; most baselines have none."""
     options = dict(baseline.options)
     options.pop("epsilon", None)
     kinds = {
@@ -222,7 +218,7 @@ def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
 
 
 def merge_ranks(own_entries: dict[str, Any]) -> dict[str, Any]:
-    """Return all ranks' entries in one dictionary."""
+    """Merge the entries of all ranks into a dictionary."""
     return {name: value for share in gather_object([own_entries]) for name, value in share.items()}
 
 

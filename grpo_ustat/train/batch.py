@@ -17,9 +17,9 @@ from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
 
 
 def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
-    """Return one entry per prompt, in the order of the step's prompts.
+    """Return an entry for each of the step's prompts, in their order, on every rank.
 
-    Rank r of w holds the entries of `prompts[r::w]`. The list is the same on every rank.
+    Rank r of w passes the entries of `prompts[r::w]`.
     """
     shares = gather_object([list(own_rows)])
     rows: list[Any] = [None] * sum(map(len, shares))
@@ -33,8 +33,8 @@ def sample_batch(
 ) -> Batch:
     """Sample `count` completions of each prompt, and reward them.
 
-    Each rank samples its own prompts (there may be none); rewards and lengths of all ranks are
-    gathered.
+    Each rank samples its share of the prompts, which may be empty; rewards and lengths of all ranks
+    are gathered.
     """
     own_prompts = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
     rollouts, rows = None, []
@@ -53,7 +53,7 @@ def sample_extra(
 ) -> tuple[Rollouts | None, SamplingCost]:
     """Sample completions outside the batch for this rank's prompts; return them and their cost.
 
-    The completions are None without prompts. The cost is that of all ranks.
+    Without prompts the completions are None. The cost is the sum over ranks.
     """
     rollouts, cost = None, (0, 0)
     if prompts:
@@ -69,7 +69,7 @@ def sample_extra(
 def baseline_context(
     run: TrainContext, batch: Batch, step: int
 ) -> tuple[BaselineContext, SamplingCost]:
-    """Return the configured baseline's inputs for all P prompts besides rewards, and their cost."""
+    """Return the inputs of the baseline besides rewards, for all P prompts, and their cost."""
     needs = BASELINES[run.config.baseline.name].needs
     fields, cost = run.baseline_state.context(run, batch, step)
     if "lengths_PG" in needs:
@@ -83,7 +83,8 @@ def baseline_context(
             continue
         greedy = name == "greedy_P"
         rollouts, cost = sample_extra(run, prompts, 1 if greedy else count, step, greedy=greedy)
-        assert rollouts is not None  # every rank has a prompt of each step
+        # Every rank has a prompt of each step.
+        assert rollouts is not None
         if name == "optimal_P":
             own_P = optimal_baseline(run, rollouts)
         else:
@@ -98,7 +99,7 @@ def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
 
     def squared_norms() -> np.ndarray:
-        """Compute q [N] in parts that fit the token budget."""
+        """Compute q, [N], in parts within the token budget."""
         size = max(1, run.token_budget.tokens // longest)
         parts = np.split(np.arange(count), range(size, count, size))
         scores = (

@@ -1,7 +1,7 @@
-"""Checkpoints: the model as save_pretrained writes it, and all other state of a run.
+"""Checkpoints: the model in the format of save_pretrained, and all other state of a run.
 
-No random state is stored: every draw is keyed by the step. Files are safetensors, JSON and npz
-without pickle, so loading one runs no code of it.
+No random state is stored, because every draw is keyed by the step. Files are safetensors, JSON and
+npz without pickle, so loading a checkpoint runs no code from it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 
 
 def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
-    """Write `checkpoint-<step>/`, after the rows up to it; return True if the disk took it.
+    """Write the rows so far and `checkpoint-<step>/`; return True if the disk accepted it.
 
-    A disk that refuses it stops nothing: it is counted, with a warning, and the checkpoint before
-    stays.
+    A failed write is counted, with a warning; the run goes on, and the checkpoint before stays.
 
     Raises:
         FloatingPointError: see `check_finite`.
@@ -79,9 +78,9 @@ def write_checkpoint(
 ) -> Path:
     """Publish `checkpoint-<step>/`.
 
-    It holds model, tokenizer, `moments` (see `fsdp2`), state, the baseline's state, and further
-    texts by file name. With adapters the model part is PEFT's: only the adapters, which name their
-    base model.
+    It contains model, tokenizer, `moments` (see `fsdp2`), state, the baseline's state, and further
+    texts by file name. With adapters the model part is in PEFT's format: only the adapters, which
+    name their base model.
 
     Raises:
         FloatingPointError: see `check_finite`; nothing is published.
@@ -89,7 +88,7 @@ def write_checkpoint(
     check_finite(policy, moments)
 
     def write_files(staging: Path) -> None:
-        """Write every file of the checkpoint into the folder that `publish` then renames."""
+        """Write all files of the checkpoint into the staging folder."""
         policy.model.save_pretrained(staging)
         save_tokenizer(policy.tokenizer, staging)
         save_file(moments, staging / OPTIMIZER_FILE)
@@ -97,14 +96,15 @@ def write_checkpoint(
         (staging / STATE_FILE).write_text(json.dumps(state | {"step": step}))
         for name, text in (texts or {}).items():
             (staging / name).write_text(text)
-        for file in filter(Path.is_file, staging.rglob("*")):  # safetensors writes 0600
+        # Safetensors writes files with mode 0600.
+        for file in filter(Path.is_file, staging.rglob("*")):
             file.chmod((staging / STATE_FILE).stat().st_mode)
 
     return publish(folder, step, write_files)
 
 
 def drop_old(run: TrainContext, step: int) -> None:
-    """Remove checkpoints beyond `save_total_limit`, also those that a killed run left behind."""
+    """Remove checkpoints beyond `save_total_limit`, also those of a killed launch."""
     path, limit = run.folder.path, run.config.save_total_limit
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
@@ -113,23 +113,20 @@ def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None)
     """Refuse weights, and state of an optimizer, that are not finite.
 
     Raises:
-        FloatingPointError: naming the first such tensor.
+        FloatingPointError: the message names the first such tensor.
     """
     tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
     tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
     for name, value in tensors.items():
-        ends = value.aminmax() if value.numel() else ()  # not a number stays one
+        # `aminmax` keeps a value that is not a number.
+        ends = value.aminmax() if value.numel() else ()
         if not all(map(torch.isfinite, ends)):
             raise FloatingPointError(f"{name} is not finite: lower learning_rate")
 
 
 @contextmanager
 def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
-    """Report a number that is not finite with the run folder and the step.
-
-    Raises:
-        FloatingPointError: with that line.
-    """
+    """Add the run folder and the step to the message of a FloatingPointError in the block."""
     try:
         yield
     except FloatingPointError as error:
@@ -137,7 +134,7 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Continue from the newest complete checkpoint; without any, start."""
+    """Restore the newest complete checkpoint; without a checkpoint, return the start."""
     checkpoint = main_only(newest_whole, run.folder.path)
     if checkpoint is None:
         return TrainProgress()
@@ -157,7 +154,8 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
     _load_weights(checkpoint, policy.model)
     entries = load_file(checkpoint / OPTIMIZER_FILE)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    moments = {key: value for key, value in entries.items() if value.ndim}  # others count updates
+    # Entries without dimensions count updates.
+    moments = {key: value for key, value in entries.items() if value.ndim}
     _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
     fields: dict[str, set[str]] = {}
     for name, _, moment in (key.rpartition("/") for key in entries):
@@ -180,7 +178,7 @@ def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:
-    """Restore a model, or its adapters, in place, after a check of every tensor."""
+    """Restore a model, or its adapters, in place, after a check of each tensor."""
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -188,7 +186,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
         _check_fit(checkpoint, adapters, get_peft_model_state_dict(model))
         set_peft_model_state_dict(model, adapters)
         return
-    # The class's own loading undoes what its save_pretrained does to names.
+    # The loading of the class reverses the changes of names by its save_pretrained.
     options = dict(dtype="auto", use_safetensors=True, ignore_mismatched_sizes=True)
     loaded, info = type(model).from_pretrained(checkpoint, output_loading_info=True, **options)
     differences = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
@@ -202,7 +200,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
 
 
 def _check_fit(checkpoint: Path, tensors: dict[str, Any], model_tensors: dict[str, Any]) -> None:
-    """Refuse tensors whose names, shapes or types are not the model's."""
+    """Refuse tensors whose names, shapes or types differ from the model's."""
 
     def description(tensor: torch.Tensor | None) -> str:
         return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Objects of a training run, the completions of one step, and the progress of the run."""
+"""Objects of a training run, completions of a step, and progress of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Batch:
     prompts: list[Prompt]
     # This rank's completions, of `prompts[rank::world]`; None if the rank has none.
     rollouts: Rollouts | None
-    # By every reward function, of all prompts, the same on every rank; likewise the next three.
+    # This and the next three are of all prompts, the same on every rank. Rewards by each function.
     rewards_PGF: np.ndarray
     lengths_PG: np.ndarray
     ended_PG: np.ndarray
@@ -40,26 +40,26 @@ class Batch:
 
     @property
     def rewards_PG(self) -> np.ndarray:
-        """The weighted sum of the functions' rewards, used by baselines and metrics."""
+        """Weighted sum of the functions' rewards, for baselines and metrics."""
         return weighted_sum(self.rewards_PGF, self.reward_weights_F)
 
     @property
     def own_rollouts(self) -> Rollouts:
-        """Completions of this rank in a training step, in which every rank has some."""
+        """Completions of this rank in a training step, which are never empty there."""
         assert self.rollouts is not None
         return self.rollouts
 
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """Completions that a baseline sampled beside the step's own, over all ranks."""
+    """Number of further completions that a baseline sampled, and their tokens, over all ranks."""
 
     rollouts: int = 0
     tokens: int = 0
 
 
 class BaselineState:
-    """State that a baseline carries from batch to batch; for most baselines this class: none."""
+    """State of a baseline from batch to batch; this class, for most baselines, has none."""
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
@@ -68,7 +68,7 @@ class BaselineState:
         return {}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """Add the batch, once its advantages are known."""
+        """Add the batch, after its advantages were computed."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the whole state as arrays, for a checkpoint."""
@@ -80,19 +80,19 @@ class BaselineState:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """All objects of a training run; every step of the loop reads them from here."""
+    """All objects of a training run."""
 
     config: TrainConfig
     folder: RunFolder
     accelerator: Accelerator
-    # Whole on every rank; under FSDP2 it is read and never trained.
+    # Full copy on every rank; under FSDP2 it is only read, not trained.
     policy: Policy
     # The policy that FSDP2 trains, in shards; None without FSDP2.
     sharded_policy: Policy | None
-    # Samples completions; `refresh` it after every change of the policy's weights.
+    # Samples completions; call `refresh` after every change of the policy's weights.
     engine: Engine
-    # A frozen copy of the policy before training; None without a penalty or with adapters, which
-    # are switched off instead.
+    # Frozen copy of the policy before training; None without a penalty, or with adapters, which can
+    # be switched off instead.
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -104,12 +104,12 @@ class TrainContext:
     token_budget: TokenBudget
     # True if updates read a prompt once for its group.
     share_prompts: bool
-    # True if updates read other rows padded at the end and without a mask.
+    # True if updates that do not share prompts read rows padded at the end, without a mask.
     contiguous: bool
 
     @property
     def trained_policy(self) -> Policy:
-        """The policy whose parameters the optimizer moves."""
+        """Policy with the parameters of the optimizer: in shards under FSDP2."""
         return self.policy if self.sharded_policy is None else self.sharded_policy
 
     def own_rows(self, values_P: np.ndarray) -> np.ndarray:
@@ -129,21 +129,21 @@ class TrainContext:
 class TrainProgress:
     """Progress of a run; stored in each checkpoint."""
 
-    # Updates of the policy.
+    # Steps done.
     step: int = 0
     # Completions of the steps.
     rollouts: int = 0
-    # Completions that the baseline sampled beside them.
+    # Further completions that the baseline sampled.
     value_rollouts: int = 0
     # Tokens of all completions.
     tokens: int = 0
-    # As TRL counts, prompts included.
+    # Tokens as TRL counts them, prompts included.
     num_tokens: int = 0
     # Time spent in steps.
     seconds: float = 0.0
     # Time that the latest checkpoint took to write.
     seconds_save: float = 0.0
-    # Checkpoints that the disk refused.
+    # Checkpoints that could not be written.
     failed_saves: int = 0
     # Share of the last step's completions that were cut.
     clipped_ratio: float = 0.0

@@ -1,4 +1,4 @@
-"""Held-out accuracy and pass@k of the test questions; the mean of rewards other than 0 and 1."""
+"""Held-out accuracy and pass@k of test questions, or mean reward if rewards are not all 0 or 1."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from grpo_ustat.train.context import Batch, TrainContext, TrainProgress
 def sample_eval(run: TrainContext, decoding: str) -> Batch:
     """Sample completions of all test questions: one greedy, or `eval.num_generations` each.
 
-    Draws are keyed only by prompt, so evaluations at different steps share their randomness and
-    differences between them are paired.
+    Draws are keyed only by the prompt, so evaluations at different steps have the same randomness
+    and their differences are paired.
     """
     greedy = decoding == "greedy"
     count = 1 if greedy else run.config.eval.num_generations
@@ -36,15 +36,15 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
     """Make one row of eval.csv; all rows of a run have the same keys.
 
-    Its numbers are of the task's own rewards, see `quantity`, with intervals over questions, see
+    Its numbers use only the task's judge, see `quantity`, with intervals over questions, see
     `mean_reward`. Rewards other than 0 and 1 have no pass@k, because none of them means "right".
 
     Args:
-        step: updates before it.
+        step: number of updates before the evaluation.
         decoding: `sampled` or `greedy`.
-        batch: its completions.
-        num_generations: up to which k = 2, 4, 8 ... pass@k has a column; None in a row with fewer
-            completions. pass@1 is the accuracy.
+        batch: completions of the evaluation.
+        num_generations: largest k of the columns pass@k, k = 2, 4, 8 ...; a column is None if the
+            row has fewer completions. pass@1 is the accuracy.
     """
     rewards_PK = batch.rewards_PGF[..., 0]
     questions, count = rewards_PK.shape
@@ -64,10 +64,10 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
 
 
 def name_jointly(rows: list[dict[str, Any]]) -> None:
-    """Give all evaluations of a run one name.
+    """Give all evaluations of a run the same quantity.
 
-    It is a mean reward once any evaluation has a reward other than 0 and 1, even if those before it
-    had none.
+    It is a mean reward once any evaluation has a reward other than 0 and 1, also for the
+    evaluations before.
     """
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         for row in rows:

@@ -1,15 +1,15 @@
 """FSDP2: parameters, their gradients and the optimizer's state in shards, one on each rank.
 
-The trained model exists twice. Gradients are formed through the sharded one, whose layers gather
-their parameters as they run: these are collectives, which every rank enters equally often
-(`rounds`). All else (sampling, evaluation, log-probabilities, scores, checkpoints) reads a full
-copy on each rank, with no collective, so there ranks may have unequal work. The copy's memory is
-released while gradients are formed (`release_full_copy`): a rank holds the shards and either full
-weights or one layer's. Under bf16=true the copy has linear layers in bfloat16, as autocast computes
-them anyway; work that needs the weights themselves gathers them for the time (`exact_full_copy`).
+The trained model exists twice. Gradients are computed with the sharded one, whose layers gather
+their parameters as they run, in collectives that every rank must enter equally often (`rounds`).
+Sampling, evaluation, log-probabilities, scores and checkpoints read a full copy on each rank,
+without collectives, so there ranks may have unequal work. The copy's memory is released while
+gradients are computed (`release_full_copy`): a rank holds the shards and either all weights or
+those of one layer. Under bf16=true the copy has linear layers in bfloat16, in which autocast
+computes them; work that needs the exact weights gathers them for its duration (`exact_full_copy`).
 
-Sharding is torch's `fully_shard`, on a CPU as on GPUs; accelerate launches, and gives the version
-and the options, but shards nothing on a CPU itself.
+Sharding is torch's `fully_shard`, on CPUs and GPUs; accelerate starts the ranks and sets version
+and options, but does not shard on a CPU.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def is_configured(accelerator: Accelerator) -> bool:
         if value != required:
             raise RefusedByRank(
                 f"accelerate's {name}={value} is not supported: use {required}, as "
-                "grpo_ustat/launch/accelerate/fsdp2.yaml does (gradient_checkpointing=true is ours)"
+                "grpo_ustat/launch/accelerate/fsdp2.yaml does (for activation checkpointing set "
+                "gradient_checkpointing=true)"
             )
     return True
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
     """Return a copy of the policy whose parameters are shards, gathered layer by layer."""
-    # No clone: `fully_shard` copies this rank's part out of the full copy's own storage.
+    # No clone: `fully_shard` copies this rank's part out of the storage of the full copy.
     aliases = {
         id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
         for p in policy.model.parameters()
@@ -82,8 +83,10 @@ def shard(policy: Policy, device: torch.device) -> Policy:
         fully_shard(module, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # ranks' gradients are summed, not averaged
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+            # The gradients of the ranks are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            # Gloo supports no other reduction.
+            module.set_force_sum_reduction_for_comms(True)
     return replace(policy, model=model)
 
 
@@ -91,8 +94,8 @@ def shard(policy: Policy, device: torch.device) -> Policy:
 def release_full_copy(run: TrainContext) -> Iterator[None]:
     """Release the memory of the full copy of the weights within the block.
 
-    At the end the shards fill it again. Without FSDP2 nothing happens. On an error the copy stays
-    empty: filling it would wait for ranks that may not come.
+    At the end it is filled from the shards. Without FSDP2 nothing happens. After an error the copy
+    stays empty, because filling it would wait for ranks that may not take part.
     """
     if run.sharded_policy is None:
         yield
@@ -105,9 +108,9 @@ def release_full_copy(run: TrainContext) -> Iterator[None]:
 
 @contextmanager
 def exact_full_copy(run: TrainContext) -> Iterator[None]:
-    """Give the full copy every weight as it is trained, within the block, under bf16=true too.
+    """Hold the exact trained weights in the full copy within the block, also under bf16=true.
 
-    All ranks enter it at once. Without FSDP2 nothing happens.
+    All ranks must enter it together. Without FSDP2 nothing happens.
     """
     narrowed = run.sharded_policy is not None and run.policy.bf16
     if narrowed:
@@ -119,26 +122,27 @@ def exact_full_copy(run: TrainContext) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_weights(run: TrainContext, exact: bool = False) -> None:
-    """Fill the full copy from the shards; on all ranks at once, under FSDP2.
+    """Fill the full copy from the shards; all ranks call it together, under FSDP2.
 
     Args:
-        exact: under bf16=true linear layers come in bfloat16, half the bytes to send and to hold
-            and the same numbers, since autocast rounds them to it at every call; not if exact.
+        exact: False: under bf16=true linear layers are gathered in bfloat16. That halves the bytes
+            and gives the same numbers, because autocast rounds them at every call.
     """
     narrow: set[int] = set()
     if run.policy.bf16 and not exact:
         linear, other = set(), set()
         for module in run.policy.model.modules():
-            own = {id(p) for p in module.parameters(recurse=False)}
-            (linear if type(module) is torch.nn.Linear else other).update(own)
-        narrow = linear - other  # an output layer that is the embedding too stays as it is
+            parameters = {id(p) for p in module.parameters(recurse=False)}
+            (linear if type(module) is torch.nn.Linear else other).update(parameters)
+        # An output layer that is also the embedding stays as it is.
+        narrow = linear - other
     for full, shard in parameter_pairs(run):
         full.data = full_tensor(shard.to(torch.bfloat16) if id(full) in narrow else shard)
 
 
 @torch.no_grad()
 def scatter_weights(run: TrainContext) -> None:
-    """Fill the shards from the full copy, which is the same on all ranks."""
+    """Fill the shards from the full copy, which is equal on all ranks."""
     for full, shard in parameter_pairs(run):
         shard.copy_(shard_like(shard, full.detach()))
 
@@ -154,7 +158,7 @@ def rounds(
 ) -> Iterator[tuple[Fsdp2Reader, list[np.ndarray]]]:
     """Yield readers of this rank's completions with one part each, as many as on the busiest rank.
 
-    A rank without work left gets empty parts: it takes part in the collectives and adds zero.
+    A rank without work left gets empty parts, so that it takes part in the collectives and adds 0.
     """
     assert run.sharded_policy is not None
     micro_batches = plan(rollouts, index, run.token_budget.tokens, share=False)
@@ -169,7 +173,7 @@ def rounds(
 def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
     """Return the result of the work, without a second try.
 
-    With collectives inside, one rank cannot do the work again alone.
+    Work with collectives cannot be repeated by a single rank.
     """
     try:
         return work()
@@ -177,20 +181,20 @@ def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
         if not out_of_memory(error):
             raise
         raise ConfigError(
-            f"out of memory in an update with micro_batch_tokens={run.token_budget.tokens}: "
-            "under FSDP2 no rank can try again alone; start again with fewer"
+            f"out of memory in an update with micro_batch_tokens={run.token_budget.tokens}: FSDP2 "
+            "cannot try again with fewer tokens; start again with a lower micro_batch_tokens"
         ) from error
 
 
 class Fsdp2Reader:
-    """Reader of prompts and completions through the sharded model: one forward, one backward pass.
+    """Reader of prompts and completions by the sharded model: one forward, one backward pass.
 
-    The output layer's parameters stay gathered from the forward to the end of the backward pass,
-    and the gradients that reach them in between are summed over ranks with the rest.
+    The output layer's parameters stay gathered from the forward to the end of the backward pass.
+    Their gradients from between are summed over ranks with the others.
 
     Args:
         sharded_policy: see `shard`.
-        contiguous: rows are padded at the end and read without a mask.
+        contiguous: True if rows are padded at the end and read without a mask.
     """
 
     def __init__(self, sharded_policy: Policy, rollouts: Rollouts, contiguous: bool):
@@ -201,9 +205,9 @@ class Fsdp2Reader:
         self.policy = replace(sharded_policy, model=model)
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window of the positions at which these completions are predicted.
+        """Return the window of the positions that predict these completions.
 
-        Without completions, it is that of one of this rank's.
+        If `index` is empty, the window of this rank's first completion is read.
         """
         if not len(index):
             index = np.zeros(1, dtype=np.int64)
@@ -226,9 +230,10 @@ class Fsdp2Reader:
                 self.model.device.type,
                 torch.bfloat16,
                 enabled=self.policy.bf16,
-                cache_enabled=False,  # it would keep every gathered layer
+                # The cache would keep every gathered layer.
+                cache_enabled=False,
             ):
-                # the root module, whose hooks gather the parameters
+                # Only the root module has the hooks that gather the parameters.
                 self.model(**inputs, logits_to_keep=1, use_cache=False)
         finally:
             hook.remove()
@@ -247,7 +252,7 @@ class Fsdp2Reader:
         return Window(self.leaf_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Carry the hidden states' gradients back, or zero: the collectives are the same."""
+        """Propagate the hidden states' gradients, or 0, so that all ranks enter the collectives."""
         model: Any = causal(self.model)
         for parameter in model.get_output_embeddings().parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -257,7 +262,7 @@ class Fsdp2Reader:
 
 
 class _WithoutHooks:
-    """Sharded model whose call starts no collective: its output layer is gathered already."""
+    """Sharded model whose call starts no collective, because its output layer is gathered."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -270,9 +275,9 @@ class _WithoutHooks:
 
 
 def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer's full state as `parameter/field`, on rank 0's CPU.
+    """Return the optimizer's full state by `parameter/field`, on rank 0's CPU.
 
-    All ranks call it at once.
+    All ranks must call it together.
     """
     result = {}
     for name, parameter in named_parameters(policy, optimizer).items():
@@ -293,30 +298,30 @@ def load_moments(
         parameter = parameters[name]
         if value.ndim:
             value = shard_like(parameter, value)
-        # fused AdamW counts its updates on the device too
+        # Fused AdamW also counts its updates on the device.
         optimizer.state[parameter][field] = value.to(parameter.device)
 
 
 def named_parameters(
     policy: Policy, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the optimizer's parameters, shards or not, under the names of the full copy's."""
+    """Return the optimizer's parameters, shards or not, by their names in the full copy."""
     (group,) = optimizer.param_groups
     return dict(zip(trained_names(policy), group["params"], strict=True))
 
 
 def trained_names(policy: Policy) -> list[str]:
-    """Return the names of the parameters that are trained, in order."""
+    """Return the names of the trained parameters, in order."""
     return [name for name, p in policy.model.named_parameters() if p.requires_grad]
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor of which ranks may hold shards; on all ranks at once."""
+    """Return the full tensor of shards, or the tensor itself; all ranks call it together."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the value in the same shards as the parameter; every rank has all of it."""
+    """Return the value in shards like the parameter's; every rank passes the full value."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

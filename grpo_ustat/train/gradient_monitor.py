@@ -1,10 +1,10 @@
-"""C1, C2, C3 and G* during training, from a step's own rollouts, before its update.
+"""C1, C2, C3 and G* during training, from the rollouts of a step before its update.
 
-With ghat_x the leave-one-out gradient of prompt x's group and q the squared score norms, the
-quantities that a study computes from a pool (see `estimators.scaling`) are computed here from the P
-groups of a step, N = G: one more forward and backward pass over the step's completions, with no
-further sampling. With bf16=true the completions are those of bfloat16, but the scores are of the
-float32 computation.
+A study computes these quantities from a pool (see `estimators.scaling`), from the leave-one-out
+gradients ghat_x of each prompt's group and the squared score norms q. Here they come from the P
+groups of a step, N = G. That needs one more forward and backward pass over the step's completions,
+and no further sampling. With bf16=true the completions are sampled in bfloat16, but the scores are
+computed in float32.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     steps are ratios of averages, `ScalingLaw.of_steps`. `monitor/heavy_tails` is 1 if the intervals
     are likely to cover less than 90 % (see `intervals.Tails`), else 0.
 
-    The row is the same on any number of ranks; parameters and gradients stay as they are. If even
-    one completion at a time finds no memory on some rank, every interval is None and a warning is
-    printed: training goes on, and updates keep their micro-batches.
+    The row is the same on any number of ranks; parameters and gradients do not change. If memory
+    does not suffice for one completion at a time on some rank, all intervals are None, a warning is
+    printed, and training goes on with the same micro-batches.
     """
     start, error, heavy = time.perf_counter(), math.nan, None
     size = batch.rewards_PG.shape[1]
@@ -96,15 +96,15 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
 def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | None]:
     """Return score norms and leave-one-out gradient of each of this rank's prompts, in order.
 
-    If memory runs out a prompt is read again, fewer completions at once; None for all of them if
-    one completion is too many.
+    If memory runs out, a prompt is read again with fewer completions at once; None if one
+    completion is too many.
     """
     rollouts, budget = batch.own_rollouts, TokenBudget(run.token_budget.tokens)
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
     def gradient_of(p: int) -> GroupGradient:
-        """Compute the gradient of prompt `p`, as many completions at once as the budget allows."""
+        """Compute the gradient of prompt `p`, as many completions at once as fit the budget."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
         scores = group_scores(run.policy, rollouts, p, run.config.temperature, sketch, at_once)

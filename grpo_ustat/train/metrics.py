@@ -1,4 +1,4 @@
-"""The row of a step in metrics.jsonl, under TRL's names; of all ranks' completions."""
+"""Row of a step in metrics.jsonl, under TRL's names, over the completions of all ranks."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _std(rewards_PG: np.ndarray) -> float:
 def judge_failures(run: TrainContext) -> dict[str, int]:
     """Count the completions of all ranks that could not be judged since the last call.
 
-    They earned nothing. The keys are `judge/timeouts` and `judge/failures`, with a judge that can
-    fail.
+    They earned nothing. The keys are `judge/timeouts` and `judge/failures`; empty if the judge
+    cannot fail.
     """
     own_counts = run.task.take_counts()
     if not own_counts:
@@ -77,9 +77,9 @@ def judge_failures(run: TrainContext) -> dict[str, int]:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Count the tokens of a batch as TRL's `num_tokens` does.
+    """Count the tokens of a batch like TRL's `num_tokens`.
 
-    The tokens of a prompt count once for each of its completions, plus those of the completions.
+    A prompt's tokens count once for each of its completions, plus the completions' tokens.
     """
     return int(batch.prompt_lengths_P.sum() * batch.lengths_PG.shape[1] + batch.lengths_PG.sum())
 
@@ -127,7 +127,8 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """Make the rows of completions.parquet: the step's first `log_completions` completions.
 
-    They are whole groups of its first prompts, which were drawn at random; the same on every rank.
+    They are complete groups of the first prompts, which are in random order; every rank returns the
+    same rows.
     """
     count = run.config.log_completions
     if not count:

@@ -1,4 +1,4 @@
-"""Division of an update's completions into micro-batches: for memory and speed only."""
+"""Division of an update's completions into micro-batches, which affects only memory and speed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from grpo_ustat.terminal.console import warn
 
 Result = TypeVar("Result")
 
-# Share of the tokens allowed that a part needs for large enough products. A GPU waits for
-# thousands of launches in each pass, so there a part ends early only where padding costs as much.
+# Share of the allowed tokens from which a part's products are large enough. A GPU pays for
+# thousands of launches in each pass, so there a part ends early only if padding costs as much.
 MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-MIN_LENGTH_RATIO = 0.9  # to a part's longest completion; shorter ones begin a new part
+# Ratio to a part's longest completion; shorter ones begin a new part.
+MIN_LENGTH_RATIO = 0.9
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def plan(
     Args:
         index: flat indices of the completions that count.
         tokens: padded prompt and completion tokens at a time; a single row may exceed them.
-        share: a micro-batch reads each of its prompts once.
-        device: type of the device, which determines from which size on small parts are no slower.
+        share: True if a micro-batch reads each of its prompts once.
+        device: type of the device, see `MIN_FILL`.
     """
     size = rollouts.mask_PGT.shape[1]
     heads_N = np.array([len(rollouts.prompt_tokens[i // size]) for i in index], dtype=np.int64)
@@ -71,11 +72,11 @@ def _parts(
 ) -> Iterator[np.ndarray]:
     """Cut consecutive rows while count x (longest head + longest tail) <= tokens.
 
-    Once a part has enough tokens, it also ends before a tail that would be padded by much.
+    Once a part has enough tokens, it also ends before a tail that needs much padding.
 
     Args:
         rows: (number, head, tail): the row, its prompt tokens and its completion tokens.
-        tokens: padded tokens of a part at most.
+        tokens: most padded tokens of a part.
         enough: padded tokens of a part that is large enough.
 
     Yields:
@@ -101,7 +102,9 @@ class OutOfMemory(ConfigError):
 
 
 class TokenBudget:
-    """Padded tokens of a backward pass; halved when memory runs out, which changes no gradient.
+    """Budget of padded tokens of a backward pass, halved when memory runs out.
+
+    The size of micro-batches changes no gradient.
 
     Args:
         tokens: `micro_batch_tokens`.
@@ -126,7 +129,7 @@ class TokenBudget:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # Not in the handler: the error holds all that was allocated.
+            # Outside the handler, because the error holds all that was allocated.
             if self.tokens < 2:
                 raise OutOfMemory(
                     "out of memory with one completion at a time: use "
@@ -135,4 +138,4 @@ class TokenBudget:
                 )
             self.tokens //= 2
             clear_device_cache(garbage_collection=True)
-            warn(f"out of memory in {what}; the same again with micro_batch_tokens={self.tokens}")
+            warn(f"out of memory in {what}: trying again with micro_batch_tokens={self.tokens}")

@@ -1,7 +1,7 @@
-"""The model card of a finished run: README.md of its last checkpoint, in the Hub's format.
+"""Model card of a finished run: README.md of its last checkpoint, in the Hub's format.
 
-Beside it lies the whole configuration, from which the run can be repeated. Both are written into
-the staged checkpoint, so its manifest covers them.
+The checkpoint also gets the full configuration, which repeats the run. Both are written before its
+manifest, which covers them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-MAX_ROWS = 10  # of a table of steps, and of launches at its end
+# Rows of a table of steps, and of launches at its end.
+MAX_ROWS = 10
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
 defaults:
@@ -48,9 +49,9 @@ hydra:
 
 
 def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
-    """Return the texts of card and configuration by file name; none, with a warning, on an error.
+    """Return the texts of card and configuration by file name.
 
-    The card must not cost the model.
+    After an error the result is empty, with a warning, so that the checkpoint is still written.
     """
     try:
         rows, _ = read_rows(run.folder.path / "metrics.jsonl")
@@ -64,7 +65,7 @@ def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
 
 
 def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]]) -> str:
-    """Return the card's text; `rows` are those of metrics.jsonl."""
+    """Return the text of the card; `rows` are the rows of metrics.jsonl."""
     config = run.config
     kind = f"LoRA adapters of rank {config.lora.r} for" if config.lora.r else "A fine-tune of"
     revision = "" if config.model.revision is None else f" at {config.model.revision}"
@@ -82,7 +83,7 @@ def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]])
 
 
 def front_matter(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields by which the Hub sorts models; unknown ones are left out."""
+    """Return the fields by which the Hub sorts models, without unknown ones."""
     name, lora = config.model.model_name_or_path, config.lora.r > 0
     paths = (getattr(config.dataset, key, None) for key in ("path", "test_path"))
     fields = {
@@ -98,7 +99,7 @@ def front_matter(config: TrainConfig) -> dict[str, Any]:
 
 
 def on_hub(name: str | None) -> bool:
-    """Return True if a name is of a model or data set on the Hub, not of a local folder."""
+    """Return True for the name of a model or data set on the Hub, False for a local folder."""
     return bool(name and HUB_ID.fullmatch(name)) and not is_local(name)
 
 
@@ -108,7 +109,7 @@ def is_local(name: str | None) -> bool:
 
 
 def license_of(name: str) -> str | None:
-    """Return the license in the base model's card; embedded policies have this package's."""
+    """Return the license in the base model's card; for embedded policies this package's license."""
     if name.startswith(EMBEDDED):
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
@@ -199,7 +200,7 @@ def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]
 
 
 def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """List starts, resumptions and ends; machines are not named."""
+    """List starts, resumptions and ends, without names of machines."""
     cells, starts = [], 0
     for row in history.launches(run.folder.path):
         event = row.get("event")
@@ -235,7 +236,7 @@ def repeat_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
 
 
 def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """List what the numbers do not show."""
+    """List the limits of the numbers."""
     config = run.config
     lines = [
         f"One run with seed {config.seed}: the intervals generalise to new questions, not to new "
@@ -258,7 +259,8 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
 
 
 Section = Callable[[TrainContext, TrainProgress, list[Any]], str]
-SECTIONS: dict[str, Section] = {  # of the card, by title
+# Sections of the card, by title.
+SECTIONS: dict[str, Section] = {
     "Evaluation": evaluation_section,
     "Steps": steps_section,
     "Data": data_section,

@@ -1,4 +1,4 @@
-r"""The objective that an update ascends, as a function of completion tokens' log-probabilities.
+r"""Objective of an update, as a function of the log-probabilities of completion tokens.
 
 With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that sampled
 it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weight of its tokens by
@@ -22,18 +22,19 @@ loss types have a form of their own, with `sg` a factor that is not differentiat
     luspo    sum_i L_i/n       clip( exp(1/L_i sum_t (l_it - o_it)), A_i )    arXiv 2602.05261
 
 with rho_it = exp(l_it - o_it). n and the sums are over the update's minibatch on all ranks.
-Completions that `mask_truncated_completions` leaves out have L_i = 0, and n counts them (Yu et al.
-2025); those that a filter leaves out (`row_weights.rows_that_count`) are in no sum, n included.
-With `top_entropy_quantile` q < 1 the sum over t is only of tokens whose entropy, under the current
-policy, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty are as before
-(Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
+Completions that `mask_truncated_completions` excludes have L_i = 0, but n counts them (Yu et al.
+2025); those that a filter excludes (`row_weights.rows_that_count`) are in no sum, and n does not
+count them. With `top_entropy_quantile` q < 1 the sum over t is only of tokens whose entropy, under
+the current policy, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty
+are as before (Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
 
 `clip(rho, A)` is `rho A`, with epsilon
 `min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that
-sampled the completions every ratio is 1, and each form has the gradient of `none`. Off it
-token-level ratios are biased; whole-sequence ratios are unbiased, with a variance that explodes
-(Theorem 12), as long as the completions at hand had no part in moving the policy: in one pass over
-minibatches of prompts drawn independently. A second pass over a batch is biased whatever the ratio.
+sampled the completions every ratio is 1, and each form has the gradient of `none`. For another
+policy, token-level ratios are biased. Whole-sequence ratios are unbiased, with a variance that
+explodes (Theorem 12), if the completions themselves did not change the policy before: in one pass
+over minibatches of prompts drawn independently. A second pass over a batch is biased with any
+ratio.
 
 A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `entropy_coef H`:
 
@@ -62,26 +63,25 @@ from grpo_ustat.estimators.token_weights import (
 
 @dataclass(frozen=True)
 class Part:
-    """B completions of an update, and their constants."""
+    """B completions of an update, with the constants of their loss."""
 
     advantage_B: torch.Tensor
     # 1 on completion tokens.
     mask_BT: torch.Tensor
-    # Log-probabilities under the policy that sampled them; None while it is still the current
-    # policy.
+    # Log-probabilities under the policy that sampled them; None while that is the current policy.
     old_BT: torch.Tensor | None
     # Log-probabilities under the reference model, None without one.
     reference_BT: torch.Tensor | None
     # w_i, see `estimators.row_weights.token_weights`.
     weight_B: torch.Tensor
-    # n.
+    # n, see `update.Minibatch`.
     num_rollouts: int
     # 1 on the tokens of `top_entropy_quantile`; None: all.
     chosen_BT: torch.Tensor | None = None
 
 
 def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return these completions' share of the objective, without entropy bonus: a scalar to ascend.
+    """Return the term of these completions in the objective, without entropy bonus, a scalar.
 
     Args:
         logprob_BT: l, with its graph.
@@ -96,7 +96,8 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
         weight_BT = fixed_weights(objective, logprob_BT.detach(), part)
         value = (chosen_BT * weight_BT * advantage_B1 * logprob_BT).sum()
     else:
-        ratio, _ = ratios(objective, logprob_BT, part)  # [B, T] of tokens, [B] of sequences
+        # [B, T] for tokens, [B] for sequences.
+        ratio, _ = ratios(objective, logprob_BT, part)
         advantage = advantage_B1 if level == "token" else part.advantage_B
         term = ratio * advantage
         if loss_type == "sapo":
@@ -131,7 +132,7 @@ def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Pa
 def ratios(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return importance ratios, [B, T] of tokens or [B] of sequences, and a mask of their use."""
+    """Return importance ratios, [B, T] of tokens or [B] of sequences, and the mask of used ones."""
     old_BT = logprob_BT.detach() if part.old_BT is None else part.old_BT
     change_BT = (logprob_BT - old_BT) * part.mask_BT
     if objective.importance_sampling_level == "token":
@@ -143,7 +144,7 @@ def ratios(
 
 
 def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return K of each token, [B, T]: an estimate of the divergence from the reference model."""
+    """Return K of each token, [B, T], which estimates the divergence from the reference model."""
     assert part.reference_BT is not None
     log_BT = (part.reference_BT - logprob_BT) * part.mask_BT
     if objective.kl_estimator == "k2":
@@ -172,27 +173,27 @@ def penalised_loss(objective: ObjectiveConfig) -> bool:
 
 
 def has_ratio(objective: ObjectiveConfig, part: Part) -> bool:
-    """Return True if importance ratios can differ from 1: they are in use, and the policy moved."""
+    """Return True if importance ratios are in use and may differ from 1."""
     return part.old_BT is not None and objective.importance_sampling_level != "none"
 
 
 def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
-    """Return True if `factors` need the policy's current log-probabilities.
+    """Return True if `factors` need the current log-probabilities.
 
-    A plain on-policy update does not.
+    A plain on-policy update does not need them.
     """
     return penalised_loss(objective) or has_ratio(objective, part)
 
 
 def skips_zero_variance(objective: ObjectiveConfig) -> bool:
-    """Return True if a completion with advantage exactly 0 adds exactly nothing."""
+    """Return True if the term of a completion with advantage 0 is exactly 0."""
     return not penalised_loss(objective) and not objective.entropy_coef
 
 
 def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
     """Return True if the log-probabilities before a step's first update are needed.
 
-    They are if an update follows another one on the same batch, or the reward has a penalty.
+    This is so if a batch has several updates, or the reward has a penalty.
     """
     several = objective.num_iterations > 1 or objective.update_size(num_rollouts) < num_rollouts
     return several or (objective.beta > 0 and objective.kl_in == "reward")

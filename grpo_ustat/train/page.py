@@ -1,4 +1,4 @@
-"""The page of a training run: held-out results, steps, the monitored gradient."""
+"""Page of a training run: held-out results, steps, the monitored gradient."""
 
 from __future__ import annotations
 
@@ -151,16 +151,16 @@ def tables(run: RunRecord) -> list[Table]:
     return tables
 
 
-def evaluation_table(rows: Sequence[Mapping[str, Any]], whole: bool = True) -> Table:
+def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True) -> Table:
     """Return a table of held-out accuracy, or mean reward, by step and decoding.
 
     Args:
-        rows: of `eval.csv`.
-        whole: with every pass@k, else with that of the largest k.
+        rows: rows of `eval.csv`.
+        all_pass_at: show each pass@k; False: only that of the largest k.
     """
     name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in rows)
     pass_at = [key for key in rows[0] if key.startswith("pass@") and key[5:].isdigit()]
-    pass_at = (pass_at if whole else pass_at[-1:]) if name == ACCURACY else []
+    pass_at = (pass_at if all_pass_at else pass_at[-1:]) if name == ACCURACY else []
     cells = [
         {
             "step": row.get("step"),
@@ -181,18 +181,18 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], whole: bool = True) -> T
 
 
 def following(run: RunRecord) -> str:
-    """Return the command that judges the group size of a finished run; "" of another."""
+    """Return the command that judges the group size of a finished run; "" for another run."""
     return command_line("advise", str(run.folder)) if run.result else ""
 
 
 def steps_done(run: RunRecord) -> int:
-    """Count the steps that have left a row."""
+    """Count the steps with a row."""
     last = run.metrics[-1]["step"] if run.metrics else 0
     return (run.result or {}).get("steps") or last
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return each warning, and the questions that were left out."""
+    """Return the warnings, and the numbers of dropped questions."""
     result = run.result or {}
     _, warnings = summary_and_warnings(result.get("summary", ""))
     dropped = result.get("left_out") or {}

@@ -12,13 +12,14 @@ from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
 
-MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
-# share of micro_batch_tokens that a pass has where answers differ in length: from 1/8 to all
+# Numbers that the optimizer stores for a parameter.
+MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}
+# Share of micro_batch_tokens in a pass; between 1/8 and 1 if answers differ in length.
 PASS_FILL = 1 / 4
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """Describe one run with its cost."""
+    """Describe a planned run with its cost."""
     config: TrainConfig = planned.config
     is_open = config.dataset.test_size is None
     return Plan(
@@ -60,12 +61,11 @@ def plan(planned: PlannedRun) -> Plan:
 def training_cost(config: TrainConfig) -> Cost:
     """Compute the cost of n completions a step, and of the evaluations.
 
-    Evaluations are at step 0, every eval_steps and the last step. Values, at most, per step and
-    prompt: budget.value_completions for `oracle` and `optimal`, one greedy for `remax`; `spo`
-    spends budget.value_completions on a prompt's first visit. A gradient and the optimizer's
-    moments are kept beside each weight, none with adapters, whose few parameters are not counted.
-    While a checkpoint is written there are save_total_limit + 1 of them, afterwards
-    save_total_limit.
+    Evaluations are at step 0, every eval_steps and the last step. Values per step and prompt are at
+    most: budget.value_completions for `oracle` and `optimal`, one greedy completion for `remax`;
+    `spo` draws budget.value_completions at a prompt's first visit. A gradient and the optimizer's
+    moments are counted for each weight, but not for adapters, which have few parameters. There are
+    save_total_limit + 1 checkpoints while one is written, then save_total_limit.
     """
     needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
     visits = config.prompts_per_step * config.max_steps
@@ -107,7 +107,7 @@ def training_cost(config: TrainConfig) -> Cost:
 
 
 def batch_in_words(config: TrainConfig) -> str:
-    """Describe how a step's batch is divided: `n = P x G`, shares, updates and backward passes."""
+    """Describe the division of a step's batch: `n = P x G`, shares, updates, backward passes."""
     rollouts, prompts = config.budget.rollouts, config.prompts_per_step
     ranks, objective = config.launch.num_processes, config.objective
     size = objective.update_size(rollouts)
@@ -120,5 +120,5 @@ def batch_in_words(config: TrainConfig) -> str:
         f"{config.group_size}; {share if ranks > 1 else ''}{updates} "
         f"update{'s' * (updates > 1)} a step, each of {size} completions in at most about "
         f"{passes} backward pass{'es' * (passes > 1)} of {config.micro_batch_tokens} padded "
-        "tokens, prompts left out."
+        "tokens, not counting prompts."
     )

@@ -1,4 +1,4 @@
-"""Set-up before the first step: the ranks, the policy and all other objects of a run."""
+"""Set-up of a run before the first step: ranks, policy and all other objects."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
 
-RANK_TIMEOUT = timedelta(hours=2)  # for the slowest rank; NCCL waits 10 minutes by itself
+# Time for the slowest rank; by default NCCL waits 10 minutes.
+RANK_TIMEOUT = timedelta(hours=2)
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
-    """Load the policy and everything around it, after all checks that do not need its weights."""
+    """Make all objects of a run; checks that do not need the weights come before their loading."""
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
@@ -60,8 +61,8 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         if config.objective.top_entropy_quantile < 1:
             raise RefusedByRank(
                 f"objective.top_entropy_quantile={config.objective.top_entropy_quantile} under "
-                "FSDP2: entropies are read from the whole policy before each update, which is not "
-                "there; use launch.accelerate=ddp, or objective.top_entropy_quantile=1"
+                "FSDP2: it reads entropies from the full policy before each update, but FSDP2 "
+                "holds shards: use launch.accelerate=ddp, or objective.top_entropy_quantile=1"
             )
         sharded_policy = fsdp2.shard(policy, accelerator.device)
     optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
@@ -93,7 +94,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
 
 
 def _trained_policy(config: TrainConfig, device: str, tokenizer: PreTrainedTokenizerBase) -> Policy:
-    """Load the policy that is trained: with new adapters, checkpointed layers, in bfloat16."""
+    """Load the policy to train, with new adapters, checkpointed layers and bf16 if configured."""
     policy = configured_policy(config.policy_options, device, tokenizer)
     if config.lora.r:
         adapted = with_adapters(
@@ -107,7 +108,7 @@ def _trained_policy(config: TrainConfig, device: str, tokenizer: PreTrainedToken
 
 
 def join_ranks(config: TrainConfig) -> Accelerator:
-    """Connect this process with the other ranks; return the same accelerator at every call."""
+    """Connect this process with the other ranks; every call returns the same accelerator."""
     check_device(config.launch.device)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RefusedByRank(
@@ -125,7 +126,7 @@ def join_ranks(config: TrainConfig) -> Accelerator:
     if accelerator.gradient_accumulation_steps != 1:
         raise RefusedByRank(
             f"accelerate's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} "
-            "has no effect here: micro_batch_tokens alone says how a gradient is cut"
+            "has no effect here: set it to 1, and use micro_batch_tokens to divide a gradient"
         )
     if accelerator.mixed_precision != "no":
         raise RefusedByRank(
@@ -136,7 +137,7 @@ def join_ranks(config: TrainConfig) -> Accelerator:
 
 
 def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
-    """Refuse a data set with fewer questions than a step and the ranks of an evaluation need."""
+    """Refuse a data set with too few questions for a step, or for the ranks of an evaluation."""
     if train < config.prompts_per_step:
         raise RefusedByRank(
             f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size), but "
@@ -154,7 +155,7 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Make the configured optimizer of the trained parameters, and its learning-rate schedule.
 
-    The schedule has one tick a step, whatever the number of its updates: its state is the step.
+    The schedule advances once a step, for any number of updates, so its state is the step.
     """
     options, schedule = config.optimizer, config.schedule
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -177,7 +178,7 @@ def make_optimizer(
 
 
 def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
-    """Return True if updates read a prompt once for its group; if they cannot, print the reason."""
+    """Return True if updates read a prompt once for its group; print the reason if they cannot."""
     if not config.share_prompts:
         return False
     if config.gradient_checkpointing:
@@ -194,7 +195,7 @@ def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
 def check_same_start(run: TrainContext, step: int) -> None:
     """Refuse ranks that start from different weights or steps.
 
-    They apply the same updates to weights that no collective compares again.
+    Later steps apply the same updates to all of them, and no collective compares the weights again.
     """
     if run.accelerator.num_processes == 1:
         return
@@ -202,14 +203,14 @@ def check_same_start(run: TrainContext, step: int) -> None:
     if len(set(starts)) > 1:
         ranks = ", ".join(f"rank {r} at step {s} with {c}" for r, (s, c) in enumerate(starts))
         raise RefusedByRank(
-            f"ranks start from different weights or steps ({ranks}): give every one of them the "
-            "same model files and the same run folder"
+            f"ranks start from different weights or steps ({ranks}): give all ranks the same model "
+            "files and the same run folder"
         )
 
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """Hash all parameters' bits: a sum of integers, exact in any order and on any device."""
+    """Hash the bits of all parameters as a sum of integers, exact in any order on any device."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     total = 0
     for place, parameter in enumerate(model.parameters(), start=1):

@@ -1,9 +1,9 @@
 """Numbered folders of a run that are complete or absent, and verified by their checksums.
 
-A snapshot is staged in a hidden folder beside its place; its files are synced to the disk, their
-sizes and checksums go last into a manifest, and the folder is renamed. Only then do older ones go,
-each renamed away before it is emptied. So a name `checkpoint-<step>` never stands for a part, and
-once there is a whole snapshot, there is one at every later moment.
+A snapshot is first written to a hidden folder; its files are synced to the disk, then their sizes
+and checksums go into a manifest, and the folder is renamed. Only then older ones are removed, each
+renamed before it is emptied. So a folder `checkpoint-<step>` is never incomplete, and once there is
+a complete snapshot, there is one at every later moment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a staging folder and make it `checkpoint-<step>`.
 
     Raises:
-        Exception: any error of `write` or of the disk; nothing is left of the staged folder.
+        Exception: any error of `write` or of the disk; the staging folder is removed.
     """
     target = folder / f"{PREFIX}{step}"
     staging = hidden_path(target)
@@ -42,7 +42,8 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
         staging.mkdir()
         write(staging)
         _seal(staging, step)
-        if target.exists():  # it did not verify, or this run would have gone on from it
+        if target.exists():
+            # The old one did not verify; otherwise this run would have continued from it.
             _remove(target, ".replaced")
         os.replace(staging, target)
     except BaseException:
@@ -53,10 +54,10 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
 
 
 def prune(folder: Path, step: int, limit: int | None) -> None:
-    """Keep the newest `limit` snapshots up to `step`, which is whole, and clear what was staged.
+    """Keep the newest `limit` snapshots up to the complete one of `step`; remove staging folders.
 
-    Later ones did not verify, or `step` would not have been written after them, and go too.
-    Folders without our manifest and links are left alone.
+    Later snapshots are removed too: they did not verify, or `step` would not have been written
+    after them. Folders without a manifest and links stay.
     """
     for staging in folder.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(staging)
@@ -71,16 +72,16 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the latest snapshot that verifies, or None if there is none of any kind.
+    """Return the latest snapshot that verifies, or None if there are no snapshots.
 
-    Each later one gets a warning with the damaged file and the fault.
+    A warning names each later one with the damaged file and the fault.
     """
     snapshots = _numbered(folder)[::-1]
     for _, path in snapshots:
         try:
             verify(path)
         except (DamagedSnapshot, OSError) as error:
-            warn(f"{path.name} is passed over: {error}")
+            warn(f"{path.name} is not used: {error}")
             continue
         return path
     if snapshots:
@@ -96,8 +97,7 @@ def verify(snapshot: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        DamagedSnapshot: names the first file that differs and the difference.
-        ConfigError: the format is not the one that this version reads.
+        DamagedSnapshot: a file differs; the message names it and the difference.
     """
     for name, entry in _manifest(snapshot)["files"].items():
         file = snapshot / name
@@ -107,7 +107,7 @@ def verify(snapshot: Path) -> None:
         if size != entry["bytes"]:
             raise DamagedSnapshot(f"{name} has {size} bytes, {entry['bytes']} were written")
         if _digest(file) != entry["sha256"]:
-            raise DamagedSnapshot(f"{name} does not have the checksum (sha256) that was written")
+            raise DamagedSnapshot(f"{name} does not match the checksum (sha256) that was written")
 
 
 def _seal(staging: Path, step: int) -> None:
@@ -134,7 +134,7 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
     """Return the content of a snapshot's manifest; refuse a damaged one, or another format."""
     if not (snapshot / MANIFEST).is_file():
         raise DamagedSnapshot(
-            f"{MANIFEST} is missing: it is not whole, or of a version that wrote no manifest"
+            f"{MANIFEST} is missing: the folder is incomplete, or of a version without manifests"
         )
     text = (snapshot / MANIFEST).read_bytes()
     try:
@@ -144,7 +144,7 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise DamagedSnapshot(f"{MANIFEST} does not have its own checksum")
+        raise DamagedSnapshot(f"{MANIFEST} does not match its checksum")
     if content["format"] != FORMAT:
         raise ConfigError(
             f"{snapshot} has format {content['format']}, this version reads {FORMAT}: use the "
@@ -167,7 +167,7 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(path: Path, mark: str = "") -> None:
-    """Remove a folder, its name first: a half removed folder is never taken for a snapshot."""
+    """Rename a folder and remove it, so that a half removed one never counts as a snapshot."""
     hidden = hidden_path(path, mark)
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)

@@ -1,4 +1,4 @@
-"""The training loop: sample, reward, advantage, update; read from top to bottom."""
+"""Training loop: sample, reward, advantage, update."""
 
 from __future__ import annotations
 
@@ -66,17 +66,18 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     """
     console = Console(quiet=not is_main())
     with name_lost_ranks():
-        join_ranks(config)  # before they agree on anything
+        # Ranks join before they agree on anything.
+        join_ranks(config)
         result = main_only(finished_result, config, folder)
         if result is not None:
             text = f"{folder.path} is complete; on_existing=overwrite runs it again."
             console.print(text, soft_wrap=True)
         else:
             with folder.lock(), name_lost_ranks():
-                # Another process may have finished it just now.
+                # Another process may have finished it meanwhile.
                 result = main_only(finished_result, config, folder) or train(config, folder)
     console.print(f"{wrapped(result['summary'])}\n", soft_wrap=True)
-    console.print(evaluation_table(result["evals"], whole=False).terminal())
+    console.print(evaluation_table(result["evals"], all_pass_at=False).terminal())
     console.print(f"next: {command_line('advise', str(folder.path))}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
     return result["final_mean_reward"]
@@ -102,7 +103,7 @@ def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> Non
 def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     """Set up, continue from the newest checkpoint, take all steps, and write the results.
 
-    `result.json` is written after everything else is on the disk.
+    `result.json` is written last, once all other files are on the disk.
 
     Returns:
         The content of `result.json`.
@@ -115,7 +116,8 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         progress = resume(run)
         check_same_start(run, progress.step)
         if run.sharded_policy is not None:
-            fsdp2.gather_weights(run)  # under bf16=true in fewer bytes from here on
+            # Under bf16=true the weights are gathered in fewer bytes from here on.
+            fsdp2.gather_weights(run)
         refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
             tell(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
@@ -150,9 +152,9 @@ def loop(
     bar: TrainingBar,
     stop: StopRequest,
 ) -> None:
-    """Evaluate, save and take a step, until none is left or a signal asks to stop.
+    """Evaluate, save and take a step, until the last step or a signal to stop.
 
-    The actions due depend only on the step, so a resumed run does what an uninterrupted one does.
+    The step decides which actions are due, so a resumed run takes the same ones.
 
     Raises:
         Stopped: after a checkpoint, because of a signal to any rank.
@@ -195,13 +197,13 @@ def loop(
             bar.print_alarm(line)
     if saved_step < progress.step:
         raise NotSaved(
-            f"{run.folder.path}: the last checkpoint could not be written (reason above); with "
-            f"room on the disk the same command goes on from the checkpoint before"
+            f"{run.folder.path}: the last checkpoint could not be written (reason above): make "
+            "room on the disk, then the same command goes on from the checkpoint before"
         )
 
 
 def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
-    """Return True if any rank has received a signal to stop; the same answer on all.
+    """Return True on all ranks if any rank has received a signal to stop.
 
     Raises:
         Held: another process took the run folder over.
@@ -211,7 +213,7 @@ def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
 
 
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
-    """Choose the step's P distinct prompts, a function only of seed and step."""
+    """Choose the step's P distinct prompts, which depend only on seed and step."""
     rng = generator(config.seed, "prompts", step)
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
@@ -239,8 +241,10 @@ def train_step(
         rewards_PG, baseline = penalised_rewards(run, batch, fixed), config.baseline
         advantage_PG = advantages(baseline.name, rewards_PG, context, baseline.options)
         run.baseline_state.update(run, batch)
-        every = config.monitor.gradient_mse_every
-        monitor = gradient_mse(run, batch) if every and step % every == 0 else {}
+        monitor_interval = config.monitor.gradient_mse_every
+        monitor = (
+            gradient_mse(run, batch) if monitor_interval and step % monitor_interval == 0 else {}
+        )
         completions = completion_rows(run, batch, advantage_PG, step + 1)
 
         grad_norm, stats = update(run, batch, advantage_PG, fixed, step)
@@ -270,7 +274,7 @@ def train_step(
 
 
 def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> None:
-    """Measure held-out rewards with each decoding, unless a resumed run has at this step.
+    """Measure held-out rewards with each decoding, unless a resumed run already has them.
 
     Raises:
         FloatingPointError: a reward is not finite.
@@ -296,10 +300,9 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
 def train_result(
     config: TrainConfig, progress: TrainProgress, left_out: dict[str, int]
 ) -> TrainResult:
-    """Make the result, with a summary in words.
+    """Make the result, with a summary of the change in held-out accuracy or mean reward.
 
-    The summary gives the change of the held-out accuracy, or mean reward, of the first decoding
-    listed.
+    The summary is of the first decoding listed.
     """
     evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
     first, last = evals[0], evals[-1]
@@ -340,11 +343,11 @@ def train_result(
 
 
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
-    """Print how long a stop takes and how long SLURM or the parent process waits before a kill.
+    """Print the duration of a stop and the time that SLURM or the parent process grants.
 
-    It is a warning if a kill would lose steps. Without SLURM and without a parent of ranks nobody
-    sets a limit, and nothing is printed. The wait after `scancel` is printed without a warning: a
-    job that was cancelled is not to go on.
+    It is a warning if a kill would lose steps. Without SLURM and without a parent of ranks there is
+    no limit, and nothing is printed. The time after `scancel` causes no warning, because a
+    cancelled job does not continue.
 
     Args:
         seconds_step, seconds_save: time of the latest step and of the checkpoint after it.
@@ -353,7 +356,8 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
     cluster, limits = slurm.grace(), {}
     if PARENT_VARIABLE in os.environ:
         limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
-    if cluster.preempted:  # 0 is SLURM's default, also where nothing is ever preempted
+    if cluster.preempted:
+        # 0 is SLURM's default, also where nothing is ever preempted.
         limits["after a preemption (GraceTime)"] = cluster.preempted
     waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
     if cluster.killed is not None:
@@ -362,7 +366,7 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
         return
     text = (
         f"a stop takes up to a step ({seconds_step:.1f} s) and a save ({seconds_save:.1f} s); "
-        f"granted are {', '.join(waits)}"
+        f"grace period: {', '.join(waits)}"
     )
     if seconds_step + seconds_save <= min(limits.values(), default=math.inf):
         tell(text, file=sys.stderr)

@@ -1,6 +1,6 @@
-"""From advantages to a step of the optimizer: the gradient of the objective, exactly.
+"""Updates of the policy: the exact gradient of the objective and steps of the optimizer.
 
-Ranks hold whole groups and meet only where gradients are summed, so they may have unequal work.
+Ranks hold complete groups and communicate only to sum gradients, so their work may be unequal.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.micro_batches import plan
 from grpo_ustat.train.objective import Part
 
-# Nats between entropies that count as equal: completions that begin alike have the same ones, up to
-# the rounding of the passes that they are read in.
+# Nats between entropies that count as equal: completions with the same beginning have the same
+# entropies there, up to the rounding of the passes that read them.
 TIE = 1e-6
 
 
 @dataclass(frozen=True)
 class FixedLogprobs:
-    """Log-probabilities that stay fixed during a step's updates, of this rank's N completions."""
+    """Log-probabilities of this rank's N completions, fixed during a step's updates.
 
-    # Under the policy that sampled the completions, 0 on padding; None if the objective needs none.
+    They are 0 on padding, and None if the objective does not need them.
+    """
+
+    # Under the policy that sampled the completions.
     old_NT: torch.Tensor | None = None
-    # Under the reference model, likewise.
+    # Under the reference model.
     reference_NT: torch.Tensor | None = None
 
 
@@ -58,10 +61,10 @@ class Minibatch:
 
     # Flat indices of this rank's completions in it.
     index: np.ndarray
-    # w_i of all of this rank's completions, see `estimators.row_weights.token_weights`; 0 for those
-    # that are left out.
+    # w_i of all of this rank's completions, see `estimators.row_weights.token_weights`; 0 for
+    # excluded ones.
     weight_N: np.ndarray
-    # n, the number of completions of the whole update that count, on all ranks.
+    # n, the number of completions of the update that count, on all ranks.
     num_rollouts: int
 
 
@@ -69,7 +72,7 @@ class Minibatch:
 class UpdateStats:
     """Measurements of a step's updates on this rank."""
 
-    # See `objective.diagnostics`; `skipped` and `rows` count completions.
+    # Sums of `objective.diagnostics`; `skipped` and `rows` count completions.
     sums: Counter = field(default_factory=Counter)
     # Absolute differences between the trainer's and the sampler's log-probabilities.
     gap: list[np.ndarray] = field(default_factory=list)
@@ -92,9 +95,9 @@ def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
 
 
 def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> np.ndarray:
-    """Return rewards as the baseline sees them, [P, G] of all prompts.
+    """Return the rewards that the baseline gets, [P, G] of all prompts.
 
-    They are `Z - beta sum_t K1` if the penalty is in the reward.
+    They are `Z - beta sum_t K1` if the penalty is in the reward, else Z.
     """
     objective = run.config.objective
     if not objective.beta or objective.kl_in != "reward":
@@ -111,7 +114,7 @@ def update(
     """Make all updates of a step: each ascends the objective on a minibatch by one optimizer step.
 
     Args:
-        run: its parameters are moved.
+        run: its parameters change.
         advantage_PG: advantages of all ranks' completions.
         fixed: log-probabilities of this rank's completions before the step.
         step: keys the order of minibatches.
@@ -120,7 +123,7 @@ def update(
         The norm of the last update's gradient before clipping, and the step's measurements.
 
     Raises:
-        FloatingPointError: a gradient is not finite; the parameters are as before that update.
+        FloatingPointError: a gradient is not finite; that update is not applied.
     """
     norm, stats, own_advantage_PG = 0.0, UpdateStats(), run.own_rows(advantage_PG)
     lengths_PG, rewards_PG = counted_lengths(run, batch), batch.rewards_PG
@@ -142,7 +145,7 @@ def update(
 def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
     """Return the tokens of all ranks' completions, [P, G].
 
-    They are 0 for a completion that `mask_truncated_completions` leaves out.
+    They are 0 for a completion that `mask_truncated_completions` excludes.
     """
     if run.config.objective.mask_truncated_completions:
         return np.where(batch.ended_PG, batch.lengths_PG, 0)
@@ -156,16 +159,16 @@ def minibatches(
     rewards_PG: np.ndarray | None = None,
     advantage_PG: np.ndarray | None = None,
 ) -> Iterator[Minibatch]:
-    """Yield the step's updates in order: whole groups, shuffled again in each iteration.
+    """Yield the step's updates in order: complete groups, shuffled again in each iteration.
 
-    Micro-batches of `bnpo` are of rows of the whole update in random order, as in TRL, whatever the
-    number of ranks.
+    Micro-batches of `bnpo` are made of the update's rows in random order, as in TRL, independently
+    of the number of ranks.
 
     Args:
         lengths_PG: see `counted_lengths`.
         step: keys the orders.
-        rewards_PG, advantage_PG: of all ranks' completions, which an objective's filter of rows
-            reads, see `estimators.row_weights.rows_that_count`.
+        rewards_PG, advantage_PG: of all ranks' completions, for the objective's filter of rows, see
+            `estimators.row_weights.rows_that_count`.
     """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
@@ -201,15 +204,15 @@ def minibatches(
 
 
 def trainable(policy: Policy) -> list[torch.nn.Parameter]:
-    """Return the parameters that are trained, each once."""
+    """Return the trained parameters, each once."""
     return [p for p in policy.model.parameters() if p.requires_grad]
 
 
 def sum_gradients(run: TrainContext) -> list[torch.Tensor]:
-    """Add the ranks' gradients up, in place, and return them.
+    """Sum the gradients over ranks, in place, and return them.
 
-    The divisors are those of the whole update already. Under FSDP2 each shard's gradient is the sum
-    over ranks already.
+    Their divisors are already those of the update on all ranks. Under FSDP2 each shard's gradient
+    is already the sum.
     """
     grads = []
     for parameter in trainable(run.trained_policy):
@@ -232,10 +235,10 @@ def accumulate_gradient(
     fixed: FixedLogprobs,
     stats: UpdateStats,
 ) -> None:
-    """Put the objective's gradient on this rank's completions, negated for descent, into `grad`.
+    """Set `grad` to the objective's gradient on this rank's completions, negated for descent.
 
-    Completions that add exactly nothing are skipped. If memory runs out, the whole gradient is
-    formed again from smaller micro-batches.
+    Completions whose term is exactly 0 are skipped. If memory runs out, the gradient is computed
+    again from smaller micro-batches.
     """
     index = minibatch.index[minibatch.weight_N[minibatch.index] > 0]
     chosen_NT = highest_entropies(run, rollouts, index)
@@ -244,7 +247,7 @@ def accumulate_gradient(
     stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
 
     def gradient_within_budget() -> UpdateStats:
-        """Form the whole gradient from zero, at the present token budget."""
+        """Compute the gradient from zero, at the present token budget."""
         run.optimizer.zero_grad()
         with recomputing(run.trained_policy.model):
             return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed, chosen_NT)
@@ -268,8 +271,8 @@ def backward_parts(
 ) -> UpdateStats:
     """Add the negated gradient of the completions in `index` to `grad`, one part at a time.
 
-    The derivative of the objective by each token's log-probability (and by its entropy) is carried
-    back through the output layer, and from there through the model.
+    The derivative of the objective by each token's log-probability (and entropy) is propagated
+    through the output layer, and from there through the model.
     """
     config, objective = run.config, run.config.objective
     advantage_N = torch.from_numpy(advantage_PG.ravel())
@@ -278,7 +281,8 @@ def backward_parts(
     for reader, parts in readers(run, run.trained_policy, rollouts, index):
         for index_B in parts:
             window = reader.window(index_B)
-            if len(index_B):  # else another rank's work, in which this one takes part
+            if len(index_B):
+                # An empty part is another rank's work, in which this rank takes part.
                 head = Head(reader.policy, reader.output, config.temperature)
                 dtype = torch.promote_types(window.hidden_BTD.dtype, torch.float32)
                 mask_BT = window.mask_BT.to(dtype)
@@ -300,27 +304,27 @@ def backward_parts(
                 logprob_BT = head.backward(window, -factor_BT, descent_entropy_BT)
                 if part.old_BT is None and rollouts.logprobs_PGT is not None:
                     stats.gap.append(logprob_gap(rollouts, index_B, logprob_BT, factor_BT))
-            del window  # with its graph, before the next one is read
+            # The window goes with its graph, before the next one is read.
+            del window
             progress.add(len(index_B))
         reader.backward()
-        del reader  # with the prompts' graph, before the next ones are read
+        # The prompts' graph goes with the reader, before the next prompts are read.
+        del reader
     return stats
 
 
 def readers(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Reader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
-    """Yield the micro-batches of these completions.
-
-    Each is a reader of its prompts, and the parts of completions that continue them.
-    """
+    """Yield micro-batches: a reader of prompts, and parts of the completions that continue them."""
     if policy is run.sharded_policy:
         yield from fsdp2.rounds(run, rollouts, index)
         return
     device, tokens = policy.model.device.type, run.token_budget.tokens
     for micro_batch in plan(rollouts, index, tokens, run.share_prompts, device):
         completions = sum(map(len, micro_batch.parts))
-        several = len(micro_batch.prompts) < completions  # of some prompt
+        # True if some prompt has several completions.
+        several = len(micro_batch.prompts) < completions
         kind = ContiguousReader if run.contiguous else FullReader
         if run.share_prompts and several:
             kind = SharedPromptReader
@@ -330,7 +334,7 @@ def readers(
 def rows_like(
     mask_BT: torch.Tensor, values_NT: torch.Tensor | None, index_B: np.ndarray
 ) -> torch.Tensor | None:
-    """Return rows of some completions, as wide and of the same type as the mask; None for None."""
+    """Return rows of some completions in the mask's width and type; None for None."""
     return None if values_NT is None else values_NT[index_B, : mask_BT.shape[1]].to(mask_BT)
 
 
@@ -339,7 +343,7 @@ def logprob_gap(
 ) -> np.ndarray:
     """Return absolute differences in nats from the sampler's log-probabilities.
 
-    Only tokens whose factor is not 0 count: the trainer computes no others.
+    Only tokens with a factor other than 0 count, because the trainer computes only these.
     """
     assert rollouts.logprobs_PGT is not None
     used_BT = (factor_BT != 0).cpu().numpy()
@@ -353,7 +357,7 @@ def highest_entropies(
 ) -> torch.Tensor | None:
     """Mark the tokens with the highest entropies under the current policy, [N, T] of this rank.
 
-    These are at or above the quantile `1 - top_entropy_quantile` of an update's entropies. None if
+    They are at or above the quantile `1 - top_entropy_quantile` of an update's entropies. None if
     all tokens count.
 
     Args:
@@ -377,7 +381,7 @@ def highest_entropies(
 def token_logprobs(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> torch.Tensor:
-    """Compute log-probabilities of this rank's completions under a policy, as the trainer does.
+    """Compute the trainer's log-probabilities of this rank's completions under a policy.
 
     The shape is [N, T], with 0 outside `index` and on padding.
     """
@@ -391,7 +395,7 @@ def read_tokens(
     index: np.ndarray,
     of_window: Callable[[Head, Window], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute a number of each token of this rank's completions under a policy.
+    """Compute `of_window`, a number for each token, on this rank's completions.
 
     The shape is [N, T], with 0 outside `index` and on padding.
     """

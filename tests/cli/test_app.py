@@ -23,7 +23,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, words, folder, key):
     code, out, told = run(*words, cwd=tmp_path)
     assert (code, out) == (2, "")
     assert told == (
-        f"error: the output folder {folder} cannot be made (No such file or directory): choose "
+        f"error: the output folder {folder} cannot be created (No such file or directory): choose "
         f"another with {key}=DIR\n"
     )
     assert list(tmp_path.iterdir()) == []

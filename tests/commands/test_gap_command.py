@@ -11,9 +11,9 @@ import pytest
 from commands import compose
 
 from grpo_ustat.cli import app
-from grpo_ustat.config.problems import PROBLEMS
 from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.config.load import CONF
+from grpo_ustat.config.problems import PROBLEMS
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.gap.problems import build_problem
 from grpo_ustat.launch.command import load_command

@@ -151,7 +151,7 @@ def test_a_study_that_did_not_do_all_of_it_says_nothing(tmp_path, changes):
 
 def test_a_study_of_a_file_samples_nothing_whose_time_is_known():
     study = planned("mse", pool="rollouts.parquet")
-    assert of(study).basis == "left out, for it samples no completions"
+    assert of(study).basis == "it samples no completions"
 
 
 def test_the_newest_run_counts(tmp_path):
@@ -190,7 +190,7 @@ def test_the_newest_run_counts(tmp_path):
 def test_nothing_is_learnt_from_other_models_devices_machines_or_damage(tmp_path, spoil):
     spoil(tmp_path / "outputs/train/x/seed-0")
     assert of(planned()).seconds is None
-    assert of(planned()).basis.startswith("left out, for no finished run of tiny_base on cpu")
+    assert of(planned()).basis.startswith("no finished run of tiny_base on cpu")
 
 
 @pytest.mark.parametrize("cost", [{"rollouts": "200"}, {"seconds_score": None}, [], "x", -1])
@@ -219,8 +219,8 @@ def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(ent
     show_costs([plan_of(planned(entry))])
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        "Wall time: left out, for no finished run of tiny_base on cpu is known here; run it with "
-        f"{words} first." in text
+        "Wall time unknown: no finished run of tiny_base on cpu. "
+        f"Run once with {words} to calibrate." in text
     )
     assert "Wall time is rough" not in text
 
@@ -262,7 +262,8 @@ def test_batches_are_said_in_words():
     (text,) = batch_lines([plan_of(planned(budget__rollouts=256, group_size=8))])
     assert text == (
         "Batch: n = 256 completions a step = 32 prompts x G = 8; 1 update a step, each of 256 "
-        "completions in at most about 2 backward passes of 16384 padded tokens, prompts left out."
+        "completions in at most about 2 backward passes of 16384 padded tokens, not counting "
+        "prompts."
     )
     several = planned(
         objective__num_iterations=2, objective__minibatch_size=8, launch__num_processes=3

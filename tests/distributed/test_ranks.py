@@ -32,10 +32,10 @@ OF_TWO = {"RANK": "0", "WORLD_SIZE": "2"}
     (OF_TWO | HOST | {"MASTER_ADDR": ""}, "RANK=0 of WORLD_SIZE=2 without MASTER_ADDR: "),
     ({"RANK": "2"}, "RANK=2, but WORLD_SIZE is not set: start ranks by torchrun"),
     ({"RANK": "4", "WORLD_SIZE": "4"} | HOST, "RANK=4, but WORLD_SIZE=4: "),
-    (OF_TWO | HOST | {"RANK": "one"}, "RANK='one' is no whole number: "),
-    (OF_TWO | HOST | {"RANK": "-1"}, "RANK='-1' is no whole number: "),
-    (OF_TWO | HOST | {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is no whole number: "),
-    (OF_TWO | HOST | {"MASTER_PORT": "ssh"}, "MASTER_PORT='ssh' is no whole number: "),
+    (OF_TWO | HOST | {"RANK": "one"}, "RANK='one' is not a whole number: "),
+    (OF_TWO | HOST | {"RANK": "-1"}, "RANK='-1' is not a whole number: "),
+    (OF_TWO | HOST | {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not a whole number: "),
+    (OF_TWO | HOST | {"MASTER_PORT": "ssh"}, "MASTER_PORT='ssh' is not a whole number: "),
 ])  # fmt: skip
 def test_half_an_environment_is_refused_in_one_line(values, line, environment):
     environment(**values)

@@ -84,7 +84,7 @@ def test_less_memory_draws_the_same_tokens(prompts):
     limit = torch.cuda.memory_reserved() + 160 * 2**20
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
     try:
-        with pytest.warns(UserWarning, match="no memory to write 192 completions"):
+        with pytest.warns(UserWarning, match="not enough memory for 192 completions"):
             rollouts = sample(policy, prompts, 32, sampling)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

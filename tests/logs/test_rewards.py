@@ -115,7 +115,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, rows, column, mess
         ("log.parquet", "no table", "cannot be read"),
         (
             "log.jsonl", '{"prompt": "q", "reward": 1}\n\n{"prompt": "q',
-            r"line 2 \(from 0\) is no JSON: Unterminated",
+            r"line 2 \(from 0\) is not JSON: Unterminated",
         ),
     ],
 )  # fmt: skip

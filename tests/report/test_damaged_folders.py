@@ -138,7 +138,7 @@ def test_a_file_that_was_edited_after_the_run_is_named(name, folders, tmp_path):
     assert RunRecord(folder).notes == RunRecord(place / "good-train").notes
     file = folder / name
     file.write_text(file.read_text().replace("0.4", "0.9").replace('"reward": 0.1', '"reward": 1'))
-    assert any(f"bad-train: {name} is not as the run" in line for line in notes_of(place))
+    assert any(f"bad-train: {name} was changed after the run" in line for line in notes_of(place))
 
 
 @pytest.mark.slow

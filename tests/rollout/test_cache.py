@@ -199,7 +199,7 @@ def test_a_cache_is_handed_over_by_the_models_name_for_it(name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "rwkv"])
 def test_a_model_that_ignores_what_it_has_read_is_refused(kind):
-    with pytest.raises(ConfigError, match="continues no text from a cache: use rollout"):
+    with pytest.raises(ConfigError, match="does not continue a text from a cache: use rollout"):
         LocalEngine(Policy(build(kind, tied=False), Letters(), frozenset({1}), 0))
 
 
@@ -223,7 +223,7 @@ REFUSED = {  # models, and what is said of them
         "minimax",
         dict(intermediate_size=24, num_key_value_heads=2, head_dim=8, num_local_experts=2,
              num_experts_per_tok=1, layer_types=_LINEAR, block_size=8),
-        "cannot sample from minimax, which takes no cache .*rollout=vllm.*pool=FILE.parquet",
+        "cannot sample from minimax, which does not accept .*rollout=vllm.*pool=FILE.parquet",
     ),
 }  # fmt: skip
 

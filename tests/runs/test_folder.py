@@ -58,7 +58,9 @@ def test_an_edited_number_is_found_by_its_checksum(tmp_path, capsys, name, old, 
     folder, file = finished_run(tmp_path / "run"), tmp_path / "run" / name
     assert changed_files(folder.path, folder.read_result()) == []
     file.write_text(file.read_text().replace(old, new, 1))
-    remedy = f"{name} is not as the run left it: restore it, or delete .*result.json: the same"
+    remedy = (
+        f"{name} was changed after the run: restore it, or delete .*result.json and run the same"
+    )
     with pytest.raises(ConfigError, match=remedy):
         folder.read_result()
 

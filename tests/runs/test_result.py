@@ -77,11 +77,11 @@ def test_an_example_is_the_same_when_its_records_are_written_again(file):
 def test_a_key_that_is_missing_is_named(record):
     whole = completed(record)
     (kind,) = [x for x in RESULT_TYPES.values() if record is x or record in get_args(x)]
-    assert misfit(whole, kind) is None and misfit(whole, kind, whole=False) is None
+    assert misfit(whole, kind) is None and misfit(whole, kind, complete=False) is None
     for key in keys_of(record).keys() & whole.keys():
         less = {name: value for name, value in whole.items() if name != key}
-        assert misfit(less, kind) == f"it has no {key}" and not misfit(less, kind, whole=False)
-        assert misfit(whole | {key: [[1]]}, kind, whole=False).startswith(f"{key}")
+        assert misfit(less, kind) == f"it has no {key}" and not misfit(less, kind, complete=False)
+        assert misfit(whole | {key: [[1]]}, kind, complete=False).startswith(f"{key}")
 
 
 def test_nested_keys_are_named_with_their_place():
@@ -89,7 +89,7 @@ def test_nested_keys_are_named_with_their_place():
     del result["policy"]["mean_reward_low"]
     assert "policy.mean_reward_low" in misfit(result, StudyResult)
     covariance = {"covariance": [[1.0, 2.0, 3.0], [1.0, 2.0], [1.0, 2.0, 3.0]]}
-    wrong = misfit(covariance, Scaling, "scaling", whole=False)
+    wrong = misfit(covariance, Scaling, "scaling", complete=False)
     assert wrong.startswith("scaling.covariance[1] ")
 
 

@@ -98,7 +98,7 @@ CASES = {  # name, detail, starts, step
     ),
     "another configuration": (
         [START, END], RESULT | {"config_hash": "xyz"}, 4,
-        ("stopped", "its result is another configuration's", 1, 4),
+        ("stopped", "its result belongs to another configuration", 1, 4),
     ),
 }  # fmt: skip
 

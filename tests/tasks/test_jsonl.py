@@ -244,7 +244,7 @@ async def score(prompt, text):
     ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a finite num"),
     ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a finite number"),
     ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a finite number"),
-    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50, of the one"),
+    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50 for the comp"),
     ("def score(p, t):\n return 10**5000", "the reward is a number of many digits, it must be"),
     ("import numpy\ndef score(p, t):\n return numpy.ones(2)", r"the reward is array\(\[1., 1.\]\)"),
     ("def score(p, t):\n return None", "the reward is None, it must be a finite number"),

@@ -88,9 +88,9 @@ def test_only_the_right_integer_counts(completion, reward):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"study": 32}, "dataset.study_size=32 of plus_one, which has 31: ask for fewer"),
-        ({"test": 19}, "dataset.test_size=19 of plus_one, which has 16"),
-        ({"examples": 19}, "prompt.shots=19 of plus_one, which has 18"),
+        ({"study": 32}, "dataset.study_size=32, but plus_one has 31: use 31 or less"),
+        ({"test": 19}, "dataset.test_size=19, but plus_one has 16: use"),
+        ({"examples": 19}, "prompt.shots=19, but plus_one has 18: use"),
     ],
 )
 def test_more_than_exist_are_refused_with_both_numbers(asked, message):

@@ -21,10 +21,14 @@ from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
-MULTIPLICATIONS_PER_LOOK = 24  # that cost as much as one more look at an entry in memory
-GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
-VECTOR_SLICES = 256  # of long vectors, on a GPU
-PRODUCT_BYTES = 2**28  # bytes of a T x T product over a whole batch
+# This many multiplications cost as much as one more look at an entry in memory.
+MULTIPLICATIONS_PER_LOOK = 24
+# Bytes of gradients formed at a time.
+GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}
+# Slices of long vectors on a GPU.
+VECTOR_SLICES = 256
+# Bytes of a T x T product over a whole batch.
+PRODUCT_BYTES = 2**28
 
 Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(left [n, T, R], right [n, T, C]) of consecutive completions, in passes of their own n and T."""
@@ -127,7 +131,8 @@ class Accumulator:
                 for k, value_UD in enumerate(values_KC.unflatten(1, dense_NUD.shape[1:])):
                     self._gradient(k, name, shape, flat.dtype).index_add_(0, ids_U, value_UD)
             return
-        breaks = (ids_U.diff() != 1).nonzero().flatten() + 1  # neighbouring rows pass together
+        # Neighbouring rows pass together.
+        breaks = (ids_U.diff() != 1).nonzero().flatten() + 1
         edges, width = [0, *breaks.tolist(), len(ids_U)], dense_NUD.shape[2]
         for low, high in zip(edges[:-1], edges[1:], strict=True):
             flat = dense_NUD[:, low:high].flatten(1)
@@ -252,7 +257,8 @@ def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
     )
     with full_products():
         both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))[0]
-    for _ in range(2):  # the tokens of each completion, along both sides
+    # Sum over the tokens of each completion, along both sides.
+    for _ in range(2):
         blocks = both.split([left.shape[0] * left.shape[1] for left, _ in factors])
         sums = [
             block.unflatten(0, left.shape[:2]).sum(dim=1)

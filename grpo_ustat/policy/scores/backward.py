@@ -219,7 +219,8 @@ class _Pass:
         whole: bool,
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
-        first = min(int(real.min()), ids_BT.shape[1] - 2)  # one to read, and one that it predicts
+        # A pass needs one token to read and one that it predicts.
+        first = min(int(real.min()), ids_BT.shape[1] - 2)
         # Rows and columns of the batch.
         columns = slice(first, max(int(real.max()) + 1, first + 2))
         self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if whole else columns
@@ -333,7 +334,8 @@ class _Backward:
                 self._score_shared_alone()
             self._output_layer(completion_mask_BT, temperature)
             ways = [pass_.backward() for pass_ in self.passes]
-            for _ in zip_longest(*ways):  # a layer of every pass before the next
+            # Each layer of every pass is computed before the next one.
+            for _ in zip_longest(*ways):
                 pass
         with torch.no_grad():
             self._add_embeddings()
@@ -392,7 +394,8 @@ class _Backward:
         if layers.looks_up_tokens(module):
             return self._root(pass_, module, args, output)
         called_twice = pass_.layers is not None and pass_.layers.computes
-        if not output.requires_grad and not called_twice:  # a rule calls the module too
+        if not output.requires_grad and not called_twice:
+            # A rule calls the module too.
             return None
         by_row = self._by_row(pass_, path, args, kwargs)
         if by_row is None:
@@ -401,7 +404,8 @@ class _Backward:
             if pass_.layers is None or not pass_.layers.recomputes:
                 self._expect(module)
             if output.requires_grad:
-                held = [by_row]  # dropped as soon as the gradient arrives
+                # The rows are dropped as soon as the gradient arrives.
+                held = [by_row]
                 output.register_hook(lambda grad: self._arrive(pass_, module, held.pop(), grad))
         return None
 
@@ -414,7 +418,8 @@ class _Backward:
         else:
             self.left_out.update(self._own(module))
             pass_.roots.append((leaf, module, None))
-        return leaf.clone()  # a model may scale its embeddings in place
+        # A model may scale its embeddings in place.
+        return leaf.clone()
 
     def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
         """Return a module's arguments with the batch dimension first.
@@ -454,7 +459,8 @@ class _Backward:
         A parameter of which this is the last part is added to the totals.
         """
         grad = grad.detach()
-        if grad.shape[0] != len(pass_.ids):  # tokens of all rows in one axis
+        if grad.shape[0] != len(pass_.ids):
+            # The tokens of all rows are in one axis.
             grad = grad.view(*pass_.ids.shape, -1)
         for local, part in layers.parts(module, args, grad):
             name = self.names.get(id(getattr(module, local)))
@@ -472,7 +478,8 @@ class _Backward:
         ]
         part = layers.stacked(by_pass)
         if part is None or name in self.left_out:
-            return  # scored one completion at a time
+            # The parameter is scored one completion at a time.
+            return
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
             # H of the output layer, E of the embedding, which lives on the tokens that occur:

@@ -79,7 +79,8 @@ class LayerByLayer:
         # `recomputes`: True while it is computed for the second time.
         self.computes = self.recomputes = False
         self._calls: list[_Call] = []
-        self._anchor = torch.zeros((), requires_grad=True)  # below every graph
+        # A tensor below every graph.
+        self._anchor = torch.zeros((), requires_grad=True)
 
     @property
     def fits(self) -> bool:
@@ -135,10 +136,12 @@ class LayerByLayer:
                     continue
                 if _is_above_a_layer(before):
                     torch.autograd.backward(before, value.grad, inputs=below, retain_graph=True)
-                else:  # what is below all layers is done once, such as Gemma 3n's inputs by layer
+                else:
+                    # What is below all layers is done once, such as Gemma 3n's inputs by layer.
                     _, total = at_the_bottom.get(id(before), (before, 0.0))
                     at_the_bottom[id(before)] = (before, total + value.grad)
-            call.inputs, call.grads = [], []  # the graph above holds the call itself
+            # The graph above holds the call itself.
+            call.inputs, call.grads = [], []
             yield
         if at_the_bottom:
             ends, grads = map(list, zip(*at_the_bottom.values(), strict=True))

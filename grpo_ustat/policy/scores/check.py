@@ -18,8 +18,10 @@ from grpo_ustat.policy.scores.one_by_one import logprob
 
 # float64: transformers computes norms and rotations of such models in float32
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-FLAT = 10.0  # a temperature at which no token is nearly certain
-PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
+# At this temperature no token is nearly certain.
+FLAT = 10.0
+# Parameters whose gradients are compared at a time.
+PARAMETERS_AT_ONCE = 2**28
 
 
 def check_scores(

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from grpo_ustat.policy.output_layer import body, causal, replaced_forward
 
-TOKEN_TYPES = "token_type_ids"  # and `mm_token_type_ids`: a number for each token
+# Also in `mm_token_type_ids`: a number for each token.
+TOKEN_TYPES = "token_type_ids"
 
 
 def row_inputs(

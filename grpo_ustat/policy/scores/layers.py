@@ -22,7 +22,8 @@ from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products
 from grpo_ustat.policy.scores.accumulate import Accumulator, Factors
 
-EMBEDDING_BYTES = 2**25  # bytes of embedding rows held at a time
+# Bytes of embedding rows held at a time.
+EMBEDDING_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
     if lookups := _all(Lookup, parts):
         longest = max(part.ids_BT.shape[1] for part in lookups)
         ids, grads = [], []
-        for part in lookups:  # shorter ones look up their last token again, without a gradient
+        # Shorter ones look up their last token again, without a gradient.
+        for part in lookups:
             more = longest - part.ids_BT.shape[1]
             ids.append(torch.cat([part.ids_BT, part.ids_BT[:, -1:].expand(-1, more)], dim=1))
             grads.append(torch.nn.functional.pad(part.grads_BTD, (0, 0, 0, more)))

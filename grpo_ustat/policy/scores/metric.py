@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import torch
 
-EPS = 1e-8  # torch's AdamW
+# The epsilon of torch's AdamW.
+EPS = 1e-8
 
 
 class Metric:

@@ -60,7 +60,8 @@ def add_output_layer(
         _whole(layer, windows, grads, tokens_U, add)
     elif totals.gram_BB is None:
         _by_rows(layer, windows, grads, tokens_U, add, budget // vocabulary)
-    else:  # which needs all rows
+    else:
+        # The Gram matrix needs all rows.
         _by_tokens(layer, windows, grads, tokens_U, add, budget)
     return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
 

@@ -17,8 +17,10 @@ import hashlib
 import numpy as np
 import torch
 
-MAX_UNPACKED = 2**18  # entries of a parameter up to which its signs stay unpacked
-ENTRIES_AT_ONCE = 2**26  # entries that are sketched at a time
+# A parameter's signs stay unpacked up to this number of entries.
+MAX_UNPACKED = 2**18
+# Entries that are sketched at a time.
+ENTRIES_AT_ONCE = 2**26
 
 
 class Signs:
