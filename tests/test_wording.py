@@ -67,7 +67,8 @@ def check(request, monkeypatch, tmp_path):
         text += golden.page_text(golden.masked(page, **places))
         text = golden.masked(text, **places)
         difference = golden.difference(name, text, request.config.getoption("rewrite"))
-        assert not difference, f"\n{difference}"
+        if difference:
+            pytest.fail(difference, pytrace=False)
 
     return compare
 
