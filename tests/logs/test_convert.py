@@ -229,7 +229,10 @@ def test_packed_files_are_to_be_unpacked(tmp_path):
 
 def test_what_is_no_format_is_refused(tmp_path):
     lines(tmp_path / "x.jsonl", [{"a": 1}])
-    with pytest.raises(ConfigError, match="is in no format that is known by its names and fields"):
+    with pytest.raises(
+        ConfigError,
+        match="has the file names and fields of no known format: choose one with --from",
+    ):
         detect(tmp_path)
 
 
@@ -259,10 +262,18 @@ def open_instruct_rows(changes):
         ({1: {"response_tokens": [7, -1]}}, 9, "it holds -1, which is no token id"),
         ({1: {"response_tokens": None}}, 9, "its row is not as the framework writes it (TypeError"),
         ({1: {"logprobs": None}}, 9, "it has no logprobs, which others have"),
-        ({1: {"logprobs": [-0.5, math.nan]}}, 9, "logprobs holds what is not a finite number"),
-        ({1: {"logprobs": ["x", None]}}, 9, "logprobs holds what is not a finite number"),
-        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs holds what is not a finite number"),
-        ({1: {"logprobs": [-0.5, -(10**400)]}}, 9, "logprobs holds what is not a finite number"),
+        (
+            {1: {"logprobs": [-0.5, math.nan]}},
+            9,
+            "logprobs holds a value that is not a finite number",
+        ),
+        ({1: {"logprobs": ["x", None]}}, 9, "logprobs holds a value that is not a finite number"),
+        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs holds a value that is not a finite number"),
+        (
+            {1: {"logprobs": [-0.5, -(10**400)]}},
+            9,
+            "logprobs holds a value that is not a finite number",
+        ),
         ({1: {"logprobs": -0.5}}, 9, "its row is not as the framework writes it (logprobs is floa"),
         ({1: {"logprobs": "ab"}}, 9, "its row is not as the framework writes it (logprobs is str"),
         ({1: {"reward": 1e300}}, 9, "its reward is larger than 1e+50, so that its square over"),
@@ -321,7 +332,7 @@ def test_a_pickle_that_needs_code_is_refused(tmp_path):
     import torch
 
     torch.save({"rollout_id": 3, "samples": [Options()]}, tmp_path / "p_3.pt")
-    with pytest.raises(ConfigError, match="a pickle may run code, so it is refused"):
+    with pytest.raises(ConfigError, match="reading this pickle might run code"):
         convert(tmp_path, FORMATS["slime"], tmp_path / "o.parquet", Options())
 
 
@@ -330,7 +341,7 @@ def test_several_reward_columns_are_asked_for(tmp_path):
     path = tmp_path / "completions_00003.parquet"
     table = parquet.read_table(path)
     parquet.write_table(table.append_column("form", pyarrow.array([1.0] * 10)), path)
-    with pytest.raises(ConfigError, match="numbers reward_func, form: say .* with --reward"):
+    with pytest.raises(ConfigError, match="numbers, reward_func, form: name .* with --reward"):
         convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options())
     conversion = convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options(reward="form"))
     assert conversion.kept == 10
@@ -342,14 +353,17 @@ def test_several_reward_columns_are_asked_for(tmp_path):
         (["missing", "o.parquet"], "missing does not exist"),
         (["empty.jsonl", "o.parquet"], "empty.jsonl is empty"),
         (["empty", "o.parquet"], "empty holds no file"),
-        (["source", "o.csv"], "o.csv: the converted file ends in .parquet"),
-        (["source", "there.parquet"], "there.parquet is there already"),
+        (["source", "o.csv"], "o.csv does not end in .parquet"),
+        (["source", "there.parquet"], "there.parquet exists already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
-        (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, as slime writes them"),
-        (["source", "empty.jsonl/o.parquet"], "cannot be written, for its folder cannot be made"),
-        (["source", "there.parquet/a/o.parquet"], "there.parquet/a/o.parquet cannot be written"),
-        (["source", "o.parquet", "--group-size", "0"], "--group-size 0: a group has at least one"),
-        (["source", "o.parquet", "--group-size", "-4"], "--group-size -4: a group has at least"),
+        (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, the files of slime"),
+        (["source", "empty.jsonl/o.parquet"], "o.parquet: its folder cannot be made ("),
+        (
+            ["source", "there.parquet/a/o.parquet"],
+            "there.parquet/a/o.parquet: its folder cannot be made",
+        ),
+        (["source", "o.parquet", "--group-size", "0"], "--group-size 0 is below 1"),
+        (["source", "o.parquet", "--group-size", "-4"], "--group-size -4 is below 1"),
         (["source", "o.parquet", "--from", "skyrl"], "source holds no *_training_input.pkl"),
     ],
 )
@@ -386,7 +400,7 @@ def test_groups_that_are_too_small_for_a_study_are_for_advise(tmp_path, monkeypa
     main()
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("open_instruct: 4 of 4 rows")
-    assert out[-2].endswith("completions, which mse needs: rewards alone can be judged")
+    assert out[-2].endswith("completions, which mse needs: only advise can use the rewards")
     assert out[-1] == "next: grpo-ustat advise o.parquet"
     assert [group.tolist() for group in read_rewards(tmp_path / "o.parquet").groups] == [
         [1.0, 0.0], [0.0, 0.0],
@@ -403,7 +417,9 @@ def test_half_a_character_leaves_a_row_out(tmp_path):
     file.write_text("".join(json.dumps(row).replace("\\\\u", "\\u") + "\n" for row in rows))
     conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert conversion.kept == 2
-    assert dict(conversion.reasons) == {"a text has half of a character, which no file can hold": 2}
+    assert dict(conversion.reasons) == {
+        "a text has half of a character (a lone surrogate), which no file can hold": 2
+    }
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
@@ -472,9 +488,9 @@ def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt,
     with pytest.raises(ConfigError) as refused:
         convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert str(refused.value) == (
-        f"{tmp_path}/3.jsonl line 0: its prompt ends in {rest}, as chat templates do, and verl "
-        "left their special tokens out, so it is not what the model read: let verl log tokens too, "
-        "with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record, and convert these "
+        f"{tmp_path}/3.jsonl line 0: its prompt ends in {rest}, so a chat template wrote it; verl "
+        "logs it without special tokens, so the model read another text: log tokens with "
+        "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
         "(docs/verl.md)"
     )
 

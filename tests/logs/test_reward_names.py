@@ -52,14 +52,16 @@ def test_rewards_of_filtered_rows_are_their_own(tmp_path):
 def test_a_reward_of_several_is_taken_by_key_or_added_by_weight(tmp_path):
     reward = [{"right": float(k % 2), "form": 0.5, "note": "x"} for k in range(15)]
     slime(tmp_path / "run/3.pt", 0, reward=reward)
-    with pytest.raises(ConfigError, match="15 its reward is of right, form, note: name one with"):
+    with pytest.raises(
+        ConfigError, match="15 its reward has parts right, form, note: name one with"
+    ):
         converted(tmp_path / "run")
     for asked, value in (("right", 1.0), ("right=2,form=-1", 1.5)):
         _, table = converted(tmp_path / "run", options=Options(reward=asked))
         assert table[1]["reward"] == value
-    with pytest.raises(ConfigError, match=r"^--reward rihgt: its row has no .*are right, form\)"):
+    with pytest.raises(ConfigError, match=r"^--reward rihgt: its row has .*: right, form\)"):
         converted(tmp_path / "run", options=Options(reward="rihgt"))
-    with pytest.raises(ConfigError, match="^--reward right=x: 'x' is no number"):
+    with pytest.raises(ConfigError, match="^--reward right=x: 'x' is not a finite"):
         converted(tmp_path / "run", options=Options(reward="right=x"))
 
 
@@ -70,7 +72,9 @@ def test_columns_and_keys_of_verl_are_rewards_by_name(tmp_path, asked, value):
     for folder in "ab":
         _, table = converted(tmp_path / folder, options=Options(reward=asked))
         assert {row["reward"] for row in table} == {value}
-    with pytest.raises(ConfigError, match="15 its reward is of score, acc: name one with --rew"):
+    with pytest.raises(
+        ConfigError, match="15 its reward has parts score, acc: name one with --rew"
+    ):
         converted(tmp_path / "b")
 
 
@@ -94,7 +98,7 @@ def test_what_a_study_would_refuse_is_left_out_row_by_row(tmp_path):
     asked[10] = [*asked[10], {"role": "assistant", "content": "So"}]
     trl(tmp_path / "run/completions_00003.parquet", 0, 3, prompt=asked, completion=said)
     conversion, table = converted(tmp_path / "run")
-    assert left_out(conversion, "not one of the assistant", "content is not text") == 2
+    assert left_out(conversion, "not a single one of the assistant", "content is not text") == 2
     assert left_out(conversion, "its group", "ends with an assistant message") == 1
     assert len(table) == conversion.kept == 12
     assert len(read_rollouts(max(tmp_path.glob("*.parquet")))) == 12
@@ -105,9 +109,9 @@ def test_reward_functions_are_added_by_weight_and_a_null_counts_nothing(tmp_path
     form = pyarrow.array([None, None] + [0.5] * 13, pyarrow.float64())
     right = pyarrow.array([None] + [1.0] * 14, pyarrow.float64())
     trl(tmp_path / "run/completions_00003.parquet", 0, 3, right=right, form=form)
-    with pytest.raises(ConfigError, match="numbers right, form: say which .*right=1,form=1"):
+    with pytest.raises(ConfigError, match="numbers, right, form: name .*right=1,form=1"):
         converted(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"^--reward fom: its row has no .*are right, form\)"):
+    with pytest.raises(ConfigError, match=r"^--reward fom: its row has .*: right, form\)"):
         converted(tmp_path / "run", options=Options(reward="right,fom=2"))
     conversion, table = converted(tmp_path / "run", options=Options(reward="right,form=2"))
     assert [row["reward"] for row in table][:2] == [1.0, 2.0]
@@ -135,8 +139,8 @@ def test_a_reward_of_prime_rl_without_a_weight_counts_once(tmp_path, weight):
         ("", "^--reward '': '' names no reward"),
         ("acc,", "^--reward acc,: '' names no reward"),
         ("=1", "'=1' names no reward"),
-        ("acc=nan", "'nan' is no number that can weigh acc"),
-        ("acc=inf", "'inf' is no number that can weigh acc"),
+        ("acc=nan", "'nan' is not a finite weight of acc"),
+        ("acc=inf", "'inf' is not a finite weight of acc"),
     ],
 )
 @pytest.mark.parametrize("write", [verl, trl])

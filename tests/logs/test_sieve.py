@@ -211,9 +211,9 @@ def test_a_step_that_has_just_begun_is_not_chosen(tmp_path):
     assert conversion.kept == 15 and {row["policy_version"] for row in table} == {"step 5"}
     conversion, _ = converted(tmp_path / "run", options=Options(version="step 6"))
     assert conversion.kept == SIZE
-    with pytest.raises(ConfigError, match="there are step 5 to step 6: say --version 'step 6'$"):
+    with pytest.raises(ConfigError, match="rows have step 5 to step 6: use --version 'step 6'$"):
         converted(tmp_path / "run", options=Options(version="6"))
-    with pytest.raises(ConfigError, match="--version step 7: no row .*; there are step 5 to step"):
+    with pytest.raises(ConfigError, match="--version step 7: no usable row .* have step 5 to step"):
         converted(tmp_path / "run", options=Options(version="step 7"))
 
 
