@@ -218,14 +218,14 @@ def _trl(row: Mapping[str, Any], file: File) -> Fields:
     Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was
     among the reward functions.
     """
-    (names, usual), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
+    (names, weights), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
     return dict(
         group=json.dumps(row["prompt"], sort_keys=True), run=str(run_folder_of(file.path)),
         step=str(step), prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
         policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
         policy_step=int(step) - 1 if written_by is None and step else written_by,
         prompt=row["prompt"], completion=row["completion"],
-        rewards=({name: row[name] for name in names}, usual),
+        rewards=({name: row[name] for name in names}, weights),
     )  # fmt: skip
 
 
