@@ -97,9 +97,9 @@ def test_memory_that_a_container_grants(monkeypatch, tmp_path):
     for limit, status in (("1500000000", "failed"), ("3000000000", "warning")):
         (tmp_path / "memory.max").write_text(limit + "\n")
         found = checks.check_memory(tmp_path)
-        assert found.status == status and "granted by the container" in found.message
+        assert found.status == status and "of the container" in found.message
     (tmp_path / "memory.max").write_text("max\n")
-    assert "granted" not in checks.check_memory(tmp_path).message
+    assert "container" not in checks.check_memory(tmp_path).message
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
     found = checks.check_disk(tmp_path)
     assert found.status == "warning" and "checkpoints will take long" in found.message
     monkeypatch.setattr(os, "fsync", lambda file: os.ftruncate(file, 1000))
-    assert "gave back other bytes" in checks.check_disk(tmp_path).message
+    assert "returned other bytes" in checks.check_disk(tmp_path).message
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "start, told",
-    [("exec sleep 20", "did not answer in 0.2 s"), ("kill -9 $$", "ends with code -9")],
+    [("exec sleep 20", "did not start in 0.2 s"), ("kill -9 $$", "ends with code -9")],
 )
 def test_a_cuda_that_hangs_or_crashes_when_it_starts(monkeypatch, tmp_path, start, told):
     _program(tmp_path / "nvidia-smi", "echo 550.1")
@@ -238,7 +238,7 @@ def test_what_is_in_the_hubs_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("GRPO_USTAT_CACHE", str(tmp_path / "made"))
     found = checks.check_cache(tmp_path)
-    assert found.status == "warning" and "; here: none: embedded models" in found.message
+    assert found.status == "warning" and "; here: none: only embedded models" in found.message
     made = tmp_path / "made/smollm2-135m"
     made.mkdir(parents=True)
     (made / "config.json").touch()
@@ -296,7 +296,7 @@ def test_trackers(monkeypatch, site, silent):
     monkeypatch.setattr(checks, "TRACKERS", ("wandb",))
     installed(site, "wandb", "0.99")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert checks.check_trackers(site).fix == "export WANDB_MODE=offline, later `wandb sync`"
+    assert checks.check_trackers(site).fix == "export WANDB_MODE=offline, and later `wandb sync`"
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         assert "there is no key" in checks.check_trackers(site).message
@@ -367,7 +367,10 @@ def test_ranks(monkeypatch, tmp_path):
     assert checks.check_ranks(tmp_path).message == "gloo: two ranks add up"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     found = checks.check_ranks(tmp_path)
-    assert found.status == "failed" and "two ranks do not add up (RuntimeError" in found.message
+    assert (
+        found.status == "failed"
+        and "two ranks cannot add up numbers (RuntimeError" in found.message
+    )
 
 
 @pytest.mark.slow(minutes=0.02)
