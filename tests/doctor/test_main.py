@@ -37,7 +37,7 @@ def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch, capsys):
     assert found["well"].message == f"well in {tmp_path}; WANDB_API_KEY=***"
     assert "failed: RuntimeError: *** was refused" in found["crash"].message
     assert "import doctor_faults as m" in found["crash"].fix
-    assert "broke: SystemExit: 3" in found["leave"].message
+    assert "failed: SystemExit: 3" in found["leave"].message
     assert "No module named 'no_such_package'" in found["missing"].message
     assert found["missing"].fix == "pip install -e '.[cli]'"
     assert found["hang"].message == "no answer in 0.5 s"
