@@ -263,7 +263,7 @@ def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
 
 
 def our_gradient(setting: Setting, start: Start, dtype: str):
-    """Compute the gradient that our training code passes to the optimizer, and the clipped share."""
+    """Compute the gradient that our training code applies, and the share of clipped ratios."""
     config = configured(dtype, (*setting.ours, f"budget.rollouts={start.rewards_PG.size}"))
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(config, RunFolder(Path(folder), config))

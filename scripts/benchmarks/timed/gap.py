@@ -1,10 +1,10 @@
-"""Algorithm 1 on test problems whose truth is known.
+"""Time Algorithm 1 on test problems whose truth is known.
 
     python scripts/benchmarks/speed.py gap
     python scripts/benchmarks/speed.py gap --replicates 1000 --turns 3
 
-10 000 replicates of 1 000 steps, n = 16 completions a step, 8 parameters, 2 processes, whose start
-is counted.
+10 000 replicates of 1 000 steps, n = 16 completions per step, 8 parameters, 2 processes, whose
+start is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Numbers of replicates, steps and processes."""
+    """Add the numbers of replicates, steps and processes."""
     parser.add_argument("--replicates", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """All."""
+    """List all programs."""
     return list(PROGRAMS)
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
-    """Build the test problem; a run is all replicates."""
+    """Build the test problem; a run simulates all replicates."""
     bed, estimator = PROGRAMS[program]
     testbed = build_testbed(compose_config("gap", [f"bed={bed}"]).bed)
     simulation = Simulation(estimator, Rate("constant", 0.05), (asked.steps,))
