@@ -7,7 +7,7 @@ Makes a separate environment (`--environment`, once: 3.5 GB, minutes), because v
 older transformers than this project is tested with. There, in float32 and in bfloat16:
 
     follows   gap between the log-probabilities of sampler and trainer on the tokens just drawn
-    stale     the gap after an update without refresh: must be far larger, or the check shows nothing
+    stale     the gap after an update without refresh: must be far larger, to show a gap
     cached    the gap with new weights but the old prefix cache: must be larger too, in float32
     again     completions that change when the same call is repeated
     alone     completions that change when each prompt is sampled in a separate call
