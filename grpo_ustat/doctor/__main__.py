@@ -1,6 +1,7 @@
-"""`grpo-ustat doctor`: can runs work on this machine, and what to do if not.
+"""`grpo-ustat doctor`: check if runs can work on this machine, and suggest fixes.
 
-Checks run one after another, each in a thread with a deadline: one that breaks or hangs is a line.
+Checks run one after another, each in a thread with a deadline: a check that breaks or hangs is
+reported in a line, and the others still run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
     parser = VerbParser("doctor", (__doc__ or "").partition("\n")[0], EXAMPLES)
     parser.add_argument(
         "--output", type=Path, default=Path("outputs"), metavar="DIR",
-        help="where runs are to be written: its disk and its locks are tried (default: outputs)",
+        help="output folder of runs, whose disk and file locks are tested (default: outputs)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     parser.add_argument(
@@ -50,7 +51,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     checks = [check for check in CHECKS if options.only is None or check.name in options.only]
-    # where a library kills the process, stderr says in which check
+    # If a library kills the process, standard error shows the check.
     faulthandler.enable()
     failures = (show_json if options.json else show)(checks, options.output)
     raise SystemExit(int(failures > 0))
@@ -59,7 +60,7 @@ def main() -> None:
 def show(checks: Sequence[Check], folder: Path) -> int:
     """Print a line for each check as it ends, and below it the fix; return the number that failed.
 
-    On a terminal the messages are wrapped under themselves, elsewhere each is one line.
+    On a terminal, messages are wrapped with an indent; elsewhere each is a single line.
     """
     start, counts, terminal = time.monotonic(), Counter(), sys.stdout.isatty()
     width = max(40, shutil.get_terminal_size().columns - INDENT) if terminal else 10_000
@@ -95,7 +96,7 @@ def show_json(checks: Sequence[Check], folder: Path) -> int:
 
 
 def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Finding, float]]:
-    """Run the checks in their order; output of libraries meanwhile is not shown.
+    """Run the checks in their order; the output of libraries is discarded.
 
     Yields:
         A check's name, its finding, and the seconds that it took.
@@ -106,7 +107,7 @@ def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Findin
             finding = answer_within(check.seconds, lambda check=check: _run(check, folder))
         if finding is None:
             finding = failed(
-                f"did not answer in {check.seconds:g} s", "a disk, device or network that hangs?"
+                f"no answer in {check.seconds:g} s", "see if a disk, a device or the network hangs"
             )
         status, message, fix = finding
         yield (
@@ -117,17 +118,17 @@ def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Findin
 
 
 def _run(check: Check, folder: Path) -> Finding:
-    """Run a check; an error of it is a failed finding."""
+    """Run a check; its error becomes a failed finding."""
     try:
         return check.run(folder)
-    # a library may also leave by SystemExit
+    # A library may also raise SystemExit.
     except BaseException as error:
         module, function = check.run.__module__, check.run.__name__
         code = f"import {module} as m, pathlib as p; m.{function}(p.Path('outputs'))"
-        fix = f'python -c "{code}" shows all of it'
+        fix = f'python -c "{code}" shows the full error'
         if isinstance(error, ModuleNotFoundError):
             fix = install_line("cli")
-        return failed(f"the check itself broke: {type(error).__name__}: {str(error)[:300]}", fix)
+        return failed(f"the check itself failed: {type(error).__name__}: {str(error)[:300]}", fix)
 
 
 def shareable(text: str) -> str:

@@ -1,6 +1,6 @@
-"""The checks of `grpo-ustat doctor`; each is a function of the output folder.
+"""Checks of `grpo-ustat doctor`; each is a function of the output folder.
 
-A check imports what it needs itself, so that a missing package breaks no other check.
+A check imports its packages itself, so that a missing package breaks no other check.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUM_SECONDS = 30.0
 FLOAT32_ERROR = 1e-3
 # The error of a product in bfloat16, which has 8 bits, is between these.
 BF16_ERROR = (3e-4, 2e-2)
-# torch loads in no less than the first; a small model trains within the second.
+# Bytes: loading torch needs the first, training a small model less than the second.
 MIN_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
 TRIAL_BYTES = 2**24
 MIN_DISK_BYTES = 5e9
@@ -93,7 +93,7 @@ def failed(message: str, fix: str) -> Finding:
 
 
 def check_code(_: Path) -> Finding:
-    """Report version and commit of this package; interpreter and system."""
+    """Report version and commit of this package, and the interpreter and system."""
     from grpo_ustat.runs.folder import code_state
 
     state = code_state()
@@ -121,8 +121,8 @@ def check_packages(_: Path) -> Finding:
         declared = [Requirement(text) for text in requires(PACKAGE) or ()]
     except PackageNotFoundError:
         return warning(
-            f"{PACKAGE} runs from its sources without being installed: versions have nothing to be "
-            "compared to",
+            f"{PACKAGE} runs from its sources without being installed, so versions of packages "
+            "cannot be checked",
             "pip install -c constraints.txt -e '.[cli]'",
         )
     needed, optional = [], []
@@ -168,18 +168,18 @@ def check_torch(_: Path) -> Finding:
         if not exact < FLOAT32_ERROR:
             return failed(
                 f"{message}: {device} multiplies matrices with a relative error of {exact:.2g}",
-                "take another GPU (CUDA_VISIBLE_DEVICES), or install torch again",
+                "use another GPU (CUDA_VISIBLE_DEVICES), or install torch again",
             )
         if not BF16_ERROR[0] < rough < BF16_ERROR[1]:
             return failed(
-                f"{message}: {device} computes with a relative error of {rough:.1e} in bfloat16, "
-                "which is not its 2e-3",
-                "bf16=false and model.dtype=float32",
+                f"{message}: {device} multiplies matrices in bfloat16 with a relative error of "
+                f"{rough:.1e} instead of 2e-3",
+                "use bf16=false and model.dtype=float32",
             )
     if gpus:
         message += f": {'; '.join(map(_gpu, gpus))}"
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            return warning(f"{message}; bfloat16 is only emulated", "bf16=false is faster")
+            return warning(f"{message}; bfloat16 is only emulated", "use bf16=false: it is faster")
         return ok(message)
     if driver is None:
         return ok(f"{torch.__version__}, CPU only: launch.device=cpu")
@@ -191,15 +191,16 @@ def check_torch(_: Path) -> Finding:
     return failed(
         f"{torch.__version__} cannot use this machine's GPU: it is built for CUDA {built_for} "
         f"and the driver is {driver}",
-        "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty",
+        "install a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be "
+        "empty",
     )
 
 
 @cache
 def cuda_error() -> str | None:
-    """Return the reason why CUDA does not start; None if it does, and without a CUDA or a GPU.
+    """Return the reason why CUDA does not start; None if it starts, or without CUDA or a GPU.
 
-    A start that hangs or crashes would take this process with it, so another one tries.
+    A start that hangs or crashes would end this process, so another process tries.
     """
     import torch
 
@@ -211,8 +212,8 @@ def cuda_error() -> str | None:
             [sys.executable, "-c", code], capture_output=True, timeout=CUDA_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"its start did not answer in {CUDA_SECONDS:g} s"
-    return f"its start ends with code {process.returncode}" if process.returncode else None
+        return f"CUDA did not start in {CUDA_SECONDS:g} s"
+    return f"CUDA's start ends with code {process.returncode}" if process.returncode else None
 
 
 def _gpu_driver() -> str | None:
@@ -260,12 +261,12 @@ def check_threads(_: Path) -> Finding:
     setting = os.environ.get("OMP_NUM_THREADS")
     message = f"{cores} cores ({reason}), OMP_NUM_THREADS={setting or 'unset'}"
     if setting is None:
-        return ok(f"{message}; launch.num_threads decides in runs")
+        return ok(f"{message}; runs use launch.num_threads")
     if not setting.isdecimal() or int(setting) < 1:
         return failed(f"{message} is no number of threads", "export OMP_NUM_THREADS=1")
     if int(setting) > cores:
         return warning(
-            f"{message}: threads that wait for each other's core are far slower than one",
+            f"{message}: more threads than cores are far slower than a single thread",
             f"export OMP_NUM_THREADS={cores} or less; with several ranks, cores / ranks",
         )
     return ok(message)
@@ -280,12 +281,15 @@ def check_memory(_: Path) -> Finding:
     free, total = machine.available, f"{decimal(machine.total)} in all"
     limit, used = (_text(CGROUP / f"memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal() and int(limit) - int(used) < free:
-        free, total = int(limit) - int(used), f"{decimal(int(limit))} granted by the container"
+        free, total = int(limit) - int(used), f"{decimal(int(limit))} of the container"
     message = f"{decimal(max(0, free))} free of {total}"
     if free < MIN_MEMORY:
-        return failed(message, "end other programs, or ask for more memory (SLURM: --mem)")
+        return failed(message, "end other programs, or request more memory (SLURM: --mem)")
     if free < ENOUGH_MEMORY:
-        return warning(message, "more than the embedded policies may not fit; dry_run=true says")
+        return warning(
+            message,
+            "use the embedded policies, or estimate the memory of a run with dry_run=true",
+        )
     return ok(message)
 
 
@@ -298,7 +302,7 @@ def _text(file: Path) -> str:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Check free bytes of the output folder; write, sync, rename and read 16 MiB there."""
+    """Check free bytes of the output folder, and write, sync, rename and read 16 MiB there."""
     from rich.filesize import decimal
 
     place, content = _nearest_folder(folder), os.urandom(TRIAL_BYTES)
@@ -317,10 +321,13 @@ def check_disk(folder: Path) -> Finding:
     except OSError as error:
         return failed(f"{place} cannot be written: {error.strerror or error}", OTHER_FOLDER)
     if not same:
-        return failed(f"{place} gave back other bytes than were written", OTHER_FOLDER)
-    message = f"{decimal(free)} free in {place}, {decimal(int(speed))} a second written and synced"
+        return failed(f"{place} returned other bytes than were written", OTHER_FOLDER)
+    message = f"{decimal(free)} free in {place}, {decimal(int(speed))}/s written and synced"
     if free < MIN_DISK_BYTES or 0 < files < 1000:
-        return warning(f"{message}, {files} more files", "dry_run=true says what a run needs of it")
+        return warning(
+            f"{message}, room for {files} more files",
+            f"estimate the need of a run with dry_run=true, or {OTHER_FOLDER}",
+        )
     if speed < MIN_BYTES_PER_SECOND:
         return warning(
             f"{message}: checkpoints will take long", f"save less often, or {OTHER_FOLDER}"
@@ -329,7 +336,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_locks(folder: Path) -> Finding:
-    """Try flock, by which a run keeps others out, from a second process and after a kill."""
+    """Test flock, with which a run locks its folder, from a second process and after a kill."""
     from grpo_ustat.distributed.lock import DEAD_AFTER_SECONDS
 
     place = _nearest_folder(folder)
@@ -350,8 +357,8 @@ def check_locks(folder: Path) -> Finding:
         return failed(f"{place} cannot be locked: {error.strerror or error}", OTHER_FOLDER)
     if not owns:
         return warning(
-            f"the file system of {place} has no flock: a run there keeps others out by touching "
-            f"its lock, and a killed one is waited for {DEAD_AFTER_SECONDS:g} s",
+            f"the file system of {place} has no flock: a run touches its lock file instead, and "
+            f"after a kill its folder is locked for {DEAD_AFTER_SECONDS:g} s",
             remedy,
         )
     if second_owns:
@@ -362,7 +369,7 @@ def check_locks(folder: Path) -> Finding:
         )
     if not third_owns:
         return failed(
-            f"the lock of a killed process in {place} is still held: its run could not go on",
+            f"the lock of a killed process in {place} is still held: its run could not continue",
             remedy,
         )
     return ok(f"flock in {place} keeps a second process out and ends with its owner")
@@ -388,7 +395,7 @@ def _trial_folder(place: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def check_cache(_: Path) -> Finding:
-    """List models and data sets in the hub's cache; without a network no others can be had."""
+    """List models and data sets in the hub's cache; without a network only these are available."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     from grpo_ustat.config.model import cache_folder
@@ -408,14 +415,14 @@ def check_cache(_: Path) -> Finding:
     if here and offline:
         return ok(message)
     return warning(
-        f"{message}{error and f'; {error}'}: embedded models and generated arithmetic run",
-        "where there is a network: hf download MODEL, datasets.load_dataset(NAME); then copy "
-        "HF_HOME, or set model.model_name_or_path and dataset.path to folders",
+        f"{message}{error and f'; {error}'}: only embedded models and generated arithmetic run",
+        "with a network: hf download MODEL, datasets.load_dataset(NAME); then copy HF_HOME, or set "
+        "model.model_name_or_path and dataset.path to folders",
     )
 
 
 def check_judge(_: Path) -> Finding:
-    """Start the judge of MATH, which proves itself on its canaries, and end an endless answer."""
+    """Start the judge of MATH, which tests itself on canaries, and judge an endless answer."""
     from grpo_ustat.tasks.verifier import JUDGED_VERDICTS, JudgeError, Verifier
 
     verifier = Verifier(1, JUDGE_SECONDS, JUDGE_MEMORY_GB)
@@ -430,11 +437,11 @@ def check_judge(_: Path) -> Finding:
         verifier.close()
     if verdict in JUDGED_VERDICTS or seconds > JUDGE_SECONDS + JUDGE_SPARE_SECONDS:
         return failed(
-            f"an answer that never ends was judged {verdict.value} after {seconds:.1f} s, the "
-            f"deadline is {JUDGE_SECONDS:g} s",
+            f"an endless answer was judged {verdict.value} after {seconds:.1f} s, the deadline is "
+            f"{JUDGE_SECONDS:g} s",
             "report it; do not train with dataset=math here",
         )
-    return ok(f"right, wrong; an answer that never ends was stopped after {seconds:.1f} s")
+    return ok(f"judges right and wrong; stopped an endless answer after {seconds:.1f} s")
 
 
 def check_slurm(_: Path) -> Finding:
@@ -445,8 +452,8 @@ def check_slurm(_: Path) -> Finding:
         if not job:
             return ok("none on this machine")
         return warning(
-            f"{place}, without scontrol: a preempted run cannot ask to be started again",
-            "put SLURM's commands into PATH of the job (containers: bind them)",
+            f"{place}, without scontrol: a preempted run cannot request its restart",
+            "add SLURM's commands to PATH of the job (containers: bind them)",
         )
     try:
         process = subprocess.run(
@@ -468,7 +475,7 @@ def check_slurm(_: Path) -> Finding:
 
 
 def check_ranks(_: Path) -> Finding:
-    """Have two processes of this machine add up numbers by gloo; those of GPUs by NCCL too."""
+    """Have two processes of this machine add up numbers by gloo, and with GPUs by NCCL too."""
     import torch
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -477,13 +484,14 @@ def check_ranks(_: Path) -> Finding:
         by_loopback = {"GLOO_SOCKET_IFNAME": loopback}
         if interface is None and all_reduce_error("gloo", 2, by_loopback) is None:
             return warning(
-                f"gloo: two ranks do not find each other by this machine's name ({error}), by "
-                f"{loopback} they do",
-                f"export GLOO_SOCKET_IFNAME={loopback}; on several machines the network's own name",
+                f"gloo: two ranks cannot connect by this machine's name ({error}), but they can "
+                f"by {loopback}",
+                f"export GLOO_SOCKET_IFNAME={loopback}; on several machines, the name of the "
+                "network interface",
             )
         return failed(
-            f"gloo: two ranks do not add up ({error})",
-            "see that a firewall lets 127.0.0.1 through, and GLOO_SOCKET_IFNAME and MASTER_ADDR",
+            f"gloo: two ranks cannot add up numbers ({error})",
+            "check that a firewall allows 127.0.0.1, and check GLOO_SOCKET_IFNAME and MASTER_ADDR",
         )
     message = "gloo: two ranks add up" + (f" over {interface}" if interface else "")
     gpus = min(2, torch.cuda.device_count()) if cuda_error() is None else 0
@@ -492,7 +500,8 @@ def check_ranks(_: Path) -> Finding:
     message = f"{message}; NCCL on {gpus} GPU{'s' * (gpus > 1)}"
     if error := all_reduce_error("nccl", gpus):
         return failed(
-            f"{message} does not ({error})", "NCCL_DEBUG=INFO says why; NCCL_P2P_DISABLE=1 helps"
+            f"{message} does not ({error})",
+            "find the reason with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 may help",
         )
     return ok(f"{message} does too")
 
@@ -534,7 +543,7 @@ def all_reduce_error(
 
 
 def add_up(backend: str) -> None:
-    """Print the sum over ranks of their number from 1, or the error; in a process of each rank."""
+    """Print the sum of 1, ..., number of ranks, or the error; each rank's process calls it."""
     import torch
     import torch.distributed as dist
 
@@ -552,7 +561,7 @@ def add_up(backend: str) -> None:
 
 
 def check_trackers(_: Path) -> Finding:
-    """Check installed trackers, wandb's server and key; a run's files hold everything without."""
+    """Check installed trackers, wandb's server and key; without trackers runs only write files."""
     versions = {name: here for name in TRACKERS if (here := installed_version(name))}
     message = ", ".join(f"{name} {here}" for name, here in versions.items()) or "none installed"
     if "wandb" not in versions:
@@ -563,7 +572,7 @@ def check_trackers(_: Path) -> Finding:
     server = os.environ.get("WANDB_BASE_URL", WANDB_SERVER)
     host = urlsplit(server).hostname or ""
     if error := connection_error(server):
-        return warning(f"{message}; {error}", "export WANDB_MODE=offline, later `wandb sync`")
+        return warning(f"{message}; {error}", "export WANDB_MODE=offline, and later `wandb sync`")
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with suppress(OSError, netrc.NetrcParseError):
         has_key = has_key or netrc.netrc().authenticators(host) is not None
@@ -578,7 +587,7 @@ def check_trackers(_: Path) -> Finding:
 def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
     """Return the reason why a server, or the proxy before it, cannot be reached; None if it can.
 
-    Looking up a name has no deadline, so another thread does it.
+    The look-up of a host name has no deadline, so another thread does it.
     """
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     parts = urlsplit(proxy or url)
@@ -598,7 +607,7 @@ def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
-    """Return the answer of `work`; None, and its thread is left behind, if it takes longer."""
+    """Return the answer of `work`; None if it takes longer, and then its thread goes on."""
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
     thread.start()
@@ -609,9 +618,9 @@ def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
 class Check(NamedTuple):
     """A line of the table of checks."""
 
-    # On the command line and in the output.
+    # Name on the command line and in the output.
     name: str
-    # From the output folder to a finding.
+    # Returns a finding for the output folder.
     run: Callable[[Path], Finding]
     # Deadline of the check; checks that import torch wait for slow disks.
     seconds: float

@@ -1,7 +1,7 @@
-"""The tokens of verl's rollouts, as a Parquet file beside each of verl's dumps: see docs/verl.md.
+"""Tokens of verl's rollouts, as a Parquet file beside each of verl's dumps: see docs/verl.md.
 
-Imported by verl itself, under `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record`.
-With `trainer.rollout_data_dir` verl writes `K.jsonl` of step K, texts without special tokens;
+verl imports this module if `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record` is set.
+With `trainer.rollout_data_dir` verl writes `K.jsonl` at step K, texts without special tokens;
 `K.parquet` then has the same rows token by token, and `grpo-ustat convert` reads it.
 """
 
@@ -30,17 +30,20 @@ SCHEMA = pyarrow.schema([
     ("old_log_probs", pyarrow.list_(pyarrow.float64())),
     ("min_global_steps", pyarrow.int64()), ("max_global_steps", pyarrow.int64()),
 ])  # fmt: skip
-PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")  # uid of the rows that fill up a batch
-PER_TOKEN = ("rollout_log_probs", "old_log_probs")  # of the sampler, of the trainer before its step
-VERSIONS = ("min_global_steps", "max_global_steps")  # of the weights: global_step_N, first and last
+# The uid of rows that fill up a batch.
+PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")
+# Log-probabilities by the sampler, and by the trainer before its step.
+PER_TOKEN = ("rollout_log_probs", "old_log_probs")
+# First and last version of the weights, N of global_step_N.
+VERSIONS = ("min_global_steps", "max_global_steps")
 FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_scores", *PER_TOKEN)
 
 
 def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
     """Yield rows of a batch of verl's trainer, a `KVBatchMeta` with tensors in its TransferQueue.
 
-    `response_mask` is that of the agent loop, which verl keeps as `loss_mask`: a rejection of
-    off-policy tokens changes the other.
+    The rows' `response_mask` is the mask of the agent loop, which verl keeps as `loss_mask`: verl's
+    own `response_mask` may also exclude off-policy tokens.
     """
     queue = import_module("transfer_queue")
     data = queue.kv_batch_get(
@@ -86,30 +89,32 @@ def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Path:
-    """Write the rows of a step as FOLDER/STEP.parquet, without those that pad verl's batch."""
+    """Write the rows of a step as FOLDER/STEP.parquet, without rows that pad verl's batch."""
     path = Path(folder) / f"{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = [{"step": step, **row} for row in rows if PADDING.fullmatch(str(row["uid"])) is None]
+    table_rows = [
+        {"step": step, **row} for row in rows if PADDING.fullmatch(str(row["uid"])) is None
+    ]
     with atomic_write(path) as staged:
-        parquet.write_table(pyarrow.Table.from_pylist(own, SCHEMA), staged)
+        parquet.write_table(pyarrow.Table.from_pylist(table_rows, SCHEMA), staged)
     return path
 
 
 def recorded(
     method: Callable[..., None], rows: Callable[[Any], Iterator[dict[str, Any]]]
 ) -> Callable[..., None]:
-    """Make a trainer's `_log_rollout_data` write tokens, too.
+    """Make a trainer's `_log_rollout_data` write tokens as well.
 
-    An error while it does ends no training: it is printed, and verl's own dump is written as usual.
+    An error does not end training: it is printed, and verl's dump is written as before.
     """
 
     @functools.wraps(method)
     def log_rollout_data(self: Any, *arguments: Any, **named: Any) -> None:
         """Write the tokens, then verl's own dump."""
-        given = inspect.signature(method).bind(self, *arguments, **named).arguments
+        values = inspect.signature(method).bind(self, *arguments, **named).arguments
         try:
             path = write_rows(
-                list(rows(given["batch"])), self.global_steps, given["rollout_data_dir"]
+                list(rows(values["batch"])), self.global_steps, values["rollout_data_dir"]
             )
             print(visible(f"grpo_ustat: tokens of step {self.global_steps} are in {path}"))
         except Exception as error:
@@ -125,13 +130,14 @@ _TRAINERS = (
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", rows_of_queue),
     ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", rows_of_batch),
 )
-_found = []
+_patched = []
 for _module, _name, _rows in _TRAINERS:
     try:
         _trainer = getattr(import_module(_module), _name)
-    except ImportError:  # the first needs transfer_queue
+    # The first module needs transfer_queue.
+    except ImportError:
         continue
     _trainer._log_rollout_data = recorded(_trainer._log_rollout_data, _rows)
-    _found.append(_name)
-if not _found:
+    _patched.append(_name)
+if not _patched:
     raise ImportError("grpo_ustat.integrations.verl_record needs verl 0.9.1 or newer")

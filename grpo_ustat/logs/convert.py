@@ -44,8 +44,8 @@ COLUMNS = (
 )  # fmt: skip
 
 BIAS = (
-    "rows left out for what they hold are no random ones: where that goes with the reward, "
-    "accuracy and gradient of the others are biased"
+    "rows were left out because of their content: if that depends on the reward, accuracy and "
+    "gradient of the other rows are biased"
 )
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
@@ -62,7 +62,7 @@ class Conversion:
     kept: int
     # Prompts to which the written rows belong.
     groups: int
-    # True if the token ids are known.
+    # True if the token ids are logged.
     exact: bool
     # Number of rows left out, by reason.
     reasons: Counter[str]
@@ -84,7 +84,7 @@ class Conversion:
 
     def lines(self) -> list[str]:
         """Return the lines for a person: the rows taken, then each reason for leaving rows out."""
-        tokens = "token-exact" if self.exact else "texts, which are tokenised again: inexact"
+        tokens = "token-exact" if self.exact else "texts, to be tokenised again: inexact"
         lines = [
             f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
             f"{self.groups} prompts; {tokens}."
@@ -95,18 +95,21 @@ class Conversion:
             lines.append(f"  {self.pairing.line()}")
         lines += [f"  {note}" for note in self.notes]
         if self.step_rollouts is not None:
-            lines.append(f"  a training step of theirs has {self.step_rollouts} rollouts")
+            lines.append(f"  a training step of this run has {self.step_rollouts} rollouts")
         if not self.is_for_mse:
             lines.append(
-                f"  no prompt has {MIN_COMPLETIONS} completions, which mse needs: rewards alone "
-                "can be judged"
+                f"  no prompt has {MIN_COMPLETIONS} completions, which mse needs: only advise can "
+                "use the rewards"
             )
         elif self.groups < MIN_PROMPTS:
-            lines.append("  one prompt, as TRL's default batch on one GPU has, tells no best G")
+            lines.append(
+                f"  one prompt only, as in TRL's default batch on one GPU: a best G needs "
+                f"{MIN_PROMPTS} or more"
+            )
         return lines
 
 
-def convert(source: Path, one: Format, target: Path, options: Options) -> Conversion:
+def convert(source: Path, framework: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
     Rows left out are counted by reason: rows that the framework did not train on; copies, batches
@@ -116,20 +119,26 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
 
     Args:
         source: a file or a folder.
+        framework: the format of its files.
         target: a Parquet file, which must not exist.
     """
     _check(target, options)
-    paths = files_of(source, one)
-    packed = packed_files(source, [one])
+    paths = files_of(source, framework)
+    packed = packed_files(source, [framework])
     if packed and not paths:
         raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if not paths:
-        pattern = one.pattern.rpartition("/")[2]
-        raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
-    paths, strange = split_by_name(source, one, paths)
-    notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
+        pattern = framework.pattern.rpartition("/")[2]
+        raise ConfigError(
+            f"{source} holds no {pattern}, the files of {framework.name}: name their folder, or "
+            "another format with --from"
+        )
+    paths, misnamed = split_by_name(source, framework, paths)
+    notes = [
+        f"not read: {path}, because {framework.name} would name it otherwise" for path in misnamed
+    ]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
-    rollouts, damaged = _rollouts_of(paths, one, replace(options, source=source))
+    rollouts, damaged = _rollouts_of(paths, framework, replace(options, source=source))
     notes += [
         f"not read: {str(error).removesuffix(': choose another --from')}"
         for error in damaged.values()
@@ -153,55 +162,58 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     usable = [row for group in groups for row in group]
     left_out = [row for row in rollouts if row.left_out]
     reasons = Counter(row.left_out for row in left_out)
-    example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}  # the first
+    # Rows in reverse order, so that the first row of each reason remains.
+    example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}
     if not usable:
         if options.reward and all(reason.startswith("--reward") for reason in reasons):
             raise ConfigError(f"{next(iter(reasons))}, in {source}")
-        why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
-    noted = Counter(row.note for row in usable if row.note)
-    notes += [f"{count} taken: {note}" for note, count in noted.items()]
+        counts = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+        raise ConfigError(
+            f"{source}: none of {len(rollouts)} rows can be used: {counts or 'no rows'}"
+        )
+    remarks = Counter(row.note for row in usable if row.note)
+    notes += [f"{count} taken: {remark}" for remark, count in remarks.items()]
     if any(row.fault for row in left_out):
         notes.append(BIAS)
     exact = all(row.is_exact for row in usable)
     step = usable[0].policy_step
     pairing = pairing_of(usable[0].path.stem, step, checkpoints)
-    known = {STEP_ROLLOUTS: step_rollouts, POLICY_STEP: step}
-    _write(target, groups, exact, {key: str(x) for key, x in known.items() if x is not None})
+    metadata = {STEP_ROLLOUTS: step_rollouts, POLICY_STEP: step}
+    _write(target, groups, exact, {key: str(x) for key, x in metadata.items() if x is not None})
     return Conversion(
-        one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
+        framework.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
         reasons, example, tuple(notes), step_rollouts, max(map(len, groups)), pairing,
     )  # fmt: skip
 
 
 def _check(target: Path, options: Options) -> None:
-    """Refuse a wrong target or group size before anything is read, and make the target's folder."""
+    """Refuse a wrong target or group size before reading, and make the target's folder."""
     if target.suffix != ".parquet":
-        raise ConfigError(f"{target}: the converted file ends in .parquet")
+        raise ConfigError(f"{target} does not end in .parquet: name a Parquet file to write")
     if target.exists():
-        raise ConfigError(f"{target} is there already: name another file, or remove it")
+        raise ConfigError(f"{target} exists already: name another file, or remove it")
     if options.group_size is not None and options.group_size < 1:
         raise ConfigError(
-            f"--group-size {options.group_size}: a group has at least one completion: say how many "
-            "a prompt has"
+            f"--group-size {options.group_size} is below 1: give the number of completions of a "
+            "prompt"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{target} cannot be written, for its folder cannot be made: {single_line(error, 120)}"
+            f"{target}: its folder cannot be made ({single_line(error, 120)}): name another file"
         ) from error
 
 
 def _rollouts_of(
-    paths: Sequence[Path], one: Format, options: Options
+    paths: Sequence[Path], framework: Format, options: Options
 ) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
     """Read the rows of all files; return them and the files that cannot be read."""
     rollouts: list[Rollout] = []
     damaged: dict[Path, DamagedFile] = {}
     for path in paths:
         try:
-            rollouts += list(one.read(path, options))
+            rollouts += list(framework.read(path, options))
         except DamagedFile as error:
             damaged[path] = error
         except (KeyError, TypeError, ValueError, OSError) as error:
@@ -209,15 +221,15 @@ def _rollouts_of(
                 raise
             reason = single_line(f"{type(error).__name__}: {error}", 120)
             damaged[path] = DamagedFile(
-                f"{path} is not as {one.name} writes it ({reason}): choose another --from"
+                f"{path} is not as {framework.name} writes it ({reason}): choose another --from"
             )
     if damaged and not rollouts:
         raise next(iter(damaged.values()))
     if rollouts and all(row.fault.startswith(NOT_AS_WRITTEN) for row in rollouts):
         reason = rollouts[0].fault.removeprefix(NOT_AS_WRITTEN).strip(" ()")
         raise ConfigError(
-            f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
-            "--from"
+            f"{rollouts[0].path} is not as {framework.name} writes it ({reason:.120}): choose "
+            "another --from"
         )
     return rollouts, damaged
 
@@ -227,49 +239,49 @@ def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
     policies: dict[tuple[str, str | None], list[Rollout]] = {}
     for row in rows:
         policies.setdefault((row.run, row.policy_version), []).append(row)
-    for own in policies.values():
-        fields = dict.fromkeys(name for row in own for name in row.names)
+    for policy_rows in policies.values():
+        fields = dict.fromkeys(name for row in policy_rows for name in row.possible_ids)
         check_rollouts(
             source,
-            [row.prompt_ids or row.prompt for row in own],
-            {name: [row.names.get(name) for row in own] for name in fields},
+            [row.prompt_ids or row.prompt for row in policy_rows],
+            {name: [row.possible_ids.get(name) for row in policy_rows] for name in fields},
         )
 
 
 def _fault(rollout: Rollout) -> str:
-    """Return the reason why a row cannot be used by itself; empty if it can."""
+    """Return the reason why a row cannot be used, from the row only; empty if it can."""
     if not is_number(rollout.reward):
         return "its reward is not a finite number"
     if not is_number(rollout.reward, MAX_REWARD):
         return f"its reward is larger than {MAX_REWARD:g}, so that its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
     if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
-        return "a text has half of a character, which no file can hold"
+        return "a text has half of a character (a lone surrogate), which no file can hold"
     if rollout.completion_ids is None:
         if rollout.completion == "" and rollout.ended is False:
             return "its completion was cut before its first token"
-        for name, fault in (("prompt", prompt_fault), ("completion", completion_fault)):
-            if found := fault(getattr(rollout, name)):
-                return f"its {name} {found}"
+        for name, fault_of in (("prompt", prompt_fault), ("completion", completion_fault)):
+            if fault := fault_of(getattr(rollout, name)):
+                return f"its {name} {fault}"
         return ""
     if not rollout.completion_ids or not rollout.prompt_ids:
         return "it has no prompt or no completion tokens"
-    if found := ids_fault(rollout.prompt_ids) or ids_fault(rollout.completion_ids):
-        return f"it {found}"
+    if fault := ids_fault(rollout.prompt_ids) or ids_fault(rollout.completion_ids):
+        return f"it {fault}"
     length = len(rollout.completion_ids)
     for name in ("loss_mask", "logprobs"):
         values = getattr(rollout, name)
         if isinstance(values, list) and len(values) != length:
             return f"{name} is not as long as the completion"
         if per_token_fault(values, length):
-            return f"{name} holds what is not a finite number"
+            return f"{name} holds a value that is not a finite number"
     if rollout.loss_mask is not None and not any(rollout.loss_mask):
         return "loss_mask is 0 on every token"
     return ""
 
 
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
-    """Keep rows that are logged alike, because `mse` takes no mixture.
+    """Keep rows that are logged in the same way, because `mse` takes no mixture.
 
     Either all rows have token ids or none has, likewise log-probabilities; prompts and completions
     are all texts or all messages. Rows that lack a field of most others are left out. Token ids or
@@ -278,10 +290,10 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
     for name in ("prompt", "completion"):
         kinds = Counter(TYPE_NOUNS[type(getattr(row, name))] for row in rows)
         if len(kinds) > 1:
-            kind = kinds.most_common(1)[0][0]
+            commonest = kinds.most_common(1)[0][0]
             for row in rows:
-                if (own := TYPE_NOUNS[type(getattr(row, name))]) != kind:
-                    row.left_out = f"its {name} is {own}, most others have {kind}"
+                if (kind := TYPE_NOUNS[type(getattr(row, name))]) != commonest:
+                    row.left_out = f"its {name} is {kind}, most others have {commonest}"
             rows = sieve.remaining_rows(rows)
     for name in ("completion_ids", "logprobs"):
         lacking = [row for row in rows if getattr(row, name) is None]
@@ -299,7 +311,7 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
 def _write(
     target: Path, groups: list[list[Rollout]], exact: bool, metadata: dict[str, str]
 ) -> None:
-    """Write the rows as Parquet; columns that are empty in every row are left out.
+    """Write the rows as Parquet, without columns that are empty in all rows.
 
     The metadata holds the number of rollouts of a step and the number of updates of the policy that
     wrote them, for `advise` and `mse`.
@@ -313,11 +325,17 @@ def _write(
         name: [getattr(rollout, name, None) for rollout in rollouts] for name in names
     }
     for name, kind in (("loss_mask", int), ("logprobs", float)):
-        columns[name] = [x if x is None else [kind(one) for one in x] for x in columns[name]]
+        columns[name] = [
+            values if values is None else [kind(value) for value in values]
+            for values in columns[name]
+        ]
     columns["prompt_id"] = [group[0].group for group in groups for _ in group]
-    columns = {name: x for name, x in columns.items() if any(one is not None for one in x)}
-    if any(one is None for one in columns.get("ended", ())):
-        del columns["ended"]  # then the end token says it
+    columns = {
+        name: values for name, values in columns.items() if any(x is not None for x in values)
+    }
+    # Without this column the end token shows which completions ended.
+    if any(value is None for value in columns.get("ended", ())):
+        del columns["ended"]
     table = pyarrow.table(columns)
     if metadata:
         table = table.replace_schema_metadata(metadata)

@@ -22,41 +22,47 @@ from grpo_ustat.logs.rows import (
     DamagedFile,
     Options,
     Rollout,
+    default_weights,
     reward_columns,
     reward_of,
-    usual_reward,
 )
 from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
 from grpo_ustat.terminal.streams import single_line
 
-OUTPUT_COLUMNS = {"prompt_id", "reward"}  # columns of every file that `convert` writes
+# Columns of every file that `convert` writes.
+OUTPUT_COLUMNS = {"prompt_id", "reward"}
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 EVALUATION = "of an evaluation"
-NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
+# The error follows in parentheses.
+NOT_AS_WRITTEN = "its row is not as the framework writes it"
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
-SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"  # as <|end|>, <end_of_turn>
-THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"  # that a template may open, or leave empty
+# Such as <|end|> and <end_of_turn>.
+SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"
+# A template may open a section of thoughts, or leave it empty.
+THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"
 OPENING_ROLE = r"^(?:system|developer|user)"
 TEMPLATE_ENDS = [
     re.compile(end, re.DOTALL)
     for end in (
-        # alone on its line, or after a special token: ChatML, Gemma, Granite
+        # Alone on its line, or after a special token: ChatML, Gemma, Granite.
         rf"(?:^|\n|{SPECIAL_TOKEN})[ \t]*(?P<rest>assistant|model){THOUGHTS}",
-        # before a special token, or as one: Llama, Phi-4; Phi-3, Zephyr
+        # Before a special token (Llama, Phi-4), or as part of one (Phi-3, Zephyr).
         rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
         rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
-        # joined to the question by the loss of a special token: Llama, with a blank line after it;
-        # Phi-4 and gpt-oss, where another role begins the text
+        # Joined to the question by the loss of a special token: Llama, with a blank line after it;
+        # Phi-4 and gpt-oss, where another role begins the text.
         rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
         rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
         rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
         r"(?P<rest></?think>)\s*$",
     )
 ]
-VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")  # {sample}_{rollout}_{output}
-LONGEST_NAME = 200  # letters of an id; texts are longer
+# {sample}_{rollout}_{output}
+VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")
+# Letters of an id; texts are longer.
+MAX_ID_LENGTH = 200
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
     "policy_version": str | None, "reward": float, "prompt_ids": list | None,
@@ -66,17 +72,17 @@ FIELD_TYPES = {
 
 
 class File:
-    """A file that is being read: its rows, and the facts that its place tells about all of them."""
+    """A file that is being read: its rows, and the facts about all rows that its path tells."""
 
     def __init__(self, path: Path, options: Options):
         self.path, self.options = path, options
-        # Place of the row at hand.
+        # Place of the row that is being parsed.
         self.place = ""
-        # The line before, in a file whose lines depend on it.
+        # Facts of the previous line, in a file whose lines depend on it.
         self.before = dict[str, Any]()
-        self.whole = absolute(path)
+        self.absolute_path = absolute(path)
         # The folder, as the name of the run.
-        self.run, self.stem = str(self.whole.parent), path.stem
+        self.run, self.stem = str(self.absolute_path.parent), path.stem
 
     @cached_property
     def content(self) -> Any:
@@ -89,14 +95,15 @@ class File:
 
         try:
             return torch.load(self.path, weights_only=True, map_location="cpu")
-        except Exception as error:  # of any kind: damaged, or not of plain data
+        # Damaged files and files of other than plain data raise errors of many kinds.
+        except Exception as error:
             raise DamagedFile(
-                f"{self.path} needs more than plain data to be read ({single_line(error, 120)}): a "
-                "pickle may run code, so it is refused; save dictionaries of lists"
+                f"{self.path} holds more than plain data ({single_line(error, 120)}), so reading "
+                "this pickle might run code: save dictionaries of lists"
             ) from error
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield place and content of each row; content None means a line that is no JSON object."""
+        """Yield place and content of each row; content is None if a line is no JSON object."""
         if self.path.suffix == ".jsonl":
             with self.path.open(encoding="utf-8-sig", errors="replace") as file:
                 lines = ((f"line {n}", line) for n, line in enumerate(file))
@@ -112,12 +119,12 @@ class File:
 
     @cached_property
     def rewards(self) -> tuple[list[str], dict[str, float]]:
-        """Columns of a table that may hold rewards, and the column that does, with its weight."""
+        """Columns of a table that may hold rewards, and weights of those that do."""
         rows = self.content
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         names, nulls = reward_columns(columns, TRL_COLUMNS)
-        usual = usual_reward(self.path, names, nulls, self.options) if rows else {}
-        return names + nulls, usual
+        weights = default_weights(self.path, names, nulls, self.options) if rows else {}
+        return names + nulls, weights
 
     @property
     def is_evaluation(self) -> bool:
@@ -126,16 +133,17 @@ class File:
         The nearest folder above the file whose name says evaluation or training decides, up to the
         parent of the source.
         """
-        source, folder = self.options.source, self.whole.parent
-        given = folder if source is None or source.is_file() else absolute(source)
-        above = len(folder.parts) - len(given.parts)
-        for name in [one.name.lower() for one in (folder, *folder.parents)][: above + 2]:
+        source, folder = self.options.source, self.absolute_path.parent
+        top = folder if source is None or source.is_file() else absolute(source)
+        above = len(folder.parts) - len(top.parts)
+        for name in [parent.name.lower() for parent in (folder, *folder.parents)][: above + 2]:
             if EVALUATION_FOLDER.search(name) or TRAINING_FOLDER.search(name):
                 return bool(EVALUATION_FOLDER.search(name))
         return False
 
 
-Said = dict[str, Any]  # fields of a Rollout; `rewards`: values by name, usual weights
+# Fields of a Rollout. `rewards` in it is a pair: values by name, and weights without `--reward`.
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,12 +152,12 @@ class Format:
 
     name: str
     # Returns the fields of the rollout, or of each of several, that a row describes.
-    says: Callable[[Any, File], Said | list[Said]] = field(repr=False)
+    parse: Callable[[Any, File], Fields | list[Fields]] = field(repr=False)
     # Glob pattern of the framework's files below a source folder.
     pattern: str
-    # End of the path of such a file; empty: as in the pattern. Copies and attempts that were put
-    # aside, such as 5_old.jsonl, have other names.
-    named: str = ""
+    # Regular expression of the end of such a file's path; empty: the pattern is enough. Copies and
+    # attempts that were put aside, such as 5_old.jsonl, have other names.
+    path_end: str = ""
     # Some fields that every row of the framework has; empty: the file name identifies it.
     fields: frozenset[str] = frozenset()
     # Remark for the user.
@@ -169,33 +177,34 @@ class Format:
             try:
                 if row is None:
                     raise ValueError("no JSON object, cut off perhaps")
-                said = self.says(row, file)
-                several = [said] if isinstance(said, dict) else said
-                made = [self._rollout(one, place, file) for one in several]
+                parsed = self.parse(row, file)
+                records = [parsed] if isinstance(parsed, dict) else parsed
+                rollouts = [self._rollout(fields, place, file) for fields in records]
             except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
                 if isinstance(error, ConfigError):
                     raise
                 reason = f"{type(error).__name__}: {single_line(error, 80)}"
                 fault = f"{NOT_AS_WRITTEN} ({reason})"
-                made = [Rollout(path, place, run=str(path.parent), fault=fault)]
-            if len(made) == 1:
-                made[0].names = made[0].names or short_values(row)
-            yield from made
+                rollouts = [Rollout(path, place, run=str(path.parent), fault=fault)]
+            if len(rollouts) == 1:
+                rollouts[0].possible_ids = rollouts[0].possible_ids or short_values(row)
+            yield from rollouts
 
-    def _rollout(self, said: Said, place: str, file: File) -> Rollout:
-        values, usual = said.pop("rewards", ({}, {}))
-        fault, at = said.pop("fault", ""), said.pop("at", "")
-        paid: Said = {}
-        if usual or values:
-            paid = dict(reward_of(values, file.options, usual, self.skips_null))
-        fields: Said = {"run": file.run} | said | paid | {"fault": fault or paid.get("fault", "")}
-        one = Rollout(file.path, f"{place}{at}", **fields)
+    def _rollout(self, fields: Fields, place: str, file: File) -> Rollout:
+        values, weights = fields.pop("rewards", ({}, {}))
+        fault, at = fields.pop("fault", ""), fields.pop("at", "")
+        reward: Fields = {}
+        if weights or values:
+            reward = dict(reward_of(values, file.options, weights, self.skips_null))
+        fault = fault or reward.get("fault", "")
+        fields = {"run": file.run} | fields | reward | {"fault": fault}
+        rollout = Rollout(file.path, f"{place}{at}", **fields)
         for name, kind in FIELD_TYPES.items():
-            if not isinstance(value := getattr(one, name), kind):
+            if not isinstance(value := getattr(rollout, name), kind):
                 shown = f"{name} is {type(value).__name__} {single_line(value, 40)}"
-                one.fault = f"{NOT_AS_WRITTEN} ({shown})"
+                rollout.fault = f"{NOT_AS_WRITTEN} ({shown})"
                 break
-        return one
+        return rollout
 
 
 TRL_COLUMNS = {
@@ -203,60 +212,62 @@ TRL_COLUMNS = {
 }  # fmt: skip
 
 
-def _trl(row: Mapping[str, Any], file: File) -> Said:
+def _trl(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row of GRPOTrainer's log: one completion, with a column for each reward function.
 
     Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was
     among the reward functions.
     """
-    (names, usual), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
+    (names, weights), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
     return dict(
         group=json.dumps(row["prompt"], sort_keys=True), run=str(run_folder_of(file.path)),
         step=str(step), prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
         policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
         policy_step=int(step) - 1 if written_by is None and step else written_by,
         prompt=row["prompt"], completion=row["completion"],
-        rewards=({name: row[name] for name in names}, usual),
+        rewards=({name: row[name] for name in names}, weights),
     )  # fmt: skip
 
 
-def _nemo_rl(packed: Mapping[str, Any], file: File) -> Said:
+def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
     """Parse a line of `log_batched_dict_as_jsonl`: one completion.
 
-    Values may be in a list of one. Sequences are complete and padded, with the mask of generated
-    tokens. There is no group: completions of a prompt stand one after another, and `idx` counts
-    them. Under dynamic sampling a row's own reward is in `filtered_rewards`.
+    A value may be the only item of a list. Sequences are complete and padded, with the mask of
+    generated tokens. There is no group: completions of a prompt follow one another, and `idx`
+    counts them. Under dynamic sampling `filtered_rewards` holds the reward of the row.
     """
     row = {k: x[0] if isinstance(x, list) and len(x) == 1 else x for k, x in packed.items()}
     file.before["idx"] = idx = int(row.get("idx", file.before.get("idx", -1) + 1))
-    length = whole(row["input_lengths"], "input_lengths", len(row["token_ids"]))
+    length = parse_length(row["input_lengths"], "input_lengths", len(row["token_ids"]))
     tokens, mask = row["token_ids"][:length], row["token_loss_mask"][:length]
     start = mask.index(1) if 1 in mask else length
     logprobs, size = row.get("generation_logprobs"), file.options.group_size
-    out = row.get("sample_loss_mask", 1) == 0
-    own = "filtered_rewards" if "filtered_rewards" in row else "rewards"
+    is_left_out = row.get("sample_loss_mask", 1) == 0
+    reward_field = "filtered_rewards" if "filtered_rewards" in row else "rewards"
     return dict(
         group=str(idx // size) if size else json.dumps(tokens[:start]), sample=str(idx),
         step=file.stem.rpartition("step")[2], policy_version=file.stem,
-        untrained="sample_loss_mask is 0: it was left out" if out else "",
+        untrained="sample_loss_mask is 0: it was left out" if is_left_out else "",
         prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
-        logprobs=None if logprobs is None else logprobs[start:length], rewards=(row, {own: 1.0}),
+        logprobs=None if logprobs is None else logprobs[start:length],
+        rewards=(row, {reward_field: 1.0}),
     )  # fmt: skip
 
 
-def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Said]:
+def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
     """Parse a line of `FileMonitor.log_episodes`: one episode.
 
-    Each trace is a chain of nodes, and the policy wrote the sampled nodes. Rewards are added by
-    their weights. `all` holds what arrived, `effective` what was trained on; a launch has a run id.
+    Each trace is a chain of nodes, and the policy wrote the sampled nodes. The reward is the
+    weighted sum of rewards. Folder `all` holds all rollouts that arrived, `effective` those trained
+    on; a launch has a run id.
     """
-    parts = file.whole.parts
+    parts = file.absolute_path.parts
     rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
     folder = str(Path(*parts[: rollouts[-1] if rollouts else -1]))
     run = episode.get("run") or {}
     work = run.get("work") or {}
     is_evaluation = "eval" in (parts[-3], work.get("type"), run.get("type"))
-    common: Said = dict(
+    common: Fields = dict(
         run=f"{folder}, run {run['id']}" if run.get("id") else folder, arrived=parts[-2] == "all",
         step=next((part[5:] for part in reversed(parts) if part.startswith("step_")), None),
         untrained=EVALUATION if is_evaluation else "",
@@ -273,7 +284,7 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Said]:
 
 def _prime_trace(
     trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
-) -> Said:
+) -> Fields:
     """Parse one agent's trace.
 
     The prompt ends where the policy's first token begins; log-probabilities are those of sampled
@@ -283,15 +294,16 @@ def _prime_trace(
     for node in trace["nodes"]:
         ids = node.get("token_ids") or []
         sampled = bool(node.get("sampled"))
-        own = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
+        node_mask = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
         values = iter(node.get("logprobs") or ())
-        if node.get("logprobs") and len(node["logprobs"]) == len(own) != sum(own):
-            logprobs += [float(x) for x in values]  # of every token of the node
+        if node.get("logprobs") and len(node["logprobs"]) == len(node_mask) != sum(node_mask):
+            # The node has log-probabilities of all its tokens.
+            logprobs += [float(x) for x in values]
         else:
-            logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
-        are_logged &= not any(own) or bool(node.get("logprobs"))
+            logprobs += [float(next(values, math.nan)) if is_kept else 0.0 for is_kept in node_mask]
+        are_logged &= not any(node_mask) or bool(node.get("logprobs"))
         tokens += ids
-        mask += own
+        mask += node_mask
     start = mask.index(1) if 1 in mask else len(tokens)
     policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
     first, last = policy.get("start"), policy.get("end")
@@ -305,8 +317,8 @@ def _prime_trace(
         untrained = "it failed (ok is false)"
     elif not untrained and agent.get("trainable") is False:
         untrained = "of an agent that is not trained"
-    rewards = {name: (one or {}).get("score") for name, one in trace["rewards"].items()}
-    weights = {name: (one or {}).get("weight") for name, one in trace["rewards"].items()}
+    rewards = {name: (reward or {}).get("score") for name, reward in trace["rewards"].items()}
+    weights = {name: (reward or {}).get("weight") for name, reward in trace["rewards"].items()}
     reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
     group = (episode.get("group") or {}).get("id")
     if isinstance(group, list | dict):
@@ -322,7 +334,7 @@ def _prime_trace(
     )  # fmt: skip
 
 
-def _open_instruct(row: Mapping[str, Any], file: File) -> Said:
+def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a line of `save_traces`, which appends: one completion."""
     step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
     return dict(
@@ -337,16 +349,16 @@ def _open_instruct(row: Mapping[str, Any], file: File) -> Said:
     )  # fmt: skip
 
 
-def _slime(sample: Mapping[str, Any], file: File) -> Said:
+def _slime(sample: Mapping[str, Any], file: File) -> Fields:
     """Parse a sample of `--save-debug-rollout-data`, a pickle read with `weights_only=True`.
 
     Files of evaluations have `eval_` before their number, from `save_debug_rollout_data`.
     """
     before, number = file.stem.rstrip("0123456789"), file.content.get("rollout_id")
     tokens, group = list(sample["tokens"]), sample["group_index"]
-    length = whole(sample["response_length"], "response_length", len(tokens))
+    length = parse_length(sample["response_length"], "response_length", len(tokens))
     prompt_ids = tokens[: len(tokens) - length]
-    versions = sorted({str(one) for one in sample.get("weight_versions") or ()})
+    versions = sorted({str(version) for version in sample.get("weight_versions") or ()})
     logged = sample.get("status")
     status = None if logged is None else str(logged).lower().rpartition(".")[2]
     untrained = {"failed": "it failed", "aborted": "it was aborted"}.get(status or "", "")
@@ -378,39 +390,39 @@ def template_end(prompt: str) -> str:
 
 def _rollout_name(name: str) -> str:
     """Return the part of verl's row name that all outputs of its rollout share."""
-    one_of_many = VERL_NAME.fullmatch(name)
-    return one_of_many["rollout"] if one_of_many else name
+    match = VERL_NAME.fullmatch(name)
+    return match["rollout"] if match else name
 
 
-def _verl(row: Mapping[str, Any], file: File) -> Said:
+def _verl(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row of `trainer.rollout_data_dir`'s {global_steps}.jsonl.
 
-    Its texts have no special tokens, so they are never token-exact, and differ from the prompt that
-    the model read if a chat template wrote it. Files of `trainer.validation_data_dir` have the same
-    format in another folder.
+    Its texts have no special tokens, so they are never token-exact. If a chat template wrote the
+    prompt, the text also differs from the prompt that the model read. Files of
+    `trainer.validation_data_dir` have the same format in another folder.
     """
     step, uid = str(row.get("step", file.stem)), str(row.get("uid") or "")
     if rest := template_end(row["input"]):
         raise ConfigError(
-            f"{file.path} {file.place}: its prompt ends in {rest}, as chat templates do, and verl "
-            "left their special tokens out, so it is not what the model read: let verl log tokens "
-            "too, with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record, and convert "
-            "these (docs/verl.md)"
+            f"{file.path} {file.place}: its prompt ends in {rest}, so a chat template wrote it; "
+            "verl logs it without special tokens, so the model read another text: log tokens with "
+            "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
+            "(docs/verl.md)"
         )
-    one_of_many = VERL_NAME.fullmatch(uid)
+    match = VERL_NAME.fullmatch(uid)
     return dict(
-        group=one_of_many["sample"] if one_of_many else uid or row["input"], step=step,
-        names=short_values(row) | {"uid": _rollout_name(uid)},
-        sample=uid if one_of_many else None, policy_version=f"step {step}",
+        group=match["sample"] if match else uid or row["input"], step=step,
+        possible_ids=short_values(row) | {"uid": _rollout_name(uid)},
+        sample=uid if match else None, policy_version=f"step {step}",
         untrained=f"{EVALUATION}, by the name of its folder" if file.is_evaluation else "",
         prompt=row["input"], completion=row["output"], rewards=(row, {"score": 1.0}),
     )  # fmt: skip
 
 
-def _verl_record(row: Mapping[str, Any], file: File) -> Said:
+def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row of {global_steps}.parquet of `integrations.verl_record`: one completion.
 
-    It has the sampler's log-probabilities if verl has them, and the first and the last
+    It has the sampler's log-probabilities if verl keeps them, and the first and the last
     `global_step` of the weights that wrote it.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
@@ -420,18 +432,22 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Said:
         loss_mask=row["response_mask"], logprobs=row["rollout_log_probs"], policy_step=last,
         policy_version=f"step {row['step']}" if last is None else f"global_step_{last}",
         fault=f"written by policies {first} to {last}" if first != last else "",
-        names={"uid": _rollout_name(row["sample"] or row["uid"])},
+        possible_ids={"uid": _rollout_name(row["sample"] or row["uid"])},
         rewards=(row, {"score": 1.0}),
     )  # fmt: skip
 
 
-def _areal(row: Mapping[str, Any], file: File) -> Said:
-    """Parse a row of rollout/{version}/{task_id}.jsonl, which is appended to.
+def _areal(row: Mapping[str, Any], file: File) -> Fields:
+    """Parse a row of rollout/{version}/{task_id}.jsonl, to which AReaL appends.
 
     Texts have special tokens, and their lengths are given. Evaluations are in eval-rollout/. A
     resumed run numbers its tasks from the start.
     """
-    run, head, tail = file.whole.parent.parent, row.get("head_version"), row.get("tail_version")
+    run, head, tail = (
+        file.absolute_path.parent.parent,
+        row.get("head_version"),
+        row.get("tail_version"),
+    )
     version, sample = None if tail is None else str(tail), row.get("sample_idx")
     return dict(
         group=str(row["task_id"]), run=str(run), step=version, batch=str(file.path),
@@ -442,16 +458,16 @@ def _areal(row: Mapping[str, Any], file: File) -> Said:
     )  # fmt: skip
 
 
-def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Said]:
-    """Parse a line of a log that is appended to, with columns as lists.
+def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
+    """Parse a line of a log to which ms-swift appends, with columns as lists.
 
-    A line at the step of the line before it is the log of an evaluation; a line at an earlier step
-    belongs to a resumed run.
+    A line at the same step as the previous line is the log of an evaluation; a line at an earlier
+    step belongs to a resumed run.
     """
-    known = {"step", "prompt", "completion", "advantages", "entropy"}
+    other_columns = {"step", "prompt", "completion", "advantages", "entropy"}
     lists = {name: x for name, x in columns.items() if isinstance(x, list)}
-    names, nulls = reward_columns(lists, known)
-    usual = usual_reward(file.path, names, nulls, file.options)
+    names, nulls = reward_columns(lists, other_columns)
+    weights = default_weights(file.path, names, nulls, file.options)
     names += nulls
     before, steps = file.before, columns.get("step")
     last = before.get("columns", {})
@@ -459,40 +475,39 @@ def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Said]:
     before |= {"columns": columns, "eval": is_evaluation}
     steps = steps if isinstance(steps, list) else [steps] * len(columns["prompt"])
     rows = zip(steps, columns["prompt"], columns["completion"], *map(lists.get, names), strict=True)
-    untrained = f"{EVALUATION}: logged at the step of the line before" if is_evaluation else ""
+    untrained = f"{EVALUATION}: logged at the step of the previous line" if is_evaluation else ""
     return [
         dict(
             at=f" entry {i}", group=json.dumps(prompt, sort_keys=True), step=str(step),
             batch=str(step), sample=str(i), untrained=untrained, policy_version=f"step {step}",
             prompt=prompt, completion=completion,
-            names=short_values({name: x[i] for name, x in lists.items() if is_id(name)}),
-            rewards=(dict(zip(names, values, strict=True)), usual),
+            possible_ids=short_values({name: x[i] for name, x in lists.items() if is_id(name)}),
+            rewards=(dict(zip(names, values, strict=True)), weights),
         )
         for i, (step, prompt, completion, *values) in enumerate(rows)
     ]  # fmt: skip
 
 
-def _skyrl(_: Mapping[str, Any], file: File) -> Said:
-    """Refuse SkyRL's dumped batches: they are a pickle without rewards and prompt ids."""
+def _skyrl(_: Mapping[str, Any], file: File) -> Fields:
+    """Refuse SkyRL's dumped batches."""
     raise ConfigError(
-        f"{file.path}: SkyRL takes rewards and prompt ids out before it dumps a batch, and the "
-        "file is a pickle: write token-exact rows in a TrainingCallback's on_step_end instead, see "
-        "docs/measuring.md"
+        f"{file.path}: a batch that SkyRL dumps is a pickle without rewards and prompt ids: write "
+        "token-exact rows in the on_step_end of a TrainingCallback instead (docs/measuring.md)"
     )
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    framework.name: framework
+    for framework in (
         Format(
             "trl", _trl, "**/completions*.parquet", r"/completions_\d{5,}\.parquet",
             frozenset({"prompt", "completion", "step"}), skips_null=True,
-            note="file K is of checkpoint K - 1 where a batch has one update; record logs which",
+            note="with one update per batch, checkpoint K - 1 wrote file K; record logs the step",
         ),
         Format(
             "nemo_rl", _nemo_rl, "**/train_data_step*.jsonl", r"/train_data_step\d+\.jsonl",
             frozenset({"token_ids", "token_loss_mask", "input_lengths", "rewards"}),
-            note="no end reason is logged: what ended follows from the end token",
+            note="no end reason is logged: the end token shows which completions ended",
         ),
         Format(
             "prime_rl", _prime_rl, "**/traces.jsonl",
@@ -505,7 +520,7 @@ FORMATS = {
         Format(
             "verl_record", _verl_record, "**/*.parquet", r"/\d+\.parquet",
             frozenset({"uid", "prompt_ids", "completion_ids", "response_mask", "score"}),
-            note="21.parquet is of global_step_20; verl.model_merger makes it a model",
+            note="global_step_20 wrote 21.parquet; verl.model_merger makes a model of it",
         ),
         Format(
             "verl", _verl, "**/*.jsonl", r"/\d+\.jsonl", frozenset({"input", "output", "score"}),
@@ -529,23 +544,19 @@ FORMATS = {
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path, links kept: names of folders above the working one count."""
+    """Return the absolute path with links kept, because names of folders above tell evaluations."""
     return Path(os.path.abspath(path))
 
 
-def whole(value: Any, name: str, largest: int) -> int:
-    """Return a length as logged.
-
-    Raises:
-        ValueError: it is no whole number from 0 to `largest`.
-    """
+def parse_length(value: Any, name: str, largest: int) -> int:
+    """Return a length as logged, after a check that it is a whole number from 0 to `largest`."""
     if not isinstance(value, int | float) or value not in range(largest + 1):
-        raise ValueError(f"{name} is no whole number from 0 to {largest}")
+        raise ValueError(f"{name} is not a whole number from 0 to {largest}")
     return int(value)
 
 
 def short_values(row: Any) -> dict[str, str | int]:
-    """Return short texts and whole numbers of a row, by field, also those in lists of one."""
+    """Return short texts and whole numbers of a row by field; a list of one item counts as it."""
     if not isinstance(row, dict):
         return {}
     single = {
@@ -555,65 +566,67 @@ def short_values(row: Any) -> dict[str, str | int]:
     return {
         key: value
         for key, value in single.items()
-        if isinstance(value, str | int) and len(str(value)) <= LONGEST_NAME
+        if isinstance(value, str | int) and len(str(value)) <= MAX_ID_LENGTH
     }
 
 
 def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
     """Find packed files, the source or below it, that would match a format when unpacked."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural_order)
-    names = [one.pattern.rpartition("/")[2] for one in formats]
+    names = [framework.pattern.rpartition("/")[2] for framework in formats]
     return [
         path for path in paths
         if path.suffix in PACKED_SUFFIXES and any(Path(path.stem).match(name) for name in names)
     ]  # fmt: skip
 
 
-def files_of(source: Path, one: Format) -> Sequence[Path]:
+def files_of(source: Path, framework: Format) -> Sequence[Path]:
     """Find a framework's files: the source itself, or the files of a folder.
 
-    The source is taken if it has the framework's name or fields. Files of a folder are those of the
-    framework's name, in natural order, whose first row has the fields or cannot be read; if no
-    first row has the fields, all of them are taken.
+    A source file counts if its name or its fields are the framework's. In a folder, files with the
+    framework's file name count, in natural order, if their first row has the fields or cannot be
+    read; if no first row has the fields, all of them count.
     """
     if source.is_file():
-        is_named = source.match(one.pattern.rpartition("/")[2])
-        is_renamed = source.suffix == Path(one.pattern).suffix and bool(one.fields)
-        fits = is_renamed and one.fields <= (first_fields(source) or set())
+        is_named = source.match(framework.pattern.rpartition("/")[2])
+        is_renamed = source.suffix == Path(framework.pattern).suffix and bool(framework.fields)
+        fits = is_renamed and framework.fields <= (first_fields(source) or set())
         return [source] if is_named or fits else []
-    named = sorted((path for path in source.glob(one.pattern) if path.is_file()), key=natural_order)
+    named = sorted(
+        (path for path in source.glob(framework.pattern) if path.is_file()), key=natural_order
+    )
     fields = {path: first_fields(path) for path in named}
-    if not any(own is not None and one.fields <= own for own in fields.values()):
+    if not any(names is not None and framework.fields <= names for names in fields.values()):
         return named
-    return [path for path, own in fields.items() if own is None or one.fields <= own]
+    return [path for path, names in fields.items() if names is None or framework.fields <= names]
 
 
 def split_by_name(
-    source: Path, one: Format, paths: Sequence[Path]
+    source: Path, framework: Format, paths: Sequence[Path]
 ) -> tuple[Sequence[Path], Sequence[Path]]:
     """Split files of a folder into those whose names match the framework exactly, and the others.
 
     A single file may have any name.
     """
-    if not one.named or len(paths) < 2:
+    if not framework.path_end or len(paths) < 2:
         return paths, []
-    is_exact = re.compile(f"{one.named}$")
-    exact = [path for path in paths if is_exact.search(absolute(path).as_posix())]
+    path_end = re.compile(f"{framework.path_end}$")
+    exact = [path for path in paths if path_end.search(absolute(path).as_posix())]
     if not exact:
         raise ConfigError(
-            f"{source} holds {len(paths)} files, such as {paths[0].name}, whose names are not as "
-            f"{one.name} writes them, so they may be attempts of one step: name one file"
+            f"{source} holds {len(paths)} files, such as {paths[0].name}, that {framework.name} "
+            "would name otherwise, so several may be attempts of one step: name a single file"
         )
     return exact, [path for path in paths if path not in exact]
 
 
 def format_of(source: Path) -> Format | None:
     """Return the format that a file, or a file below a folder, has by name and fields, or None."""
-    for one in FORMATS.values():
-        for path in files_of(source, one):
+    for framework in FORMATS.values():
+        for path in files_of(source, framework):
             fields = first_fields(path)
-            if fields is not None and one.fields <= fields:
-                return one
+            if fields is not None and framework.fields <= fields:
+                return framework
     return None
 
 
@@ -632,9 +645,9 @@ def first_fields(path: Path) -> set[str] | None:
             fields = next((row for _, row in json_lines(path)), {})
         elif path.suffix == ".pt":
             with zipfile.ZipFile(path) as archive:
-                (inside,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-                content = archive.read(inside)
-            fields = [one for one in FORMATS["slime"].fields if one.encode() in content]
+                (pickled,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+                content = archive.read(pickled)
+            fields = [name for name in FORMATS["slime"].fields if name.encode() in content]
     except (ConfigError, OSError, ValueError, zipfile.BadZipFile):
         return None
     return set(fields)
@@ -651,11 +664,11 @@ def detect(source: Path) -> Format:
             f"{source} is converted already (it has prompt_id): name it in grpo-ustat mse "
             f"pool={source} model=CHECKPOINT, or in grpo-ustat advise {source}"
         )
-    if found := format_of(source):
-        return found
+    if framework := format_of(source):
+        return framework
     if packed := packed_files(source, FORMATS.values()):
         raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     raise ConfigError(
-        f"{source} is in no format that is known by its names and fields: say --from "
+        f"{source} has the file names and fields of no known format: choose one with --from "
         f"{'|'.join(FORMATS)}"
     )

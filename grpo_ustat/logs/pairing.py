@@ -18,7 +18,8 @@ from pathlib import Path
 from grpo_ustat.config.model import CHECKPOINT, checkpoints_of
 
 TRL_FILE = re.compile(r"^completions_(\d{5,})$")
-POLICY_STEP = "grpo_ustat.policy_step"  # in the metadata that `convert` writes
+# Key in the metadata that `convert` writes.
+POLICY_STEP = "grpo_ustat.policy_step"
 TRAINER_STATE = "trainer_state.json"
 
 
@@ -45,20 +46,22 @@ class Pairing:
     def line(self) -> str:
         """Return a line that names file and checkpoint.
 
-        If updates lie between them, it names the settings of TRL with which none do.
+        If updates lie between them, it names the settings of TRL that prevent this.
         """
         name = self.checkpoint.name
         if self.is_exact:
             return f"{self.file} was written by {name}"
         line = f"{self.file} was written {self.between} {name}, the nearest"
         state = _trainer_state(self.checkpoint)
-        every, saved = state.get("logging_steps"), state.get("save_steps")
-        if not isinstance(every, int) or not isinstance(saved, int) or math.gcd(every, saved) == 1:
+        logging_steps, save_steps = state.get("logging_steps"), state.get("save_steps")
+        if not isinstance(logging_steps, int) or not isinstance(save_steps, int):
             return line
-        file = -(-saved // every) * every
+        if math.gcd(logging_steps, save_steps) == 1:
+            return line
+        file = -(-save_steps // logging_steps) * logging_steps
         return (
-            f"{line}; they meet with logging_steps=1, or with save_steps={file - 1} (checkpoint-"
-            f"{file - 1} writes completions_{file:05d})"
+            f"{line}; a checkpoint writes a file with logging_steps=1, or with save_steps="
+            f"{file - 1} (checkpoint-{file - 1} writes completions_{file:05d})"
         )
 
 
@@ -70,14 +73,14 @@ def pairing_of(
     Args:
         file: its name.
         policy_step: updates of that policy; None if unknown.
-        checkpoints: those beside the run, by their updates.
+        checkpoints: the run's checkpoints, by their updates.
 
     Returns:
         None if the policy is unknown or there is no checkpoint.
     """
     if policy_step is None or not checkpoints:
         return None
-    near = min(checkpoints, key=lambda one: (abs(one - policy_step), one))
+    near = min(checkpoints, key=lambda step: (abs(step - policy_step), step))
     return Pairing(file, policy_step, checkpoints[near], near)
 
 
@@ -89,12 +92,13 @@ def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
     """
     if policy_step is None:
         return 0
-    return min((abs(policy_step - one) for one in checkpoints), default=0)
+    return min((abs(policy_step - step) for step in checkpoints), default=0)
 
 
 def run_folder_of(path: Path) -> Path:
     """Return the folder of the run that wrote a file of TRL; the run's checkpoints are in it."""
-    folder = Path(os.path.abspath(path)).parent  # links keep their names
+    # Path.resolve would replace links by their targets, which have other names.
+    folder = Path(os.path.abspath(path)).parent
     return folder.parent if folder.name == "completions" else folder
 
 
@@ -132,12 +136,12 @@ def logged_policy_step(path: Path) -> int | None:
 
 
 def pairing_of_file(path: Path) -> Pairing | None:
-    """Return a Parquet file and the nearest checkpoint of its run; see `pairing_of`."""
+    """Pair a Parquet file with the nearest checkpoint of its run; see `pairing_of`."""
     return pairing_of(path.stem, logged_policy_step(path), checkpoints_of(run_folder_of(path)))
 
 
 def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
-    """Return the last of a run's Parquet files whose updates are nearest to a checkpoint.
+    """Return the last of the Parquet files that are nearest to a checkpoint, in updates.
 
     Without checkpoints it is the last file.
 
@@ -180,15 +184,15 @@ def _version(path: Path) -> str | None:
 
 
 def checkpoint_step(model: str) -> int | None:
-    """Return the updates of a checkpoint by the name of its folder, or None if it has no such name.
+    """Return the updates of a checkpoint, from the name of its folder; None if it does not say.
 
     A folder above it counts too, as in verl's merged models.
 
     >>> checkpoint_step("out/checkpoint-500/"), checkpoint_step("global_step_8/actor/huggingface")
     (500, 8)
     """
-    found = [number for part in Path(model).parts if (number := CHECKPOINT.fullmatch(part))]
-    return int(found[-1][1]) if found else None
+    matches = [number for part in Path(model).parts if (number := CHECKPOINT.fullmatch(part))]
+    return int(matches[-1][1]) if matches else None
 
 
 def other_policy_sentence(path: Path, model: str) -> str:
@@ -198,9 +202,9 @@ def other_policy_sentence(path: Path, model: str) -> str:
         return ""
     return (
         f"WARNING: these completions were written {updates_between(written, scoring)} the policy "
-        f"that scores them: {path.name} is of checkpoint-{written}, and the model is checkpoint-"
-        f"{scoring}. All numbers here are of scores on completions of another policy, and such "
-        "scores are not 0 on average."
+        f"that scores them: checkpoint-{written} wrote {path.name}, and the model is checkpoint-"
+        f"{scoring}. All numbers here use scores of another policy's completions, and such scores "
+        "are not 0 on average."
     )
 
 

@@ -40,15 +40,15 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     Args:
         path: a Parquet, CSV or JSON Lines file with a column that names the prompt (`prompt_id`,
             `prompt`, `group_id`, `group` or `question`) and a column of rewards.
-        column: name of the rewards; None: the only numeric column that the log itself does not use.
+        column: name of the rewards; None: the only numeric column that is no other part of a log.
     """
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     prompt = next((name for name in GROUP_COLUMNS if name in columns), None)
     if prompt is None:
         raise ConfigError(
-            f"{path} has columns {', '.join(columns)}: one of {', '.join(GROUP_COLUMNS)} must say "
-            "which completions are of one prompt"
+            f"{path} has columns {', '.join(columns)} and none of {', '.join(GROUP_COLUMNS)}: name "
+            "the column of the prompt like that"
         )
     if column is None:
         numeric = [
@@ -58,8 +58,9 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
         ]  # fmt: skip
         if "reward" not in numeric and len(numeric) != 1:
             raise ConfigError(
-                f"{path} has {', '.join(numeric) or 'no numeric column'} beside the log's own "
-                "columns: say which are the rewards with reward=COLUMN"
+                f"{path} has {len(numeric)} columns that may be rewards "
+                f"({', '.join(numeric) or 'no other column is numeric'}): name one with "
+                "reward=COLUMN"
             )
         column = "reward" if "reward" in numeric else numeric[0]
     elif column not in columns:
@@ -80,13 +81,15 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
         if name is None:
             raise ConfigError(f"{path} row {row} (from 0): {prompt} is null: mend or drop it")
         groups.setdefault(key, []).append(float(value))
-    several = [np.array(group) for group in groups.values() if len(group) > 1]
-    if not several:
+    rewards_by_prompt = [np.array(group) for group in groups.values() if len(group) > 1]
+    if not rewards_by_prompt:
         raise ConfigError(
-            f"{path}: no {prompt} has two completions among {len(rewards)} rows, so no group can "
-            "be judged"
+            f"{path}: no {prompt} has two completions among {len(rewards)} rows: log groups of two "
+            "or more"
         )
-    return RewardGroups(column, several, len(groups) - len(several), list(columns))
+    return RewardGroups(
+        column, rewards_by_prompt, len(groups) - len(rewards_by_prompt), list(columns)
+    )
 
 
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
@@ -143,7 +146,7 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
     means_P = np.array([group.mean() for group in groups])
     within_P = np.array([group.var(ddof=1) for group in groups])
     noise = float(np.mean([v / n for v, n in zip(within_P, lengths, strict=True)]))
-    between = "not known from one prompt"
+    between = "unknown from a single prompt"
     if len(groups) > 1:
         between = f"{max(float(means_P.var(ddof=1)) - noise, 0.0):.3g}"
     lines.append(

@@ -25,15 +25,20 @@ from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
-KNOWN_COLUMNS = (  # columns that hold no rewards: TRL's, then ours
+# Columns that hold no rewards: TRL's, then ours.
+KNOWN_COLUMNS = (
     "step", "prompt", "completion", "advantage",
     "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
     "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version", "policy_step",
 )  # fmt: skip
-TOKEN_COLUMNS = ("prompt_ids", "completion_ids")  # what makes rows token-exact
-STEP_ROLLOUTS = "grpo_ustat.step_rollouts"  # in the metadata that `convert` writes
-MIN_PROMPTS = 2  # of one, nothing tells how far gradients of different prompts differ
-MIN_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
+# Columns of token-exact rows.
+TOKEN_COLUMNS = ("prompt_ids", "completion_ids")
+# Key in the metadata that `convert` writes.
+STEP_ROLLOUTS = "grpo_ustat.step_rollouts"
+# A single prompt does not show how far gradients of different prompts differ.
+MIN_PROMPTS = 2
+# Completions of a prompt: the jackknife leaves three, which unbiased estimators need.
+MIN_COMPLETIONS = 4
 
 
 class DamagedFile(ConfigError):
@@ -75,11 +80,11 @@ class Rollout:
     completion_ids: list[int] | None = None
     # 1 on tokens of the completion that the policy wrote; None: all.
     loss_mask: list[int] | None = None
-    # Of the completion's tokens, by the sampler; None: not logged.
+    # Log-probabilities of the completion's tokens, by the sampler; None: not logged.
     logprobs: list[float] | None = None
     # True if the policy wrote its end token, False if it was cut; None: not logged.
     ended: bool | None = None
-    # In tokens, end token included, if only texts were logged; None: not logged.
+    # Length in tokens, end token included, if only texts were logged; None: not logged.
     length: int | None = None
     # Version of the weights that wrote it; None: not logged.
     policy_version: str | None = None
@@ -89,8 +94,8 @@ class Rollout:
     # the prompts of a table with token ids.
     prompt: Any = None
     completion: Any = None
-    # Texts and whole numbers of its row by field, among which ids may be.
-    names: dict[str, str | int] = field(default_factory=dict)
+    # Short texts and whole numbers of its row by field, some of which may be ids.
+    possible_ids: dict[str, str | int] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
@@ -126,10 +131,10 @@ class Options:
             if not name.strip():
                 fault = fault or f"{name + equals + weight!r} names no reward"
             elif equals and not math.isfinite(_weight(weight)):
-                fault = fault or f"{weight!r} is no number that can weigh {name}"
+                fault = fault or f"{weight!r} is not a finite weight of {name}"
         counts = Counter(name for name, _, _ in terms)
-        if twice := [name for name, count in counts.items() if count > 1]:
-            fault = fault or f"{twice[0]} is named {counts[twice[0]]} times"
+        if repeated := [name for name, count in counts.items() if count > 1]:
+            fault = fault or f"{repeated[0]} is named {counts[repeated[0]]} times"
         if fault:
             raise ConfigError(
                 f"--reward {self.reward or repr('')}: {fault}: write --reward NAME, or "
@@ -149,41 +154,42 @@ def _weight(text: str) -> float:
 def reward_of(
     values: Mapping[str, Any],
     options: Options,
-    usual: Mapping[str, float],
+    default_weights: Mapping[str, float],
     skips_null: bool = False,
 ) -> dict[str, Any]:
-    """Compute a row's reward: the weighted sum of the rewards in `--reward`, else in `usual`.
+    """Compute a row's reward: the sum of rewards with the weights of `--reward`, else the defaults.
 
     Args:
         values: rewards by name.
-        usual: weights by name, used without `--reward`.
+        default_weights: weights by name, used without `--reward`.
         skips_null: the framework adds the rewards that are present and ignores a null.
 
     Returns:
         `reward`, and if some or all of it is missing `fault` or `note`, as in `Rollout`.
     """
-    found = dict(values)
-    if options.reward is not None:  # a key of a dictionary too, but for one that is a column itself
-        for keys in [one for one in values.values() if isinstance(one, dict)]:
-            found |= {key: x for key, x in keys.items() if isinstance(found.get(key, {}), dict)}
-    weights = options.weights(found) or usual
-    if absent := [name for name in weights if name not in found]:
-        names = ", ".join(name for name, x in found.items() if isinstance(x, int | float | None))
+    rewards = dict(values)
+    # `--reward` may also name a key of a dictionary; a column of the same name goes first.
+    if options.reward is not None:
+        for keys in [value for value in values.values() if isinstance(value, dict)]:
+            rewards |= {key: x for key, x in keys.items() if isinstance(rewards.get(key, {}), dict)}
+    weights = options.weights(rewards) or default_weights
+    if absent := [name for name in weights if name not in rewards]:
+        names = ", ".join(name for name, x in rewards.items() if isinstance(x, int | float | None))
         asked = f"--reward {absent[0]}: " if options.reward else f"{absent[0]}: "
-        return {"fault": f"{asked}its row has no such reward (numbers are {names or 'nowhere'})"}
-    if parts := [one for name in weights if isinstance(one := found[name], dict)]:
-        return {"fault": f"its reward is of {', '.join(parts[0])}: name one with --reward"}
-    null = [name for name in weights if found[name] is None]
+        return {"fault": f"{asked}its row has no such reward (its numbers: {names or 'none'})"}
+    if parts := [value for name in weights if isinstance(value := rewards[name], dict)]:
+        return {"fault": f"its reward has parts {', '.join(parts[0])}: name one with --reward"}
+    null = [name for name in weights if rewards[name] is None]
     note = ""
     if skips_null and 0 < len(null) < len(weights):
         weights = {name: weight for name, weight in weights.items() if name not in null}
-        note = f"reward {', '.join(null)} is null and counts nothing, as the framework adds them up"
-    total = sum(weight * as_float(found[name]) for name, weight in weights.items() if weight)
+        note = f"reward {', '.join(null)} is null and left out of the sum, as the framework does"
+    total = sum(weight * as_float(rewards[name]) for name, weight in weights.items() if weight)
     return {"reward": total if weights else math.nan, "note": note}
 
 
 def as_float(value: Any) -> float:
-    """Return a reward as logged; nan if it is no number, infinite if no float holds it."""
+    """Return a reward as logged; nan if it is no number, infinite if no float is so large."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -191,39 +197,41 @@ def as_float(value: Any) -> float:
 
 
 def reward_columns(
-    columns: Mapping[str, list[Any]], known: set[str]
+    columns: Mapping[str, list[Any]], other_columns: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Find columns that may hold rewards, without the `known` ones and ids.
+    """Find columns that may hold rewards; ids and `other_columns` do not.
 
     They are returned in two lists: columns in which most values that are not null are numbers, and
     columns that hold only nulls.
     """
-    own = {
-        name: [one for one in values if one is not None]
-        for name, values in columns.items() if name not in known and not is_id(name)
+    present = {
+        name: [value for value in values if value is not None]
+        for name, values in columns.items() if name not in other_columns and not is_id(name)
     }  # fmt: skip
-    numbers = {name: sum(isinstance(one, int | float) for one in x) for name, x in own.items()}
-    names = [name for name, values in own.items() if 2 * numbers[name] > len(values)]
-    return names, [name for name, values in own.items() if not values]
+    numbers = {
+        name: sum(isinstance(value, int | float) for value in values)
+        for name, values in present.items()
+    }
+    names = [name for name, values in present.items() if 2 * numbers[name] > len(values)]
+    return names, [name for name, values in present.items() if not values]
 
 
-def usual_reward(
+def default_weights(
     place: object, names: list[str], nulls: list[str], options: Options
 ) -> dict[str, float]:
-    """Return the only column of rewards; none if `--reward` is typed or all rewards are null.
+    """Give weight 1 to the only column of rewards.
 
-    Raises:
-        ConfigError: there are several, and `--reward` is not typed.
-        ValueError: no column is of rewards.
+    No column has a weight if `--reward` is typed or all rewards are null. Without any column of
+    rewards the error is a ValueError, as for a row in another format.
     """
     if options.reward is not None or (nulls and not names):
         return {}
     if not names:
-        raise ValueError("no column of numbers, as rewards are")
+        raise ValueError("no column of numbers, so no rewards")
     if len(names) > 1:
         raise ConfigError(
-            f"{place} has columns of numbers {', '.join(names)}: say which one holds the rewards "
-            "with --reward COLUMN, or add them up with --reward "
+            f"{place} has several columns of numbers, {', '.join(names)}: name the rewards with "
+            "--reward COLUMN, or add columns up with --reward "
             f"{','.join(f'{name}=1' for name in names)} (their weights are not logged)"
         )
     return {names[0]: 1.0}
@@ -238,7 +246,8 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
             columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
         else:
             if path.suffix == ".csv":
-                rows = csv_rows(path.read_text(encoding="utf-8-sig"))  # Excel's mark or none
+                # Excel begins a file with a byte-order mark.
+                rows = csv_rows(path.read_text(encoding="utf-8-sig"))
             else:
                 rows = [row for _, row in json_lines(path)]
             names = dict.fromkeys(name for row in rows for name in row)
@@ -257,23 +266,24 @@ def read_rollouts(path: Path) -> list[Rollout]:
     columns = read_columns(path)
     _check_turns(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
-    if set(columns.get("step", ())) == {None}:  # completions of a study, which has no steps
+    # Completions of a study have no steps.
+    if set(columns.get("step", ())) == {None}:
         del columns["step"]
     steps = columns.get("step", [0])
     _refuse(path, "step", ["is null" if step is None else None for step in steps])
     if len(set(steps)) > 1:
         raise ConfigError(
-            f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep "
-            f"the rows of one, such as those whose step is {max(steps)}"
+            f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep the "
+            f"rows of one step, such as {max(steps)}"
         )
     versions = sorted(set(map(str, columns.get("policy_version", ()))))
     if len(versions) > 1:
         raise ConfigError(
             f"{path} holds rollouts of {len(versions)} policies, policy_version {versions[0]} to "
-            f"{versions[-1]}: a study is of one, keep one"
+            f"{versions[-1]}: a study measures one policy, so keep the rows of one"
         )
-    ended = [one for one in columns.get("ended", ()) if one is not None]
-    if wrong := [one for one in ended if not isinstance(one, bool)]:
+    ended = [value for value in columns.get("ended", ()) if value is not None]
+    if wrong := [value for value in ended if not isinstance(value, bool)]:
         raise ConfigError(
             f"{path}: column ended holds {type(wrong[0]).__name__}, not true (the end token was "
             "written) or false (the completion was cut): write it as booleans"
@@ -292,17 +302,19 @@ def read_rollouts(path: Path) -> list[Rollout]:
             pairs = zip(columns[name], columns["completion_ids"], strict=True)
             _refuse(path, name, [per_token_fault(value, len(ids)) for value, ids in pairs])
         logprobs = columns.get("logprobs", ())
-        if any(logprobs):  # of some rows alone they cannot show which policy wrote the rest
-            nulls = ["is null, other rows have it" if one is None else None for one in logprobs]
+        # Log-probabilities of some rows do not show which policy wrote the other rows.
+        if any(logprobs):
+            nulls = ["is null, other rows have it" if value is None else None for value in logprobs]
             _refuse(path, "logprobs", nulls)
         fields = ["prompt", "completion", "ended", *TOKEN_COLUMNS, *tokens]
         for name in ("prompt", "completion"):
             texts = columns.get(name, [None] * count)
-            columns[name] = [one if isinstance(one, str) else None for one in texts]
+            columns[name] = [value if isinstance(value, str) else None for value in texts]
     else:
         fields = ["prompt", "completion", "ended", "length"]
         columns["completion"] = [
-            one if isinstance(one, str) else one[0]["content"] for one in columns["completion"]
+            value if isinstance(value, str) else value[0]["content"]
+            for value in columns["completion"]
         ]
     return [
         Rollout(
@@ -316,8 +328,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def check_columns(path: Path) -> None:
     """Refuse a Parquet file whose columns are not those of rollouts.
 
-    Of the usual columns only the prompts are read, and these only if ids are among the other
-    columns.
+    KNOWN_COLUMNS are not read, except the prompts if other columns may be ids.
     """
     from pyarrow import parquet
 
@@ -326,14 +337,14 @@ def check_columns(path: Path) -> None:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
             others = [name for name in names if name not in KNOWN_COLUMNS]
             prompt = "prompt_ids" if "prompt_ids" in names else "prompt"
-            more = [prompt] if prompt in names and len(others) > 1 else []
-            read = file.read(others + more).to_pydict()
+            prompts = [prompt] if prompt in names and len(others) > 1 else []
+            columns = file.read(others + prompts).to_pydict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    _check_turns(path, read.get(prompt), {name: read[name] for name in others})
-    _only_reward(path, {name: read.get(name, []) for name in names})
+    _check_turns(path, columns.get(prompt), {name: columns[name] for name in others})
+    _only_reward(path, {name: columns.get(name, []) for name in names})
 
 
 def _check_turns(
@@ -346,7 +357,7 @@ def _check_turns(
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
-    """Return the column of rewards, after a check that the table has all that a study needs."""
+    """Return the column of rewards, after a check that the table has the columns of a study."""
     names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
     texts = [name for name in ("prompt", "completion") if name not in columns]
     tokens = [name for name in TOKEN_COLUMNS if name not in columns]
@@ -364,8 +375,8 @@ def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
         )
     if len(names) > 1:
         raise ConfigError(
-            f"{path} has several columns of rewards, {', '.join(names)}, and a study is of one: "
-            "leave the others out, or add them up with their weights: grpo-ustat convert --reward "
+            f"{path} has several columns of rewards, {', '.join(names)}, and a study uses one: "
+            "drop the others, or add them up with their weights: grpo-ustat convert --reward "
             f"{','.join(f'{name}=1' for name in names)}"
         )
     return names[0]
@@ -395,12 +406,13 @@ def step_rollouts(path: Path) -> int | None:
         if noted is not None:
             return int(noted)
         if not {"step", "advantage"} <= set(schema.names) or "completion_index" in schema.names:
-            return None  # completion_index is of our own training, which logs some groups of a step
+            # A log with completion_index is of our training, which logs some groups of a step.
+            return None
         steps = parquet.read_table(path, columns=["step"])["step"].to_pylist()
     except (OSError, ValueError):
         return None
-    known = [step for step in steps if step is not None]
-    return known.count(max(known)) if known else None
+    logged = [step for step in steps if step is not None]
+    return logged.count(max(logged)) if logged else None
 
 
 def reward_fault(value: Any) -> str | None:
@@ -419,7 +431,7 @@ def ids_fault(value: Any) -> str | None:
         return "is null"
     if not isinstance(value, list) or not value:
         return f"is {value!r:.40}, not a list of token ids"
-    wrong = [one for one in value if type(one) is not int or not 0 <= one < 2**63]
+    wrong = [item for item in value if type(item) is not int or not 0 <= item < 2**63]
     return f"holds {wrong[0]!r:.20}, which is no token id" if wrong else None
 
 
@@ -430,7 +442,7 @@ def per_token_fault(value: Any, length: int) -> str | None:
     if not isinstance(value, list) or len(value) != length:
         count = len(value) if isinstance(value, list) else "no list"
         return f"has {count} numbers, the completion {length} tokens"
-    wrong = [one for one in value if not is_number(one)]
+    wrong = [number for number in value if not is_number(number)]
     return f"holds {wrong[0]!r:.20}, not a finite number" if wrong else None
 
 
@@ -451,7 +463,7 @@ def completion_fault(value: Any) -> str | None:
     fault = _conversation_fault(value)
     if fault is None and [message["role"] for message in value] != ["assistant"]:
         roles = ", ".join(message["role"] for message in value)
-        return f"holds messages of {roles}, not one of the assistant: only it wrote its own tokens"
+        return f"holds messages of {roles}, not a single one of the assistant"
     return fault
 
 

@@ -1,12 +1,12 @@
 """Selection of rows of one policy, each sample once, and their groups.
 
 Each step marks the rows that it leaves out with the reason, and returns the others. In this order:
-copies are counted once, what was written again replaces what it was written over, one run is
-chosen, then one policy, and only then groups are formed. The definition of a copy: **two rows are
-one sample if the framework gives both the same name and they agree to the bit, or if it names no
-rows and a whole group with equal content is in another file too; equal completions of a group in
-one file are separate samples, and all count.** (Two samples of a short answer have the same tokens,
-and may well have the same log-probabilities.)
+copies are counted once, rows that were written again replace the earlier ones, one run is chosen,
+then one policy, and only then groups are formed. The definition of a copy: **two rows are the same
+sample if the framework gives both the same name and they agree to the bit, or if it names no rows
+and a complete group with equal content is in another file too; equal completions of a group in one
+file are separate samples, and all count.** (Two samples of a short answer have the same tokens, and
+may well have the same log-probabilities.)
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
     """
     contents = [copy_digest(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
-    for row, own in zip(rows, contents, strict=True):
+    for row, digest in zip(rows, contents, strict=True):
         if not row.arrived:
-            shipped.setdefault(row.run, set()).add(row.sample or own)
+            shipped.setdefault(row.run, set()).add(row.sample or digest)
     named: set[tuple[str, str, bytes]] = set()
     nameless: dict[tuple[str, str | None, str], dict[Path, list[tuple[Rollout, bytes]]]] = {}
-    for row, own in zip(rows, contents, strict=True):
+    for row, digest in zip(rows, contents, strict=True):
         if row.arrived and row.run in shipped:
-            why = COPY if (row.sample or own) in shipped[row.run] else row.untrained
-            row.left_out = why or "in all, not in effective: it was not trained on"
+            reason = COPY if (row.sample or digest) in shipped[row.run] else row.untrained
+            row.left_out = reason or "in all but not in effective: it was not trained on"
         elif row.sample is None:
             files = nameless.setdefault((row.run, row.policy_version, row.group), {})
-            files.setdefault(row.path, []).append((row, own))
-        elif (row.run, row.sample, own) in named:
+            files.setdefault(row.path, []).append((row, digest))
+        elif (row.run, row.sample, digest) in named:
             row.left_out = COPY
         else:
-            named.add((row.run, row.sample, own))
+            named.add((row.run, row.sample, digest))
     for files in nameless.values():
         groups: list[Counter[bytes]] = []
         for members in sorted(files.values(), key=len, reverse=True):
-            group = Counter(own for _, own in members)
+            group = Counter(digest for _, digest in members)
             if any(group <= other for other in groups):
                 for row, _ in members:
                     row.left_out = COPY
@@ -77,23 +77,23 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
 def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
     """Leave out rows of a batch that a resumed run wrote again.
 
-    An attempt begins where a name comes again. The kept attempt of a batch is the last that has at
-    least half as many rows as the largest, because an attempt that has just begun is no batch yet.
+    A name that occurs again begins a new attempt. The kept attempt of a batch is the last that has
+    at least half as many rows as the largest, because an attempt that has just begun is incomplete.
     """
     attempts: dict[tuple[str, str], list[dict[str, Rollout]]] = {}
     for row in rows:
         if row.batch is not None and row.sample is not None:
-            own = attempts.setdefault((row.run, row.batch), [{}])
-            if row.sample in own[-1]:
-                own.append({})
-            own[-1][row.sample] = row
-    for own in attempts.values():
-        most = max(map(len, own))
-        last = max(k for k, attempt in enumerate(own) if 2 * len(attempt) >= most)
-        for row in (row for attempt in own[:last] for row in attempt.values()):
+            batch_attempts = attempts.setdefault((row.run, row.batch), [{}])
+            if row.sample in batch_attempts[-1]:
+                batch_attempts.append({})
+            batch_attempts[-1][row.sample] = row
+    for batch_attempts in attempts.values():
+        most = max(map(len, batch_attempts))
+        last = max(k for k, attempt in enumerate(batch_attempts) if 2 * len(attempt) >= most)
+        for row in (row for attempt in batch_attempts[:last] for row in attempt.values()):
             row.left_out = "written again later: the run was resumed before it"
-        for row in (row for attempt in own[last + 1 :] for row in attempt.values()):
-            row.left_out = "written again, less than half of what it would replace"
+        for row in (row for attempt in batch_attempts[last + 1 :] for row in attempt.values()):
+            row.left_out = "written again, but with less than half of the rows it would replace"
     return remaining_rows(rows)
 
 
@@ -108,7 +108,7 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
     run = usable[-1].run
     for row in rows:
         if row.run != run:
-            other = f"of another run than {run}, which is kept (name the other's folder)"
+            other = f"of another run than {run}, which is kept (name the other run's folder)"
             row.left_out = row.untrained or other
     return remaining_rows(rows)
 
@@ -124,7 +124,7 @@ def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
         return None
     groups = Counter((row.step, row.group) for row in rows)
     sizes = Counter(groups.values())
-    size = max(sizes, key=lambda one: (one * sizes[one], one))
+    size = max(sizes, key=lambda group_size: (group_size * sizes[group_size], group_size))
     rows_of_step = median_high(steps.values())
     if 2 * sizes[size] <= len(groups):
         return rows_of_step
@@ -137,7 +137,7 @@ def of_one_policy(
     """Keep the rows of `version`, else of the last policy with a complete batch.
 
     A batch is complete if the policy has at least half as many rows in groups of several as the
-    policy with most: a step that has just begun is no batch yet. If the run has checkpoints, the
+    policy with most, because a step that has just begun has few. If the run has checkpoints, the
     policy is the last of those whose updates are nearest to a checkpoint.
     """
     groups = Counter((row.policy_version, row.group) for row in rows)
@@ -145,19 +145,25 @@ def of_one_policy(
     for (policy, _), size in groups.items():
         sizes[policy] += size if size > 1 else 0
     if version is not None and version not in sizes:
-        known = sorted(sizes, key=_age)
+        versions = sorted(sizes, key=_age)
         raise ConfigError(
-            f"--version {version}: no row that can be used is of it; there are "
-            + (f"{known[0]} to {known[-1]}" if len(known) > 1 else ", ".join(map(str, known)))
+            f"--version {version}: no usable row has this version; rows have "
+            + (
+                f"{versions[0]} to {versions[-1]}"
+                if len(versions) > 1
+                else ", ".join(map(str, versions))
+            )
             + "".join(
-                f": say --version '{one}'" for one in known if one and one.split()[-1] == version
+                f": use --version '{name}'"
+                for name in versions
+                if name and name.split()[-1] == version
             )
         )
     most = max(sizes.values(), default=0)
     steps = {row.policy_version: row.policy_step for row in rows}
-    whole = [one for one in sizes if 2 * sizes[one] >= most]
+    complete = [name for name in sizes if 2 * sizes[name] >= most]
     chosen = version or max(
-        whole, key=lambda one: (-updates_away(steps[one], checkpoints), _age(one))
+        complete, key=lambda name: (-updates_away(steps[name], checkpoints), _age(name))
     )
     is_nearest = version is None and checkpoints and steps[chosen] is not None
     nearest = " as the nearest to a checkpoint" if is_nearest else ""
@@ -171,23 +177,23 @@ def of_one_policy(
 
 def _age(version: str | None) -> tuple[list[int], str]:
     """Return the numbers of a policy's version, which order the policies."""
-    return [int(one) for one in re.findall(r"\d+", version or "")], version or ""
+    return [int(number) for number in re.findall(r"\d+", version or "")], version or ""
 
 
 def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
     """Group the completions by prompt.
 
-    A group of a step has one prompt, and groups of one prompt are joined. Prompts with fewer
-    completions than `mse` needs are left out; if no prompt has as many, those with fewer than two.
+    A group of a step has one prompt, and groups of the same prompt are joined. Prompts with fewer
+    completions than `mse` needs are left out; if all have fewer, prompts with one completion are.
     """
     groups: dict[tuple[str | None, str], list[Rollout]] = {}
     for row in rows:
         groups.setdefault((row.step, row.group), []).append(row)
     prompts: dict[str, list[Rollout]] = {}
     for group in groups.values():
-        own = {repr(row.prompt_ids or row.prompt) for row in group}
-        if len(own) == 1:
-            prompts.setdefault(own.pop(), []).extend(group)
+        texts = {repr(row.prompt_ids or row.prompt) for row in group}
+        if len(texts) == 1:
+            prompts.setdefault(texts.pop(), []).extend(group)
         else:
             for row in group:
                 row.left_out = "its group has several prompts (--group-size may be wrong)"

@@ -1,7 +1,7 @@
-"""Rows that are turns of one rollout, and so no samples of a question: refused by name.
+"""Refusal of rows that are turns of one rollout, and so no samples of a question.
 
-A log of an agent may have a row per turn, with the reward of the whole rollout on each. The prompt
-of a later turn holds what was written before, so that every row would count as a separate question.
+A log of an agent may have a row per turn, each with the reward of the rollout. The prompt of a
+later turn contains the earlier turns, so that every row would count as a separate question.
 Such a log is recognised by its content. A prompt of a usable log has several completions, and so
 occurs in several rows of one id or under several ids. Prompts of the turns of one rollout differ,
 and each extends the one before, or occurs under no other id.
@@ -17,7 +17,8 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 
-ROLLOUT_NAME = re.compile(  # an id of a rollout, as verl-agent, rLLM, SkyRL, AReaL and ROLL have it
+# Names of a rollout's id in verl-agent, rLLM, SkyRL, AReaL and ROLL.
+ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
     r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
 )
@@ -25,11 +26,13 @@ TURN_NAME = re.compile(
     r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
-# Of a turn itself: `turns` may count those of a rollout, `step_id` the training's steps.
+# Names of a turn's number: `turns` may count the turns of a rollout, `step_id` training steps.
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
-INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")  # counts anew in every group
+# Names of a number that may start again in each group.
+INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
-CONTENT = frozenset(  # fields that are no ids of rollouts
+# Fields that are no ids of rollouts.
+CONTENT = frozenset(
     {"prompt", "prompt_id", "prompt_ids", "completion", "completion_ids", "reward", "step"}
     | {"input", "output", "gts", "question", "answer", "text", "content"}
 )
@@ -41,7 +44,7 @@ def is_id(name: str) -> bool:
     >>> [is_id(name) for name in ("trajectory_id", "turn", "sample_idx", "accuracy", "turn_reward")]
     [True, True, True, False, False]
     """
-    return any(known.fullmatch(name.lower()) for known in (ROLLOUT_NAME, TURN_NAME, ID_NAME))
+    return any(pattern.fullmatch(name.lower()) for pattern in (ROLLOUT_NAME, TURN_NAME, ID_NAME))
 
 
 def check_rollouts(
@@ -60,12 +63,12 @@ def check_rollouts(
         if name not in CONTENT
     }
     keys = None if prompts is None else _comparable(prompts)
-    why = _told_by_id(ids, keys) or _told_by_number(ids, keys)
-    if why:
+    evidence = _evidence_of_ids(ids, keys) or _evidence_of_numbers(ids, keys)
+    if evidence:
         raise ConfigError(
-            f"{place}: its rows are turns of one rollout ({why}), and each would count as a "
-            "question of its own: write one row a rollout, the whole conversation as completion_ids"
-            " (loss_mask 0 on what the policy did not write) and the reward at its end"
+            f"{place}: its rows are turns of one rollout ({evidence}), and each would count as a "
+            "separate question: write one row per rollout, with all turns in completion_ids "
+            "(loss_mask 0 on tokens that the policy did not write) and the final reward"
         )
 
 
@@ -74,12 +77,12 @@ def check_turn_numbers(
 ) -> None:
     """Refuse rows that differ in the number of a turn within a group.
 
-    Nothing else tells turns from rollouts where there are only rewards, or where every turn is
-    logged with the question as its prompt.
+    If a log has only rewards, or logs each turn with the question as its prompt, nothing else
+    distinguishes turns from rollouts.
 
     Args:
         place: place of the rows, for messages.
-        name: name of the column that says the group.
+        name: name of the column with the groups.
         groups: group of every row.
         columns: values of every row by name.
     """
@@ -90,9 +93,9 @@ def check_turn_numbers(
         for group, value in zip(map(repr, groups), values, strict=True):
             if value is not None and first.setdefault(group, value) != value:
                 raise ConfigError(
-                    f"{place}: rows of one {name} have {column} {first[group]} and {value}: each "
-                    "turn would count as a completion; keep one row a completion, such as that of "
-                    f"its last turn, and leave {column} out"
+                    f"{place}: rows of one {name} have {column} {first[group]} and {value}, so "
+                    "each turn would count as a completion: keep one row per completion, such as "
+                    f"its last turn, without {column}"
                 )
 
 
@@ -114,10 +117,10 @@ def _extends(later: Any, earlier: Any) -> bool:
     return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
 
-def _told_by_id(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Return the column of ids whose rows are turns of rollouts, with an example, or "".
+def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
+    """Return the column of ids that shows turns of rollouts, with an example, or "".
 
-    It is the column in which most values that several rows share belong each to a rollout of
+    A column shows them if, of the values that several rows share, most belong to a rollout of
     several turns.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
@@ -133,17 +136,18 @@ def _told_by_id(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) ->
         ids_of = Counter(
             key for places in rows.values() for key in {keys[row] for row in places if keys}
         )
+        # Every prompt has a row of each index.
         if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
-            continue  # every prompt has a row of each index
-        told = []
+            continue
+        rollouts = []
         for value, places in several.items():
             prompts = None if keys is None else [keys[row] for row in places]
             is_counted = is_named and any(_are_distinct(x, places) for x in numbers)
             if _are_turns(prompts, ids_of, is_named, is_counted):
-                told.append(value)
-        if len(told) >= (max(1, len(several) / 2) if is_named else max(2, len(several))):
+                rollouts.append(value)
+        if len(rollouts) >= (max(1, len(several) / 2) if is_named else max(2, len(several))):
             different = "" if keys is None else " of different prompts"
-            return f"{name}={told[0]!r:.40} has {len(several[told[0]])} rows{different}"
+            return f"{name}={rollouts[0]!r:.40} has {len(several[rollouts[0]])} rows{different}"
     return ""
 
 
@@ -165,21 +169,21 @@ def _are_turns(
         return is_counted and len(set(ordered)) > 1
     if all(_extends(b, a) for a, b in zip(ordered[:-1], ordered[1:], strict=True)):
         return True
-    of_this_alone = sum(ids_of[prompt] == 1 for prompt in prompts)
-    return is_counted or (is_named and 2 * of_this_alone >= len(prompts))
+    of_one_id = sum(ids_of[prompt] == 1 for prompt in prompts)
+    return is_counted or (is_named and 2 * of_one_id >= len(prompts))
 
 
 def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
-    """Return True if some rows have all different values."""
-    own = {values[row] for row in places}
-    return None not in own and len(own) == len(places)
+    """Return True if the rows at `places` have values, all different."""
+    distinct = {values[row] for row in places}
+    return None not in distinct and len(distinct) == len(places)
 
 
-def _told_by_number(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Return the column that numbers turns, or "".
+def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
+    """Return the column that numbers turns, in words, or "".
 
-    It is a column in which most prompts of later turns extend the prompt of an earlier turn. There
-    is none if every row has a different id of a rollout.
+    In such a column most prompts of later turns extend the prompt of an earlier turn. There is none
+    if each row has another id of a rollout.
     """
     named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
     if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
@@ -207,13 +211,13 @@ def _told_by_number(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
     """Find, for each key, the other keys with which it begins.
 
-    In sorted order these stand right before it.
+    In sorted order these directly precede it.
     """
-    found: dict[Any, list[Any]] = {}
+    prefixes: dict[Any, list[Any]] = {}
     stack: list[Any] = []
     for key in sorted(keys):
         while stack and not _extends(key, stack[-1]):
             stack.pop()
-        found[key] = list(stack)
+        prefixes[key] = list(stack)
         stack.append(key)
-    return found
+    return prefixes

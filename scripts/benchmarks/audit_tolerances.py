@@ -1,4 +1,4 @@
-"""How far an applied gradient is from the declared one by rounding alone, and what is then found.
+"""Distance of an applied gradient from the declared one by rounding only, and alarms of an audit.
 
     python scripts/benchmarks/audit_tolerances.py [--batches 600] [--policies tiny_base tiny]
 
@@ -9,8 +9,8 @@ under autocast and without. Scores are formed in the same way.
 
 Printed for each precision: quantiles of |ratio - 1|, of 1 - cosine and of
 x = ||p - d|| / sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2), alarms at the epsilon of
-`estimators.applied_gradient`, which bounds x, and how often an audit says so where the applied
-gradient is also too long by a factor, or turned so far that its cosine is lowered.
+`estimators.applied_gradient`, which bounds x, and how often an audit detects an applied gradient
+that is also too long by a factor, or turned so that its cosine is lowered.
 """
 
 from __future__ import annotations
@@ -33,31 +33,28 @@ ASSETS = Path(grpo_ustat.__file__).parent / "assets"
 PRECISIONS = ("float32", "autocast", "bfloat16", "bfloat16 autocast")
 BASELINE_NAMES = {"group_std": {"epsilon": 1e-4}, "batch_std": {"epsilon": 1e-4}, "group_mean": {}}
 KINDS = ("dapo", "grpo", "dr_grpo", "luspo")
-LONGEST, GROUP, PROMPTS = 40, 8, 24
+MAX_LENGTH, GROUP, PROMPTS = 40, 8, 24
 FACTORS = {FULL: (1.001, 1.002, 1.005), REDUCED: (0.5, 0.75, 1.2, 1.5, 2)}
 COSINES = {FULL: (1 - 1e-6, 1 - 1e-5, 1 - 1e-4), REDUCED: (0.98, 0.95, 0.9, 0.8)}
 
 
 class Pool(NamedTuple):
-    """Completions of a policy and all numbers of their scores.
+    """Completions of a policy and all entries of their scores."""
 
-    Attributes:
-        model: in a precision.
-        ids, attention, completion: of PROMPTS x GROUP rows.
-        scores: [rows, parameters].
-        sketch: of gradients, all of their numbers.
-    """
-
+    # Model in the precision of the pool.
     model: torch.nn.Module
+    # Token ids and masks of PROMPTS x GROUP rows.
     ids: torch.Tensor
     attention: torch.Tensor
     completion: torch.Tensor
+    # [rows, parameters]
     scores: np.ndarray
+    # Sketch of gradients that keeps all of their entries.
     sketch: Sketch
 
 
 def pool(policy, precision, rng):
-    """Completions that the policy samples in float32, scored as the loss is computed."""
+    """Sample completions in float32, and score them in the precision of the loss."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / policy, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / policy)
     texts = [f"{rng.integers(1, 99)}+{rng.integers(1, 99)}=" for _ in range(PROMPTS)]
@@ -69,12 +66,12 @@ def pool(policy, precision, rng):
     with torch.no_grad():
         ids_BT = model.generate(
             input_ids=head_BL, attention_mask=mask_BL, do_sample=True, top_k=0,
-            max_new_tokens=LONGEST, pad_token_id=tokenizer.eos_token_id,
+            max_new_tokens=MAX_LENGTH, pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
     ended_BT = ids_BT[:, width:] == tokenizer.eos_token_id
-    own_BT = ((ended_BT.cumsum(dim=1) - ended_BT.long()) == 0).long()
-    completion_BT = torch.cat([torch.zeros_like(mask_BL), own_BT], dim=1)
-    rows = ids_BT, torch.cat([mask_BL, own_BT], dim=1), completion_BT
+    written_BT = ((ended_BT.cumsum(dim=1) - ended_BT.long()) == 0).long()
+    completion_BT = torch.cat([torch.zeros_like(mask_BL), written_BT], dim=1)
+    rows = ids_BT, torch.cat([mask_BL, written_BT], dim=1), completion_BT
     if precision.startswith("bfloat16"):
         model = model.bfloat16()
     sketch = Sketch(parameter_sizes(model), 10**7)
@@ -87,12 +84,12 @@ def pool(policy, precision, rng):
 
 
 def autocast_of(precision):
-    """Autocast to bfloat16 where a precision has it."""
+    """Return autocast to bfloat16, enabled if the precision has it."""
     return torch.autocast("cpu", torch.bfloat16, enabled=precision.endswith("autocast"))
 
 
 def applied(model, rows, parts, precision):
-    """`p.grad` of a plain loop over micro-batches: the gradient of minus sum_i W_i log pi(y_i)."""
+    """Compute the gradient of sum_i W_i log pi(y_i) by a plain loop over micro-batches."""
     model.zero_grad()
     for part in parts:
         ids, attention, completion = rows.part(part)
@@ -107,18 +104,18 @@ def applied(model, rows, parts, precision):
 
 
 def measured(policy, precision, batches, seed):
-    """Ratio, cosine and sqrt(1 + sum_i W_i^2 ||s_i||^2 / ||d||^2) of each batch, [N, 3]."""
+    """Compute ratio, cosine and sqrt(1 + sum_i W_i^2 ||s_i||^2 / ||d||^2) of batches, [N, 3]."""
     rng = np.random.default_rng([seed, PRECISIONS.index(precision)])
     torch.manual_seed(seed)
-    drawn, found = pool(policy, precision, rng), []
-    while len(found) < batches:
+    drawn, results = pool(policy, precision, rng), []
+    while len(results) < batches:
         prompts = rng.choice(PROMPTS, size=int(rng.integers(1, 5)), replace=False)
         rewards = rng.random((len(prompts), GROUP)) < rng.choice([0.1, 0.5, 0.9])
         if not (rewards != rewards[:, :1]).any():
             continue
         index = (prompts[:, None] * GROUP + np.arange(GROUP)).ravel()
         baseline = str(rng.choice(list(BASELINE_NAMES)))
-        loss = Loss("drawn", baseline, BASELINE_NAMES[baseline], str(rng.choice(KINDS)), LONGEST)
+        loss = Loss("drawn", baseline, BASELINE_NAMES[baseline], str(rng.choice(KINDS)), MAX_LENGTH)
         rows = UpdateRows.of_loss(
             loss, rewards.astype(float), drawn.ids[index], drawn.attention[index],
             drawn.completion[index],
@@ -129,13 +126,13 @@ def measured(policy, precision, batches, seed):
         scores_BR = drawn.scores[index].astype(np.float64)
         declared_R = rows.weights_B @ scores_BR
         rows_sq = rows.weights_B**2 @ np.square(scores_BR).sum(axis=1)
-        one = compared(applied_R, declared_R)
-        found.append((*one, rounding(1, float(declared_R @ declared_R), float(rows_sq))))
-    return np.array(found)
+        pair = compared(applied_R, declared_R)
+        results.append((*pair, rounding(1, float(declared_R @ declared_R), float(rows_sq))))
+    return np.array(results)
 
 
 def difference(ratio, cosine):
-    """||p - d|| / ||d||."""
+    """Return ||p - d|| / ||d|| by ratio and cosine."""
     return np.hypot(ratio - 1, ratio * np.sqrt(np.maximum(0, 1 - cosine**2)) / np.abs(cosine))
 
 
@@ -149,7 +146,7 @@ def main() -> None:
     for precision in args.precisions:
         parts = [measured(policy, precision, args.batches, args.seed) for policy in args.policies]
         epsilon = FULL if precision == "float32" else REDUCED
-        # as an audit does, not where scores cancel but for rounding
+        # Like an audit, skip gradients that are 0 up to rounding.
         parts = [part[epsilon * part[:, 2] < VANISHES] for part in parts]
         together = np.concatenate(parts)
         names = [*args.policies, "together"]
@@ -168,11 +165,13 @@ def main() -> None:
         ratio, cosine, size = together.T
         tolerance = epsilon * size
         for factor in FACTORS[epsilon]:
-            said = difference(factor * ratio, cosine) > tolerance
-            print(f"  a factor of {factor:g} is said in {said.mean():.1%}", flush=True)
+            is_detected = difference(factor * ratio, cosine) > tolerance
+            print(f"  a factor of {factor:g} is detected in {is_detected.mean():.1%}", flush=True)
         for low in COSINES[epsilon]:
-            said = difference(ratio, cosine * low) > tolerance
-            print(f"  a cosine lowered to {low:g} is said in {said.mean():.1%}", flush=True)
+            is_detected = difference(ratio, cosine * low) > tolerance
+            print(
+                f"  a cosine lowered to {low:g} is detected in {is_detected.mean():.1%}", flush=True
+            )
 
 
 if __name__ == "__main__":

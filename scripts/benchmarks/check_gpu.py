@@ -1,4 +1,4 @@
-"""What a GPU gives: rates of products, correctness, sampling, scores, updates, ranks, a study.
+"""Measure a GPU: rates of products, correctness, sampling, scores, updates, ranks, a study.
 
     python scripts/benchmarks/check_gpu.py                              # everything, on cuda
     python scripts/benchmarks/check_gpu.py correct sampling scores --minutes 4 --json gpu.json
@@ -13,13 +13,13 @@
                matrix is from that in float32
     update     steps of `train` with a drawn reward, tokens a second of sampling and of updates
     ranks      two steps of `train` with FSDP2, on one rank of NCCL (two of gloo on a CPU), stopped
-               after the first and gone on with
+               after the first and resumed
     study      A_0, A_V and G* of `mse model=tiny` on the device and on the CPU, in float64
 
-Each part is a process of its own that ends after `--minutes`; a part that fails or is cut does not
-stop the others. `--shape qwen2.5-0.5b` has random weights, `tiny` is the embedded policy. A table
-is printed; `--json` keeps its rows with the device and the versions. What was repeated is a median
-with its range.
+Each part runs in a separate process that ends after `--minutes`; a part that fails or is cut does
+not stop the others. `--shape qwen2.5-0.5b` has random weights, `tiny` is the embedded policy. A
+table is printed; `--json` keeps its rows with the device and the versions. Repeated measurements
+are a median with its range.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Row = dict[str, Any]
 
 
 def policy_of(options: argparse.Namespace, dtype: str) -> Any:
-    """The embedded policy, or a model of the shape whose rows never end, with its tokenizer.
+    """Load the embedded policy, or make a model of the shape whose rows never end.
 
-    Models are imported here and below, since four of the parts start commands and need none.
+    Models are imported here and below, because four of the parts start commands and need none.
     """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -70,14 +70,14 @@ def policy_of(options: argparse.Namespace, dtype: str) -> Any:
         return policy
     torch.manual_seed(0)
     with torch.device(options.device):
-        # the same weights in every type, rounded
+        # The same weights in every type, rounded.
         model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN), dtype=torch.float32)
         model = model.to(getattr(torch, dtype)).eval()
     return Policy(model, policy.tokenizer, frozenset({QWEN["vocab_size"]}), 0)
 
 
 def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3) -> list[float]:
-    """Seconds of each time that a piece of work is done, after one that does not count."""
+    """Time each repetition of the work, in seconds, after one that does not count."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -89,12 +89,12 @@ def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3
 
 
 def spread(name: str, values: Sequence[float]) -> Row:
-    """A median and its range."""
+    """Return a median and its range."""
     return {name: statistics.median(values), "range": [min(values), max(values)]}
 
 
 def rates(options: argparse.Namespace) -> Iterator[Row]:
-    """Products of square matrices."""
+    """Time products of square matrices."""
     size = 8192 if options.device == "cuda" else 512
     for name, dtype, tf32 in (
         ("float32", torch.float32, False), ("TF32", torch.float32, True),
@@ -108,7 +108,7 @@ def rates(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def correct(options: argparse.Namespace) -> Iterator[Row]:
-    """The tests of one device."""
+    """Run the tests of one device."""
     environment = os.environ | {"GRPO_USTAT_TEST_DEVICE": options.device}
     command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/gpu")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -116,7 +116,7 @@ def correct(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def sampling(options: argparse.Namespace) -> Iterator[Row]:
-    """`rollout=local`, every row as long as it may be where the shape is not `tiny`."""
+    """Time `rollout=local`; unless the shape is `tiny`, all rows have the maximal length."""
     from grpo_ustat.policy.precision import set_tf32
     from grpo_ustat.records import Prompt
     from grpo_ustat.rollout.local import Sampling, sample
@@ -141,7 +141,7 @@ def sampling(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def launches(options: argparse.Namespace, work: Callable[..., Any]) -> Row:
-    """Kernels of one more token of all rows, and launches by the host; nothing on a CPU."""
+    """Count kernels and launches by the host for one more token of all rows; empty on a CPU."""
     if options.device == "cpu":
         return {}
     counts = []
@@ -160,7 +160,7 @@ def launches(options: argparse.Namespace, work: Callable[..., Any]) -> Row:
 
 
 def scores(options: argparse.Namespace) -> Iterator[Row]:
-    """All that a study keeps of a question, its completions 64 to 256 tokens long."""
+    """Time all that a study computes for a question, with completions of 64 to 256 tokens."""
     from grpo_ustat.policy.scores import completion_scores
 
     count, prompt, longest = (32, 60, 256) if options.device == "cuda" else (4, 6, 16)
@@ -168,7 +168,8 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
     for dtype, tf32 in (("float32", False), ("float32", True), ("bfloat16", False)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         model = policy_of(options, dtype).model
-        torch.manual_seed(0)  # the tokens of a question, of a vocabulary of 90 or more
+        # Tokens of a question, from a vocabulary of 90 or more.
+        torch.manual_seed(0)
         most = min(model.config.vocab_size, 2000)
         ids = torch.randint(0, most, (count, prompt + longest), device=options.device)
         lengths = torch.linspace(longest // 4, longest, count).long().to(options.device)
@@ -187,19 +188,21 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
             seconds = clock(options, lambda w=work, g=grams: g.append(w().gram_BB.cpu()))
             peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None
             in_float32 = grams[-1] if in_float32 is None else in_float32
-            apart = (grams[-1] - in_float32).norm() / in_float32.norm()
+            difference = (grams[-1] - in_float32).norm() / in_float32.norm()
             way = "layer by layer" if by_layer else "whole"
             kind = "TF32" if tf32 else dtype
             what = f"{count} x ({prompt} + {longest}), {kind}, {way}"
             yield {
                 "what": what, **spread("seconds", seconds), "peak GiB": peak,
-                "Gram matrix off by": float(apart),
+                "Gram matrix off by": float(difference),
             }  # fmt: skip
 
 
 def update(options: argparse.Namespace) -> Iterator[Row]:
-    """Steps of `train`, as its metrics have them: on a GPU 128 completions of 256 tokens, in
-    bfloat16 over float32 weights and in float32.
+    """Time steps of `train` by its metrics.
+
+    On a GPU they have 128 completions of 256 tokens, in bfloat16 over float32 weights and in
+    float32.
     """
     with tempfile.TemporaryDirectory() as place:
         reward = Path(place) / "reward.py"
@@ -230,7 +233,7 @@ def update(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def ranks(options: argparse.Namespace) -> Iterator[Row]:
-    """FSDP2, stopped after a step and gone on with."""
+    """Run FSDP2, stopped after a step and resumed."""
     count = 1 if options.device == "cuda" else 2
     config = str(ROOT / "grpo_ustat/launch/accelerate/fsdp2.yaml")
     launcher = [
@@ -255,7 +258,7 @@ def train(
     launcher: Sequence[str] = (),
     model: str = "tiny",
 ) -> None:
-    """A small run of `train` on the device, by a launcher's module or alone."""
+    """Run a small `train` on the device, by a launcher's module or directly."""
     small = ("debug=train", f"model={model}", "model.dtype=float32", "budget.rollouts=64")
     place = (f"hydra.run.dir={folder}", f"launch.device={options.device}", "on_existing=resume")
     command = [sys.executable, "-m", *launcher, "grpo_ustat.train", *small, *place, *overrides]
@@ -265,8 +268,10 @@ def train(
 
 
 def study(options: argparse.Namespace) -> Iterator[Row]:
-    """The same study on the device and on the CPU, of a model in float64, where they draw the same
-    tokens; and on a GPU in float32 with TF32 products, as it comes.
+    """Run the same study on the device and on the CPU.
+
+    In float64 both draw the same tokens. A GPU also runs it in float32 with TF32 products, its
+    default.
     """
     questions = 50 if options.device == "cuda" else 6
     runs = [("cpu", "float64")]
@@ -295,7 +300,7 @@ def study(options: argparse.Namespace) -> Iterator[Row]:
             }
 
 
-PARTS = {one.__name__: one for one in (rates, correct, sampling, scores, update, ranks, study)}
+PARTS = {part.__name__: part for part in (rates, correct, sampling, scores, update, ranks, study)}
 
 
 def main() -> None:
@@ -328,7 +333,7 @@ def main() -> None:
 
 
 def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of a part, and one more where it failed or was cut."""
+    """Yield the rows of a part, and one more if it failed or was cut."""
     command = [
         sys.executable, __file__, part, "--inside", "--device", options.device, "--shape",
         options.shape, "--rows", *map(str, options.rows),
@@ -344,16 +349,16 @@ def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
         code, cut = process.wait(), not timer.is_alive()
         timer.cancel()
         errors.seek(0)
-        why = f"exit code {code}: {errors.read()[-1500:].strip()}"
+        reason = f"exit code {code}: {errors.read()[-1500:].strip()}"
     if code:
         yield {
             "what": "not finished",
-            "why": f"cut after {options.minutes:g} minutes" if cut else why,
+            "why": f"cut after {options.minutes:g} minutes" if cut else reason,
         }
 
 
 def cell(value: Any) -> str:
-    """A value as the table shows it."""
+    """Format a value for the table."""
     if isinstance(value, list):
         return " to ".join(map(cell, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,13 +1,13 @@
-r"""Our gradient against TRL's, parameter by parameter, on the same rollouts.
+r"""Comparison of our gradient with TRL's, parameter by parameter, on the same rollouts.
 
     python scripts/benchmarks/compare_trl.py                      # float64 and float32
     python scripts/benchmarks/compare_trl.py --dtype float32 --environment DIR
     python scripts/benchmarks/compare_trl.py --record tests/data/trl_gradients.json
 
 Ours samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
-rewards; from there each side goes through its own training code, TRL in an environment of its own:
-advantages, old and reference log-probabilities, micro-batches, gradient. Compared is what reaches
-the optimizer. Exit code 1 if a difference is above the tolerance (1e-10 and 1e-4).
+rewards; from there each side runs its training code, TRL in a separate environment: advantages, old
+and reference log-probabilities, micro-batches, gradient. The gradients that reach the optimizer are
+compared. The exit code is 1 if a difference is above the tolerance (1e-10 and 1e-4).
 
 With n = P G completions of at most L tokens, `A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`, before
 the weights have moved:
@@ -20,18 +20,18 @@ A ratio's gradient at the sampling policy is that of the log-probability: ours =
 ours = L G/(G-1) times GRPO's. Baseline group_mean leaves out G/(G-1). loss_type `sum` divides by n
 where dr_grpo divides by n L. All other rows have the factor 1.
 
-"moved" rows update a policy that has moved away from the one that sampled, with a reference model
-that is neither, so that ratios, clipping and penalties count; `clipped` is the share of our ratios
-that were. Where ours does not clip, TRL's epsilon is out of reach. TRL multiplies the K3 penalty by
-the ratio unless use_bias_correction_kl is off, as it is here; the control leaves it on and must
-differ. "micro" rows accumulate over micro-batches of TRL's, which are of the rows that ours draws:
-TRL shuffles them, and `bnpo` depends on the order. With top_entropy_quantile TRL takes the quantile
-of each micro-batch and ours of the update, so that its control accumulates. TRL's `cispo` without
-epsilon_high cuts every ratio at its epsilon, 0.2: ours, which cuts at 5 as documented, is 5 times
-TRL's. "trimmed" rows have one completion in
-each and no padding before its prompt; in all others TRL's prompts are left-padded, with an
-attention mask and no positions. In float64 both sides also compute in float64 what transformers and
-TRL compute in float32 for any model.
+"moved" rows update a policy that has moved away from the policy that sampled, with a third policy
+as reference model, so that ratios, clipping and penalties count; `clipped` is the share of our
+ratios that were clipped. In rows without clipping on our side, TRL's epsilon is too large to clip.
+TRL multiplies the K3 penalty by the ratio unless use_bias_correction_kl is off, as it is here; the
+control leaves it on and must differ. "micro" rows accumulate over micro-batches of TRL, with the
+rows that ours draws: TRL shuffles them, and `bnpo` depends on the order. With top_entropy_quantile
+TRL uses the quantile of each micro-batch and ours of the update, so the control of it accumulates.
+TRL's `cispo` without epsilon_high cuts every ratio at its epsilon, 0.2: ours, which cuts at 5 as
+documented, is 5 times TRL's. "trimmed" rows have one completion in each and no padding before its
+prompt; in all others TRL's prompts are left-padded, with an attention mask and no positions. In
+float64 both sides also compute in float64 what transformers and TRL compute in float32 for any
+model.
 """
 
 from __future__ import annotations
@@ -71,63 +71,62 @@ from grpo_ustat.train.update import (
     penalised_rewards,
 )
 
-MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 44  # some completions are cut
+# At this length some completions are cut.
+MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 44
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
-MOVED = 0.02  # standard deviation of what the weights move by, relative to each parameter's own
+# Standard deviation of changes of weights, relative to the root mean square of each parameter.
+MOVED = 0.02
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One objective, as each side spells it.
+    """An objective in the words of each side."""
 
-    Attributes:
-        name: in the table and of the file.
-        ours: configuration overrides.
-        trainer, arguments: TRL's, `grpo` or `rloo`.
-        factor: ours = factor(G, L) times TRL's.
-        off_policy: whether the weights move between sampling and the update.
-        micro_batch_size: completions in a backward pass of TRL, None for all.
-        trim: whether TRL's micro-batches lose their common padding.
-        equal: False for a control, which must differ.
-    """
-
+    # Name in the table and of the file.
     name: str
+    # Overrides of our configuration.
     ours: tuple[str, ...]
+    # Trainer of TRL, `grpo` or `rloo`, and its arguments.
     trainer: str
     arguments: dict
+    # Our gradient is factor(G, L) times TRL's.
     factor: Callable[[int, int], float] = lambda group, length: 1.0
+    # True if the weights move between sampling and the update.
     off_policy: bool = False
+    # Completions in a backward pass of TRL; None: all.
     micro_batch_size: int | None = None
+    # True if TRL's micro-batches lose their common padding.
     trim: bool = False
+    # False for a control, which must differ.
     equal: bool = True
 
     def fits(self, difference: float, dtype: str) -> bool:
-        """Whether a difference is as it should be."""
+        """Return True if a difference is as expected."""
         return (difference <= TOLERANCE[dtype]) == self.equal
 
 
 def per_token(group: int, length: int) -> float:
-    """TRL's `dr_grpo` divides by n L, where ours divides by n."""
+    """Factor of TRL's `dr_grpo`, which divides by n L while ours divides by n."""
     return float(length)
 
 
 def per_token_and_centred(group: int, length: int) -> float:
-    """Besides, `r - zbar` is (G-1)/G of the leave-one-out advantage."""
+    """Factor that also includes `r - zbar`, (G-1)/G of the leave-one-out advantage."""
     return length * group / (group - 1)
 
 
 def cut_at_epsilon(group: int, length: int) -> float:
-    """Its weight of every token is min(1, epsilon), where the documented one is 1."""
+    """Factor of TRL's `cispo`: each token has weight min(1, epsilon), while the documented is 1."""
     return 1 / 0.2
 
 
 def preset(name: str, arguments: dict, *ours: str, what: str = "", **options) -> Setting:
-    """A setting of one of the presets of TRL's losses, which sets the advantage as well."""
+    """Make a setting of a preset of TRL's losses, which sets the advantage as well."""
     return Setting(f"{name}{what}", (f"objective={name}", *ours), "grpo", arguments, **options)
 
 
 def moved(name: str, ours: tuple[str, ...], trainer: str, arguments: dict, **options) -> Setting:
-    """A setting off the sampling policy: the second update on a whole batch."""
+    """Make a setting of a policy that did not sample: the second update on a batch."""
     arguments = {"num_iterations": 2, "beta": 0.0} | arguments
     ours = (*ours, "objective.num_iterations=2", "objective.num_minibatches=1")
     return Setting(f"{name}, moved", ours, trainer, arguments, off_policy=True, **options)
@@ -217,8 +216,8 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Given:
-    """What both sides start from: rollouts, their rewards, and where the weights have moved."""
+class Start:
+    """Inputs of both sides: rollouts, their rewards, and the weights that have moved."""
 
     rollouts: Rollouts
     rewards_PG: np.ndarray
@@ -226,53 +225,53 @@ class Given:
     reference: dict[str, torch.Tensor] = field(repr=False)
 
 
-def given(prompts_wanted: int, dtype: str) -> Given:
-    """Rollouts of prompts of as many lengths as there are, and rewards in eighths.
+def common_start(count: int, dtype: str) -> Start:
+    """Draw rollouts of `count` prompts of different lengths, and rewards in eighths.
 
     Such rewards and their means are exact in float32 too.
     """
     policy, config = load_policy(MODEL, dtype=dtype), configured(dtype, ())
     task = configured_task(config.task_options, config.model)
-    prompts = several_lengths(task.prompts("train"), prompts_wanted)
+    prompts = several_lengths(task.prompts("train"), count)
     rollouts = sample(policy, prompts, GROUP, Sampling(0, "compare", LENGTH))
     rewards_PG = generator(0, "reward").integers(0, 9, rollouts.lengths_PG.shape) / 8
     moved = [moved_weights(policy.model, stream) for stream in ("current", "reference")]
-    return Given(rollouts, rewards_PG, *moved)
+    return Start(rollouts, rewards_PG, *moved)
 
 
 def several_lengths(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """`count` prompts spread over all lengths of text, shortest to longest."""
+    """Choose `count` prompts spread over all lengths of text, shortest to longest."""
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.text), prompt.id))
     return [ordered[i] for i in np.linspace(0, len(ordered) - 1, count).astype(int)]
 
 
 def moved_weights(model: torch.nn.Module, stream: str) -> dict[str, torch.Tensor]:
-    """Each parameter plus normal noise of `MOVED` times its own root mean square."""
-    found = {}
+    """Add to each parameter normal noise of `MOVED` times its root mean square."""
+    weights = {}
     for name, parameter in model.named_parameters():
         noise = generator(0, stream, name=name).normal(size=tuple(parameter.shape))
         size = MOVED * parameter.detach().square().mean().sqrt()
-        found[name] = parameter.detach() + size * torch.from_numpy(noise).to(parameter)
-    return found
+        weights[name] = parameter.detach() + size * torch.from_numpy(noise).to(parameter)
+    return weights
 
 
 def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
-    """The project's own configuration of one setting."""
+    """Compose this project's configuration of a setting."""
     fixed = ("model=tiny_base", f"model.dtype={dtype}", f"group_size={GROUP}")
     rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_tokens=1024")
     return compose_config("train", [*fixed, *rest, *overrides])
 
 
-def our_gradient(setting: Setting, found: Given, dtype: str):
-    """What our training code hands to the optimizer, and the share of ratios that were clipped."""
-    config = configured(dtype, (*setting.ours, f"budget.rollouts={found.rewards_PG.size}"))
+def our_gradient(setting: Setting, start: Start, dtype: str):
+    """Compute the gradient that our training code applies, and the share of clipped ratios."""
+    config = configured(dtype, (*setting.ours, f"budget.rollouts={start.rewards_PG.size}"))
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(config, RunFolder(Path(folder), config))
     if run.reference:
-        put(found.reference, run.reference.model)
-    rollouts, noted = found.rollouts, UpdateStats()
+        put(start.reference, run.reference.model)
+    rollouts, noted = start.rollouts, UpdateStats()
     batch = Batch(
-        prompts=rollouts.prompts, rollouts=rollouts, rewards_PGF=found.rewards_PG[..., None],
+        prompts=rollouts.prompts, rollouts=rollouts, rewards_PGF=start.rewards_PG[..., None],
         reward_weights_F=np.ones(1), lengths_PG=rollouts.lengths_PG,
         ended_PG=rollouts.ended_PG, answered_PG=rollouts.ended_PG,
         prompt_lengths_P=np.array([len(tokens) for tokens in rollouts.prompt_tokens]),
@@ -282,7 +281,7 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         judged_PG, baseline = penalised_rewards(run, batch, constants), config.baseline
         advantage_PG = advantages(baseline.name, judged_PG, BaselineContext(), baseline.options)
         if setting.off_policy:
-            put(found.current, run.policy.model)
+            put(start.current, run.policy.model)
         minibatch = next(minibatches(run, counted_lengths(run, batch), step=0))
         accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, noted)
     sums = noted.sums
@@ -290,30 +289,30 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
     return {name: p.grad.clone() for name, p in run.policy.model.named_parameters()}, clipped
 
 
-def trl_gradients(settings, found: Given, dtype: str, python: Path) -> list[dict]:
-    """TRL's, for every setting, through files."""
+def trl_gradients(settings, start: Start, dtype: str, python: Path) -> list[dict]:
+    """Compute TRL's gradient for each setting, through files."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        save_file(found.current, folder / "current.safetensors")
-        save_file(found.reference, folder / "reference.safetensors")
-        (folder / "job.json").write_text(json.dumps(job(settings, found, dtype)))
+        save_file(start.current, folder / "current.safetensors")
+        save_file(start.reference, folder / "reference.safetensors")
+        (folder / "job.json").write_text(json.dumps(job(settings, start, dtype)))
         run_worker(python, "gradients", folder)
         return [load_file(folder / f"gradient-{k}.safetensors") for k in range(len(settings))]
 
 
-def job(settings, found: Given, dtype: str) -> dict:
-    """What the worker is told."""
+def job(settings, start: Start, dtype: str) -> dict:
+    """Describe the worker's task."""
     names = ("name", "trainer", "arguments", "off_policy", "micro_batch_size", "trim")
-    rollouts = found.rollouts
+    rollouts = start.rollouts
     groups = zip(rollouts.tokens_PGT, rollouts.lengths_PG, strict=True)
     completions = [
         [row[:length].tolist() for row, length in zip(*group, strict=True)] for group in groups
     ]
-    rows = zip(rollouts.prompts, rollouts.prompt_tokens, completions, found.rewards_PG, strict=True)
+    rows = zip(rollouts.prompts, rollouts.prompt_tokens, completions, start.rewards_PG, strict=True)
     return {
         "model": resolve(MODEL), "dtype": dtype, "device": "cpu", "group_size": GROUP,
         "max_completion_length": LENGTH,
-        "order": micro_batch_rows(found.rewards_PG.size).tolist(),
+        "order": micro_batch_rows(start.rewards_PG.size).tolist(),
         "prompts": [
             {"text": p.text, "tokens": tokens, "completions": texts, "rewards": rewards.tolist()}
             for p, tokens, texts, rewards in rows
@@ -323,73 +322,71 @@ def job(settings, found: Given, dtype: str) -> dict:
 
 
 def micro_batch_rows(count: int) -> np.ndarray:
-    """The order in which our first update cuts rows into micro-batches."""
+    """Return the order in which our first update splits rows into micro-batches."""
     return generator(0, "micro_batches", 0, "0.0").permutation(count)
 
 
-def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], factor: float):
-    """Largest `||ours - factor theirs|| / ||ours||` of a parameter, and that parameter's name.
-
-    Raises:
-        ValueError: the two know different parameters.
-    """
+def largest_difference(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], factor: float
+):
+    """Return the largest `||ours - factor theirs|| / ||ours||` of a parameter, and its name."""
     if ours.keys() != theirs.keys():
         raise ValueError(f"only one side has {sorted(ours.keys() ^ theirs.keys())}")
-    found = {
+    differences = {
         name: float((ours[name] - factor * theirs[name]).norm() / ours[name].norm())
         for name in ours
     }
-    worst = max(found, key=found.get)
-    return found[worst], worst
+    worst = max(differences, key=differences.get)
+    return differences[worst], worst
 
 
 def projections(gradient: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Each parameter's gradient in short: its norm, then its products with two normal draws.
+    """Summarise each parameter's gradient by its norm and its products with two normal draws.
 
-    The draws are keyed by the parameter's name. The products of a difference are of the size of its
-    norm, so two gradients with the same products are the same.
+    The draws are keyed by the parameter's name. Products of a difference have the size of its norm,
+    so two gradients with the same products are equal.
     """
-    found = {}
+    products = {}
     for name, value in sorted(gradient.items()):
         draws = generator(0, "projection", name=name).normal(size=(2, value.numel()))
         flat = value.double().flatten()
-        found[name] = [float(flat.norm()), *(torch.from_numpy(draws) @ flat).tolist()]
-    return found
+        products[name] = [float(flat.norm()), *(torch.from_numpy(draws) @ flat).tolist()]
+    return products
 
 
 def record(file: Path, python: Path) -> None:
-    """Write TRL's gradients of two prompts in float64, with what they are of.
+    """Write TRL's gradients of two prompts in float64, with the task.
 
     tests/scripts/test_compare_trl.py compares them with ours at every push.
     """
-    found = given(2, "float64")
-    theirs = trl_gradients(SETTINGS, found, "float64", python)
+    start = common_start(2, "float64")
+    theirs = trl_gradients(SETTINGS, start, "float64", python)
     short = {s.name: projections(gradient) for s, gradient in zip(SETTINGS, theirs, strict=True)}
     made = "python scripts/benchmarks/compare_trl.py --record tests/data/trl_gradients.json"
-    told = {
+    recording = {
         "source": f"{made}, with {', '.join(PINNED)}, torch {torch.__version__}",
-        "job": without_paths(job(SETTINGS, found, "float64")),
+        "job": without_paths(job(SETTINGS, start, "float64")),
         "parameters": sorted(theirs[0]),
-        "projections": {name: list(found.values()) for name, found in short.items()},
+        "projections": {name: list(start.values()) for name, start in short.items()},
     }
-    file.write_text(json.dumps(told) + "\n")
+    file.write_text(json.dumps(recording) + "\n")
 
 
-def without_paths(told: dict) -> dict:
-    """A job without its model's folder, which is another on every machine."""
-    return {name: value for name, value in told.items() if name != "model"}
+def without_paths(job: dict) -> dict:
+    """Return a job without its model's folder, which differs between machines."""
+    return {name: value for name, value in job.items() if name != "model"}
 
 
 def scale(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The factor that fits best: <ours, theirs> / ||theirs||^2."""
+    """Return the factor that fits best: <ours, theirs> / ||theirs||^2."""
     pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
     return float(sum((a * b).sum() for a, b in pairs) / sum((b * b).sum() for _, b in pairs))
 
 
-def report(dtype: str, found: Given, rows: list) -> bool:
-    """Print the table; whether all is within the tolerance."""
-    prompts = [len(tokens) for tokens in found.rollouts.prompt_tokens]
-    lengths = found.rollouts.lengths_PG
+def report(dtype: str, start: Start, rows: list) -> bool:
+    """Print the table; return True if all differences are as expected."""
+    prompts = [len(tokens) for tokens in start.rollouts.prompt_tokens]
+    lengths = start.rollouts.lengths_PG
     print(f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens,")
     print(f"{GROUP} completions each of {lengths.min()} to {lengths.max()} tokens, L = {LENGTH}")
     print(f"{'':36}{'factor':>9}{'fitted/factor-1':>17}{'clipped':>9}{'largest difference':>20}")
@@ -409,18 +406,18 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(TOLERANCE), choices=list(TOLERANCE))
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--record", type=Path, metavar="FILE", help="write TRL's gradients and end")
-    asked = parser.parse_args()
-    python, good = environment(asked.environment), True
-    if asked.record:
-        return record(asked.record, python)
-    for dtype in asked.dtype:
-        found, rows = given(asked.prompts, dtype), []
-        all_theirs = trl_gradients(SETTINGS, found, dtype, python)
+    options = parser.parse_args()
+    python, good = environment(options.environment), True
+    if options.record:
+        return record(options.record, python)
+    for dtype in options.dtype:
+        start, rows = common_start(options.prompts, dtype), []
+        all_theirs = trl_gradients(SETTINGS, start, dtype, python)
         for setting, theirs in zip(SETTINGS, all_theirs, strict=True):
-            ours, clipped = our_gradient(setting, found, dtype)
-            worst = apart(ours, theirs, setting.factor(GROUP, LENGTH))
+            ours, clipped = our_gradient(setting, start, dtype)
+            worst = largest_difference(ours, theirs, setting.factor(GROUP, LENGTH))
             rows.append((setting, scale(ours, theirs), clipped, worst))
-        good &= report(dtype, found, rows)
+        good &= report(dtype, start, rows)
     raise SystemExit(0 if good else 1)
 
 

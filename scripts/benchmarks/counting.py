@@ -1,4 +1,4 @@
-"""The count of wrong statements among those that simulated studies print."""
+"""Counts of wrong statements among the statements that simulated studies print."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scipy.stats import beta
 from grpo_ustat.estimators.intervals import Interval
 
 Row = dict[str, Any]
-# What a study says: a statement that is wrong or not, or a number.
-Said = Mapping[str, bool | float]
+# Statements of a study: True if wrong, or a number.
+Statements = Mapping[str, bool | float]
 
 
 class Asked(NamedTuple):
-    """What the command line asks for."""
+    """Options of the command line."""
 
     # Studies of each cell.
     studies: int
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
     cells: Sequence[tuple[int, int]]
     # Batches that are drawn for a loss that couples groups.
     draws: int
-    # Of the draws of a population, where a kind has one.
+    # Seed of the draws of a population, in kinds that use it.
     seed: int
 
 
@@ -36,10 +36,10 @@ class Cell:
     # Columns of the table that name the cell.
     facts: Mapping[str, Any]
     # Drawn as they are counted.
-    studies: Iterable[Said]
-    # Numbers by statement; none of a sentence without a number.
+    studies: Iterable[Statements]
+    # True numbers by statement; a sentence without a number has none.
     truth: Mapping[str, float] = field(default_factory=dict)
-    # Those that have a row even if no study prints them.
+    # Statements that have a row even if no study prints them.
     statements: Sequence[str] = ()
 
 
@@ -55,40 +55,40 @@ class Kind(NamedTuple):
 
 
 def covers(interval: Interval, truth: float) -> bool:
-    """Whether the truth is within, but for rounding."""
+    """Return True if the interval contains the truth, up to rounding."""
     return interval.low - 1e-9 <= truth <= interval.high + 1e-9
 
 
-def clopper_pearson(wrong: int, said: int) -> tuple[float, float]:
-    """The 95 % interval of a share of independent trials (Clopper & Pearson 1934).
+def clopper_pearson(wrong: int, printed: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of independent trials (Clopper & Pearson 1934).
 
     >>> [round(x, 3) for x in clopper_pearson(0, 100)]
     [0.0, 0.036]
     """
-    low = float(beta.ppf(0.025, wrong, said - wrong + 1)) if wrong else 0.0
-    high = float(beta.ppf(0.975, wrong + 1, said - wrong)) if wrong < said else 1.0
+    low = float(beta.ppf(0.025, wrong, printed - wrong + 1)) if wrong else 0.0
+    high = float(beta.ppf(0.975, wrong + 1, printed - wrong)) if wrong < printed else 1.0
     return low, high
 
 
 def rows_of(population: str, cell: Cell) -> list[Row]:
-    """A row for each statement of a cell."""
-    said: dict[str, list[bool | float]] = {statement: [] for statement in cell.statements}
+    """Make a row for each statement of a cell."""
+    values_of: dict[str, list[bool | float]] = {statement: [] for statement in cell.statements}
     studies = 0
     for statements in cell.studies:
         studies += 1
         for statement, value in statements.items():
-            said.setdefault(statement, []).append(value)
+            values_of.setdefault(statement, []).append(value)
     return [
         {
             "population": population, **cell.facts, "sentence": statement,
             "truth": cell.truth.get(statement), "studies": studies, **counts(values),
         }
-        for statement, values in said.items()
+        for statement, values in values_of.items()
     ]  # fmt: skip
 
 
 def counts(values: Sequence[bool | float]) -> Row:
-    """How often a statement is printed, and how often that is wrong; of a number mean and median.
+    """Count how often a statement is printed and wrong; for a number, return mean and median.
 
     >>> counts([False, True])["wrong_given_printed"], counts([1.0, 2.0, 6.0])["median"]
     (0.5, 2.0)
@@ -106,7 +106,7 @@ def counts(values: Sequence[bool | float]) -> Row:
 
 
 def worst_of(rows: Sequence[Row]) -> list[Row]:
-    """For each population and statement the worst cell among those that print it in 1 % or more."""
+    """Choose, by population and statement, the worst cell of those that print it in 1 % or more."""
     worst: dict[tuple[str, str], Row] = {}
     for row in rows:
         if row["wrong_given_printed"] is None or row["printed"] < 0.01 * row["studies"]:
@@ -118,12 +118,12 @@ def worst_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The columns that any of the rows fills, in order."""
+    """Return the columns that any row fills, in order."""
     return [key for key in rows[0] if any(row[key] is not None for row in rows)]
 
 
 def text_of(row: Row) -> str:
-    """A row of the printed table."""
+    """Format a row of the printed table."""
     facts = list(row.values())[: list(row).index("sentence")]
     cells = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in facts]
     truth = "" if row["truth"] is None else f"{row['truth']:.4g}"
@@ -139,6 +139,6 @@ def text_of(row: Row) -> str:
 
 
 def header_of(row: Row) -> str:
-    """The two lines above the printed table."""
+    """Format the two lines above the printed table."""
     names = [*list(row)[: list(row).index("sentence")], "sentence", "truth", "printed", "wrong"]
     return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"

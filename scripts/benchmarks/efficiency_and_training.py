@@ -1,42 +1,41 @@
-"""Whether what the relative efficiency is predicts what training with the loss gains.
+r"""Test whether the relative efficiency of a loss predicts the gain of training with it.
 
     python scripts/benchmarks/efficiency_and_training.py --results runs.jsonl
-    python scripts/benchmarks/efficiency_and_training.py --only-analysis runs.jsonl --record
-    runs.csv python scripts/benchmarks/efficiency_and_training.py --only-analysis \
+    python scripts/benchmarks/efficiency_and_training.py --only-analysis runs.jsonl \
+        --record runs.csv
+    python scripts/benchmarks/efficiency_and_training.py --only-analysis \
         docs/examples/efficiency_and_training.csv
 
 Six losses, two policies (`tiny` on sums with a digit, `tiny_base` on arithmetic), SGD and AdamW,
-three learning rates, five seeds: 360 runs of equal rollouts, in one process of one thread. A run
-that the file has is not done again. Everything but the loss is equal: one update a batch, no
-penalty, no clipping of gradients, and by seed the same orders of prompts at a G, keyed draws of
-completions and evaluations (all test questions, several completions each, before and after
-training). A run whose numbers are not finite gains what it had, with a minus sign.
+three learning rates, five seeds: 360 runs of equal rollouts, in one process with one thread. A run
+that is in the file is not repeated. Only the loss differs between runs: one update per batch, no
+penalty, no clipping of gradients, and for each seed the same orders of prompts at a G, keyed draws
+of completions and evaluations (all test questions, several completions each, before and after
+training). If the numbers of a run are not finite, its accuracy after training counts as 0.
 
-The efficiency is measured in the policy as it starts, at the n of training, from the study
-questions with 32 completions each, against the unbiased leave-one-out gradient at G = 8; so losses
-at another G are worth what that G costs too.
+The efficiency is measured in the initial policy, at the n of training, from the study questions
+with 32 completions each, against the unbiased leave-one-out gradient at G = 8; so the efficiency of
+a loss at another G includes the cost of that G.
 
-Learning rates are multiples of one that pilots with other seeds found good for the reference. With
-SGD a loss's rate is this times the root of E||ghat||^2 of the reference over that of the loss, so
-all losses begin with steps of the same root mean square length, of the pool; with AdamW the rates
-are the same for all.
+Learning rates are multiples of a rate that was good for the reference in pilots with other seeds.
+With SGD a loss's rate is this rate times the root of E||ghat||^2 of the reference over the root of
+E||ghat||^2 of the loss, so that all losses begin with steps of the same root mean square length in
+the pool; with AdamW the rates are the same for all.
 
-    gain        held-out accuracy after training less before; each seed at the learning rate that
+    gain        held-out accuracy after training minus before; each seed at the learning rate that
                 is best by the mean of the other seeds, so no seed chooses for itself
-    difference  of a loss's gain to the reference's, by seed; t interval, Holm's correction over all
+    difference  gain of a loss minus gain of the reference, by seed; t interval, Holm's correction
+                over all
     rank        Spearman's correlation of the losses' mean gain with their efficiency: an interval
-    by
-                drawing seeds, and the exact p of all orders, two-sided, as it is and after Holm's
-                correction over policies and optimizers: the only p for which losses are the sample
-    slope       of gain on log2 efficiency, one of each seed; t interval, p after Holm's correction
-    over
-                policies and optimizers: of seeds, given these losses
-    pairs       of two losses in which the one of higher efficiency gains more on average: of those
-    whose
-                relative efficiencies differ by a quarter or more, and of the others
-    could see   the loss of efficiency that 80 % of such experiments would find at 5 %, uncorrected
-    and
-                at Holm's first step, if a loss gained in proportion to its efficiency
+                by drawing seeds, and the exact two-sided p of all orders, uncorrected and after
+                Holm's correction over policies and optimizers: the only p for which losses are the
+                sample
+    slope       slope of gain on log2 efficiency of each seed; t interval, p after Holm's correction
+                over policies and optimizers: seeds are the sample, given these losses
+    pairs       pairs of losses in which the loss of higher efficiency gains more on average: among
+                pairs whose relative efficiencies differ by a quarter or more, and among the others
+    could see   loss of efficiency that 80 % of such experiments would detect at 5 %, uncorrected
+                and at Holm's first step, if gains were proportional to efficiency
 
 360 runs took 56 minutes on a core of an x86 CPU that other programs used too, pools two more.
 """
@@ -72,10 +71,8 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import setup, trainer
 from grpo_ustat.train.evaluate import sample_eval
 
-REFERENCE, UNIT = (
-    "trl_dr_grpo",
-    8,
-)  # the loss of the differences, and the G of the unit of efficiency
+# The loss with which others are compared, and the G of the unit of efficiency.
+REFERENCE, UNIT = "trl_dr_grpo", 8
 LOSSES = {
     REFERENCE: ["objective=trl_dr_grpo"],
     "trl_dapo": ["objective=trl_dapo"],
@@ -84,37 +81,38 @@ LOSSES = {
     "trl_dr_grpo, G = 32": ["objective=trl_dr_grpo", "group_size=32"],
     "trl_dr_grpo, filter .2": ["objective=trl_dr_grpo", "objective.reward_variance_share=0.2"],
 }
-FACTORS = (0.5, 1.0, 2.0)  # learning rates of a loss, in multiples of the middle one
-APART = 1.25  # ratio of two relative efficiencies that counts as large
-EFFICIENCIES = ("efficiency", "efficiency_low", "efficiency_high")  # columns of a record
-DRAWS = 1000  # pairs of batches behind the relative efficiency of losses that couple their rows
+# Learning rates of a loss, in multiples of the middle rate.
+FACTORS = (0.5, 1.0, 2.0)
+# Ratio of two relative efficiencies that counts as large.
+MIN_RATIO = 1.25
+# Columns of a record.
+EFFICIENCIES = ("efficiency", "efficiency_low", "efficiency_high")
+# Pairs of batches for the relative efficiency of losses that couple their rows.
+DRAWS = 1000
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A policy on a data set, and how long it is trained.
+class Setting:
+    """A policy on a data set, and the length of its training."""
 
-    Attributes:
-        data: overrides of `mse` and `train` alike.
-        rollouts: n.
-        steps: updates.
-        evaluations: completions of each test question.
-        rates: the middle learning rate of the reference by optimizer.
-    """
-
+    # Overrides of both `mse` and `train`.
     data: list[str]
+    # n
     rollouts: int
+    # Number of updates.
     steps: int
+    # Completions of each test question.
     evaluations: int
+    # The middle learning rate of the reference by optimizer.
     rates: dict[str, float]
 
 
 POLICIES = {
-    "tiny": Problem(
+    "tiny": Setting(
         ["model=tiny", "dataset=plus_digit", "max_completion_length=48"],
         rollouts=128, steps=14, evaluations=16, rates={"sgd": 0.2, "adamw": 3e-4},
     ),
-    "tiny_base": Problem(
+    "tiny_base": Setting(
         ["model=tiny_base", "dataset=arithmetic"],
         rollouts=128, steps=22, evaluations=4, rates={"sgd": 0.4, "adamw": 2e-4},
     ),
@@ -123,22 +121,18 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run.
+    """A training run."""
 
-    Attributes:
-        policy, optimizer, loss: which, by name.
-        factor: of `FACTORS`.
-        seed: of the run.
-    """
-
+    # Names.
     policy: str
     optimizer: str
     loss: str
+    # Item of `FACTORS`.
     factor: float
     seed: int
 
     def overrides(self, lengths: dict[str, float]) -> list[str]:
-        """The command line of `train`.
+        """Return the overrides of `train`.
 
         Args:
             lengths: root of E||ghat||^2 by loss.
@@ -156,7 +150,7 @@ class Cell:
 
 
 def measured_losses(name: str, folder: Path) -> dict[str, dict]:
-    """Efficiency and root of E||ghat||^2 of every loss in a policy, from a pool in `folder`."""
+    """Measure efficiency and the root of E||ghat||^2 of all losses in a policy, with a pool."""
     policy, names = POLICIES[name], list(LOSSES)
     study = compose_config("mse", [*policy.data, "launch.workers=1"])
     task = configured_task(study.task_options, study.model, configured_tokenizer(study.model))
@@ -170,32 +164,34 @@ def measured_losses(name: str, folder: Path) -> dict[str, dict]:
     measured: dict[Loss, list[int]] = {UNBIASED: [UNIT]} | keys
     errors = loss_errors(pool, measured, policy.rollouts, DRAWS, seed=0)
     unit = {UNIT: errors[UNBIASED, UNIT].error_D}
-    found = {}
+    results = {}
     for loss, (size,) in keys.items():
         error = errors[loss, size]
         of_loss = relative_efficiency(error, UNIT, unit)
-        found[loss.name] = {
-            "efficiency": float(unit[UNIT][0] / error.error_D[0]),  # also where it is not decided
+        results[loss.name] = {
+            # The estimate, also if it is not decided.
+            "efficiency": float(unit[UNIT][0] / error.error_D[0]),
             "interval": list(of_loss.efficiency_same_g),
             "noise": list(of_loss.noise),
             "length": math.sqrt(error.energy_D[0]),
         }
-    return found
+    return results
 
 
 def train(
     cell: Cell, lengths: dict[str, float], starts: dict[tuple[str, int], float]
 ) -> dict[str, float]:
-    """One run: held-out accuracy before and after, and seconds.
+    """Train once: return held-out accuracy before and after, and seconds.
 
     Args:
-        cell: which.
+        cell: the run.
         lengths: root of E||ghat||^2 by loss.
-        starts: accuracy before, by policy and seed, where all runs have the same; filled here.
+        starts: accuracy before training by policy and seed, equal for all their runs; filled here.
     """
     start = time.perf_counter()
     config = compose_config("train", cell.overrides(lengths))
-    with tempfile.TemporaryDirectory() as folder:  # to which nothing is written
+    # Nothing is written to this folder.
+    with tempfile.TemporaryDirectory() as folder:
         run = setup.set_up(config, RunFolder(Path(folder), config))
         before = starts[cell.policy, cell.seed] = starts.get((cell.policy, cell.seed)) or accuracy(
             run
@@ -214,27 +210,27 @@ def train(
 
 
 def accuracy(run: trainer.TrainContext) -> float:
-    """Held-out accuracy of the policy as it is."""
+    """Measure the held-out accuracy of the present policy."""
     return float(sample_eval(run, "sampled").rewards_PG.mean())
 
 
 def run_missing(
     file: Path, cells: Sequence[Cell], efficiencies: dict[str, dict[str, dict]]
 ) -> None:
-    """Train what the file does not have, and add a line for each run as it ends."""
+    """Train the runs that the file does not have, and add a line for each run as it ends."""
     done = {cell for cell, _ in read(file)} if file.exists() else set()
     starts: dict[tuple[str, int], float] = {}
     with file.open("a") as out:
         for cell in cells:
             if cell not in done:
                 lengths = {
-                    loss: found["length"] for loss, found in efficiencies[cell.policy].items()
+                    loss: result["length"] for loss, result in efficiencies[cell.policy].items()
                 }
                 print(json.dumps(vars(cell) | train(cell, lengths, starts)), file=out, flush=True)
 
 
 def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
-    """The runs and the relative efficiencies of a record, see `record`."""
+    """Read the runs and the relative efficiencies of a record, see `record`."""
     runs, efficiencies = [], {policy: {} for policy in POLICIES}
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
@@ -252,9 +248,7 @@ def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
 
 
 def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> None:
-    """Write a line for each run: efficiency of its loss, its rate over the middle one, and
-    the accuracy that it gained.
-    """
+    """Write a line for each run: efficiency of its loss, its rate over the middle rate, gain."""
     with file.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(
@@ -270,7 +264,7 @@ def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], efficiencies: 
 
 
 def read(file: Path) -> Iterator[tuple[Cell, dict[str, float]]]:
-    """The runs of a file, each with what it found."""
+    """Yield the runs of a file with their results."""
     names = [field.name for field in fields(Cell)]
     for line in file.read_text().splitlines():
         row = json.loads(line)
@@ -279,17 +273,14 @@ def read(file: Path) -> Iterator[tuple[Cell, dict[str, float]]]:
 
 @dataclass(frozen=True)
 class Side:
-    """All runs of one policy and one optimizer. Axes: L loss, M factor, S seed.
+    """All runs of a policy and an optimizer. Axes: L loss, M factor, S seed."""
 
-    Attributes:
-        policy, optimizer: names.
-        gain_LMS: accuracy gained.
-        efficiency_L: of the losses in the policy at its start.
-    """
-
+    # Names.
     policy: str
     optimizer: str
+    # Gain in accuracy.
     gain_LMS: np.ndarray
+    # Efficiency of the losses in the initial policy.
     efficiency_L: np.ndarray
 
     @property
@@ -305,7 +296,7 @@ class Side:
 
     @property
     def difference_LS(self) -> np.ndarray:
-        """Gains of all losses but the reference, less the reference's."""
+        """Gains of the other losses minus the gain of the reference."""
         return self.gain_LS[1:] - self.gain_LS[0]
 
     @property
@@ -316,9 +307,9 @@ class Side:
 
 
 def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list[Side]:
-    """The runs by policy and optimizer, of the seeds that have all losses and rates."""
+    """Group the runs by policy and optimizer, with the seeds that have all losses and rates."""
     gains = {cell: row["after"] - row["before"] for cell, row in rows}
-    found = []
+    groups = []
     for policy, optimizer in itertools.product(POLICIES, ("sgd", "adamw")):
         cells = list(itertools.product(LOSSES, FACTORS))
         seeds = sorted({cell.seed for cell in gains})
@@ -335,19 +326,19 @@ def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list
             for loss in LOSSES
         ])  # fmt: skip
         efficiency_L = np.array([efficiencies[policy][loss]["efficiency"] for loss in LOSSES])
-        found.append(Side(policy, optimizer, gain_LMS, efficiency_L))
-    return found
+        groups.append(Side(policy, optimizer, gain_LMS, efficiency_L))
+    return groups
 
 
 def t_interval(values_S: np.ndarray, level: float = 0.95) -> Interval:
-    """The mean of independent values with Student's interval."""
+    """Return the mean of independent values with Student's interval."""
     mean, error = values_S.mean(), stats.sem(values_S)
     half = error * stats.t.ppf((1 + level) / 2, len(values_S) - 1)
     return Interval(mean, mean - half, mean + half)
 
 
 def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
-    """Spearman's of mean gain and efficiency: its interval over drawn seeds, and the exact p."""
+    """Correlate mean gain and efficiency (Spearman): interval over drawn seeds, and exact p."""
     rank_L = stats.rankdata(side.efficiency_L)
     orders = list(itertools.permutations(rank_L))
 
@@ -365,19 +356,22 @@ def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
 
 
 def ordered_pairs(side: Side) -> tuple[str, str]:
-    """Number of pairs in which the more efficient loss gains more: distinct ones, and others."""
+    """Count pairs in which the more efficient loss gains more: distinct pairs, and others."""
     right: dict[bool, list[bool]] = {True: [], False: []}
     gain_L = side.gain_LS.mean(axis=1)
-    for one, other in itertools.combinations(range(len(gain_L)), 2):
-        ratio = side.efficiency_L[one] / side.efficiency_L[other]
-        right[max(ratio, 1 / ratio) >= APART].append((ratio > 1) == (gain_L[one] > gain_L[other]))
-    apart, close = (f"{sum(right[kind])} of {len(right[kind])}" for kind in (True, False))
-    return apart, close
+    for first, second in itertools.combinations(range(len(gain_L)), 2):
+        ratio = side.efficiency_L[first] / side.efficiency_L[second]
+        right[max(ratio, 1 / ratio) >= MIN_RATIO].append(
+            (ratio > 1) == (gain_L[first] > gain_L[second])
+        )
+    distinct, close = (f"{sum(right[kind])} of {len(right[kind])}" for kind in (True, False))
+    return distinct, close
 
 
 def detectable(side: Side, alpha: float) -> float:
-    """The difference of gains that is found at this level in 80 % of such experiments, of the
-    median standard deviation of the paired differences.
+    """Return the difference of gains that 80 % of such experiments detect at this level.
+
+    It uses the median standard deviation of the paired differences.
     """
     seeds = side.gain_LS.shape[1]
     deviation = float(np.median(side.difference_LS.std(axis=1, ddof=1)))
@@ -386,7 +380,7 @@ def detectable(side: Side, alpha: float) -> float:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Without the zero before the point.
+    """Format a number without the zero before the point.
 
     >>> number(0.12345), number(-0.5, 1), number(1.25, 2)
     ('.123', '-.5', '1.25')
@@ -396,28 +390,29 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def p_text(p_value: float) -> str:
-    """A p-value, not below what its digits show."""
+    """Format a p-value, at least .001."""
     return "< .001" if p_value < 0.001 else number(p_value)
 
 
 def span(interval: Sequence[float], digits: int = 3) -> str:
-    """An estimate with its interval."""
+    """Format an estimate with its interval."""
     estimate, low, high = (number(value, digits) for value in interval)
     return f"{estimate} [{low}, {high}]"
 
 
-def tests(found: Sequence[Side]) -> list[dict[str, Any]]:
-    """Tests of each policy and optimizer: rank correlation and slope of gain with efficiency,
-    each with its p and that after Holm's correction over all.
+def tests(groups: Sequence[Side]) -> list[dict[str, Any]]:
+    """Test rank correlation and slope of gain with efficiency, for each policy and optimizer.
+
+    Each has its p, and its p after Holm's correction over all.
     """
-    ranks = [rank_correlation(side) for side in found]
-    slopes = [float(stats.ttest_1samp(side.slope_S, 0).pvalue) for side in found]
+    ranks = [rank_correlation(side) for side in groups]
+    slopes = [float(stats.ttest_1samp(side.slope_S, 0).pvalue) for side in groups]
     corrected = zip(holm_adjust([p for _, p in ranks]), holm_adjust(slopes), strict=True)
     return [
         {"rank": rank, "rank_p": p, "rank_holm": rank_holm, "slope": t_interval(side.slope_S),
          "slope_p": slope_p, "slope_holm": slope_holm, "pairs": ordered_pairs(side)}
         for side, (rank, p), slope_p, (rank_holm, slope_holm)
-        in zip(found, ranks, slopes, corrected, strict=True)
+        in zip(groups, ranks, slopes, corrected, strict=True)
     ]  # fmt: skip
 
 
@@ -425,18 +420,18 @@ def report(
     rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict[str, dict[str, dict]]
 ) -> None:
     """Print the tables as Markdown."""
-    found = sides(rows, efficiencies)
+    groups = sides(rows, efficiencies)
     seconds = sum(row["seconds"] for _, row in rows)
     print(f"{len(rows)} runs, {seconds / 60:.0f} minutes\n")
     p_values = [
         float(stats.ttest_1samp(difference_S, 0).pvalue)
-        for side in found
+        for side in groups
         for difference_S in side.difference_LS
     ]
     holm = iter(holm_adjust(p_values))
     print("| policy, optimizer | loss | efficiency | gain | less the reference's | p, corrected |")
     print("|---|---|---|---|---|---|")
-    for side in found:
+    for side in groups:
         for row, loss in enumerate(LOSSES):
             of_loss, gain = efficiencies[side.policy][loss], t_interval(side.gain_LS[row])
             decided = math.isfinite(of_loss["interval"][2])
@@ -455,7 +450,7 @@ def report(
         "| could see | at an end |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for side, of_side in zip(found, tests(found), strict=True):
+    for side, of_side in zip(groups, tests(groups), strict=True):
         base, family = float(side.gain_LS[0].mean()), 4 * (len(LOSSES) - 1)
         lost = [detectable(side, alpha) / base for alpha in (0.05, 0.05 / family)]
         seen = [number(1 - share, 2) if share < 1 else "none" for share in lost]
@@ -474,7 +469,7 @@ def report(
     )
     print("|---" * (3 + len(FACTORS)) + "|")
     rates = {cell: row["learning_rate"] for cell, row in rows}
-    for side in found:
+    for side in groups:
         for loss, gain_MS in zip(LOSSES, side.gain_LMS, strict=True):
             rate = rates[Cell(side.policy, side.optimizer, loss, 1.0, rows[0][0].seed)]
             gains = " | ".join(" ".join(map(number, gain_S)) for gain_S in gain_MS)
@@ -506,8 +501,8 @@ def main() -> None:
     if not measured.exists():
         with tempfile.TemporaryDirectory() as folder:
             pools = asked.pools or Path(folder)
-            found = {policy: measured_losses(policy, pools) for policy in POLICIES}
-        measured.write_text(json.dumps(found, indent=1))
+            results = {policy: measured_losses(policy, pools) for policy in POLICIES}
+        measured.write_text(json.dumps(results, indent=1))
     efficiencies = json.loads(measured.read_text())
     if not asked.only_analysis:
         cells = [

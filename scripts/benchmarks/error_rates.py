@@ -1,6 +1,6 @@
-"""Frequency with which a statement of a study is wrong, given that it is printed, by simulation.
+"""Simulate how often a statement of a study is wrong, given that it is printed.
 
-A statement is an interval, wrong if it misses the truth, or a sentence, wrong if it is not so. Each
+A statement is an interval, wrong if it misses the truth, or a sentence, wrong if it is false. Each
 KIND simulates studies of populations whose truth is known (`populations.py`, or the module of the
 kind in `statements/`, which explains its statements):
 
@@ -8,10 +8,11 @@ kind in `statements/`, which explains its statements):
 
 A row has the truth, the share of studies that print the statement, the share of these that are
 wrong, and the 95 % interval of the latter (Clopper & Pearson 1934); so the coverage of an interval
-is 1 less the share. Of a number it has mean and median over the studies. `--worst` shows, for each
-population and statement, the worst cell among those that print it in 1 % of the studies or more.
-`--warnings STATEMENT` adds the mean share of studies that print each warning, of the cells where
-the statement is wrong in more than 13 %, and of those where it is in at most 10 %.
+is 1 minus the share. For a number it has mean and median over the studies. `--worst` shows, for
+each population and statement, the worst cell among those that print it in 1 % of the studies or
+more.
+`--warnings STATEMENT` adds the mean share of studies that print each warning, over the cells where
+the statement is wrong in more than 13 %, and over those where it is wrong in at most 10 %.
 
     python scripts/benchmarks/error_rates.py group_size --worst --csv docs/examples/decisions.csv
     python scripts/benchmarks/error_rates.py losses --cells 64x8 128x8 --studies 60
@@ -37,18 +38,18 @@ KINDS = {
 
 
 def cell(text: str) -> tuple[int, int]:
-    """Prompts and completions of each, as 64x8."""
+    """Parse prompts and completions of each, such as 64x8."""
     prompts, completions = map(int, text.split("x"))
     return prompts, completions
 
 
 def rows_of_population(kind: str, name: str, asked: Asked) -> list[Row]:
-    """All rows of one population."""
+    """Return all rows of a population."""
     return [row for cell in KINDS[kind].cells_of(name, asked) for row in rows_of(name, cell)]
 
 
 def print_warnings(rows: Sequence[Row], statement: str) -> None:
-    """The shares of studies that warn, in cells where a statement covers badly and where well."""
+    """Print the shares of studies that warn, in cells of bad and of good coverage."""
     cells: dict[str, dict[str, Row]] = {}
     for row in rows:
         place = str(list(row.values())[: list(row).index("sentence")])
@@ -62,7 +63,7 @@ def print_warnings(rows: Sequence[Row], statement: str) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     lines = [
         f"    {name:20}{(kind.cells_of.__doc__ or '').splitlines()[0]}"
         for name, kind in KINDS.items()
@@ -89,7 +90,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the table, a population as soon as it is there, and write all rows as CSV."""
+    """Print the table, each population as soon as it is done, and write all rows as CSV."""
     options = arguments()
     kind = KINDS[options.kind]
     asked = Asked(

@@ -1,14 +1,14 @@
-"""Rows of the table of docs/numbers.md, as many as one GPU measures in 40 minutes.
+"""Measure rows of the table of docs/numbers.md on a GPU within 40 minutes.
 
-    python scripts/benchmarks/gpu_numbers.py --dry-run             # what it would run, composed
-    python scripts/benchmarks/gpu_numbers.py                       # typed again, it goes on
+    python scripts/benchmarks/gpu_numbers.py --dry-run             # print composed commands
+    python scripts/benchmarks/gpu_numbers.py                       # a second call continues
     python scripts/benchmarks/gpu_numbers.py --local Qwen/Qwen2.5-0.5B-Instruct=FOLDER
     python scripts/benchmarks/gpu_numbers.py --smoke --device cpu  # two rows of tiny_base, a minute
 
-A row is a policy: `train` makes a trained one, `mse` measures, see `numbers_table.py`, which also
-checks the rows. They come in order of value, each a JSON file in `--out` once it is done. One that
-at the tokens a second of finished runs would not fit in what is left of `--minutes` is left out;
-one that is under way when they end is stopped, and goes on next time.
+A row is a policy: `train` makes a trained policy, `mse` measures, see `numbers_table.py`, which
+also checks the rows. Rows are measured in order of value, and written as JSON files in `--out`. If
+a row, at the tokens per second of finished runs, does not fit in the rest of `--minutes`, it is
+skipped; a row in progress at the end is stopped, and continues in the next call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.costs.duration import Plan, duration, number_text, time_text
 from grpo_ustat.runs.library import load_run
 
-GRACE_S = 300  # to finish a step and save
-DATA = {  # words that choose data, prompt and length
+# Time to finish a step and save.
+GRACE_S = 300
+# Overrides that choose data, prompt and length.
+DATA = {
     "gsm8k": ("dataset=gsm8k", "prompt=gsm8k_chat"),
     "arithmetic": ("dataset=arithmetic", "prompt=plain", "max_completion_length=256"),
     "bare": ("dataset=arithmetic", "prompt=bare"),
@@ -74,18 +76,19 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What its files are called."""
+        """Name of its files."""
         stage = f"{self.steps}-steps" if self.steps else BASE
         return file_name(self.model, self.data, stage, ADAPTER if self.lora else FULL)
 
     def commands(self, device: str, smoke: bool) -> list[tuple[str, list[str]]]:
-        """Command and words of each run, the last one the study; paths are within `--out`."""
+        """Return command and words of each run, the study last; paths are within `--out`."""
         common = [*DATA[self.data], f"launch.device={device}"]
         sizes = SMOKE_SIZES if smoke else SIZES
         study = [*STUDY, *sizes["mse"], f"hydra.run.dir=mse/{self.name}"]
         if not self.steps:
             return [("mse", [f"model={self.model}", *common, *study])]
-        rate = 5e-5 if self.lora else 5e-6  # ten times as much with adapters
+        # Adapters need a rate ten times as high.
+        rate = 5e-5 if self.lora else 5e-6
         ends = [f"{key}={self.steps}" for key in ("max_steps", "eval_steps", "save_steps")]
         bf16 = ["bf16=true"] if device.startswith("cuda") else []
         adapters = ["lora=r16"] if self.lora else []
@@ -98,7 +101,8 @@ class Cell:
 
 
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"
-CELLS = (  # in order of value
+# In order of value.
+CELLS = (
     Cell(SMALL, "gsm8k"),
     Cell(SMALL, "gsm8k", 20),
     Cell(SMALL, "gsm8k", 20, lora=True),
@@ -113,7 +117,7 @@ SMOKE_CELLS = (Cell("tiny_base", "bare"), Cell("tiny_base", "bare", 2, lora=True
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run what has no row yet, until the minutes are over; the number of rows that failed."""
+    """Measure missing rows until the minutes are over; return the number of rows that failed."""
     out, until = options.out.resolve(), time.monotonic() + 60 * options.minutes
     failures = 0
     for cell in SMOKE_CELLS if options.smoke else CELLS:
@@ -124,12 +128,12 @@ def measure(options: argparse.Namespace) -> int:
             continue
         left = until - time.monotonic()
         plans = [priced(cell, command, words, options) for command, words in commands]
-        known = [duration(plan).seconds for plan in plans]
+        estimates = [duration(plan).seconds for plan in plans]
         if options.dry_run:
             show(cell, commands, plans)
             continue
-        if left <= 0 or sum(filter(None, known)) > left:
-            needs = time_text(sum(filter(None, known)) or None)
+        if left <= 0 or sum(filter(None, estimates)) > left:
+            needs = time_text(sum(filter(None, estimates)) or None)
             print(f"{cell.name}: left out, needs {needs}, left are {time_text(max(left, 0))}")
             continue
         print(f"{cell.name}: measuring, {time_text(left)} left; log in {options.out}", flush=True)
@@ -155,32 +159,32 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def priced(cell: Cell, command: str, words: list[str], options: argparse.Namespace) -> Plan:
-    """A command as costs see it, checked by composing it; a checkpoint has its model's cost."""
+    """Plan a command for its costs, which also checks it; a checkpoint has its model's cost."""
     base = [word for word in words if not word.startswith(("model=", "hydra.run.dir="))]
     place = f"hydra.run.dir={options.out.resolve() / command}/dry"
-    asked = with_local([f"model={cell.model}", *base, place, "dry_run=true"], options.local)
+    overrides = with_local([f"model={cell.model}", *base, place, "dry_run=true"], options.local)
     planner = importlib.import_module(f"grpo_ustat.{command}.plan")
-    return planner.plan(parse(command, asked).planned_runs[0])
+    return planner.plan(parse(command, overrides).planned_runs[0])
 
 
 def show(cell: Cell, commands: list[tuple[str, list[str]]], plans: Sequence[Plan]) -> None:
-    """Print what a row would run, and what that costs at most."""
+    """Print the commands of a row and an upper bound of their costs."""
     print(f"\n{cell.name}")
     for (command, words), plan in zip(commands, plans, strict=True):
-        cost, known = plan.cost, duration(plan)
+        cost, estimate = plan.cost, duration(plan)
         print(f"  {command_text(command, words)}")
         print(f"    {number_text(cost.rollouts)} completions, at most {cost.tokens / 1e6:.1f} M "
-              f"tokens, time {time_text(known.seconds)}")  # fmt: skip
+              f"tokens, time {time_text(estimate.seconds)}")  # fmt: skip
 
 
 def finish(command: str, words: list[str], out: Path, name: str, until: float) -> str:
-    """Run a command to its end, unless it has one; an empty text, or why it has none.
+    """Run a command unless it has a result; return the reason of a failure, or an empty text.
 
     Args:
         command, words: as typed.
-        out: where it runs.
-        name: of its folder and log.
-        until: by the monotonic clock, when it is stopped with all saved.
+        out: working folder.
+        name: name of its folder and log.
+        until: deadline on the monotonic clock, at which it is stopped and saves.
     """
     folder = out / command / name
     if (folder / "result.json").is_file() and load_run(folder).result is not None:
@@ -209,7 +213,7 @@ def finish(command: str, words: list[str], out: Path, name: str, until: float) -
 
 
 def with_local(words: list[str], local: dict[str, str]) -> list[str]:
-    """Words with ids of models and data sets replaced by the folders that hold them."""
+    """Replace ids of models and data sets in words by their folders."""
     words = [
         f"model={local.get(word.partition('=')[2], word.partition('=')[2])}"
         if word.startswith("model=") else word

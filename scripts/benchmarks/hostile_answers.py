@@ -1,16 +1,16 @@
-r"""What the judges of answers make of texts written to hang, crash or fool them.
+r"""Test the judges of answers with texts written to hang, crash or fool them.
 
     python scripts/benchmarks/hostile_answers.py [--memory 50000] [--workers 2]
 
 Prints four tables:
 
     hostile   texts that stall sympy or the parser: the verdict of the judge of MATH against the
-              golds 42 and \sqrt{2}, and of math-verify alone, its time and the peak memory of a
-              worker; `number` is what the strict reader of GSM8K takes for the answer
-    lenient   texts that math-verify takes for right and our judges must not
+              golds 42 and \sqrt{2}, and of math-verify without the judge, its time and the peak
+              memory of a worker; `number` is the answer that the strict reader of GSM8K extracts
+    lenient   texts that math-verify accepts and our judges must not
     ordinary  500 answers, half of them numbers, the rest of twelve other kinds; half right in
               another writing, half wrong
-    memory    with --memory: resident memory over so many calls
+    memory    with --memory CALLS: resident memory over so many calls
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEADLINE, MEMORY_GB = 2.0, 2.0
 
 
 def _nested(left: str, right: str, depth: int, core: str = "7") -> str:
-    """A box of a text between many others."""
+    """Make a box of a text between many brackets."""
     return r"\boxed{" + left * depth + core + right * depth + "}"
 
 
@@ -72,7 +72,8 @@ HOSTILE = {
     "100k spaces": r"\boxed{4" + " " * 100_000 + "2}",
     "100k commas": rf"\boxed{{{',' * 100_000}}}",
 }
-LENIENT = (  # question, gold, text
+# Question, gold, text.
+LENIENT = (
     ("37 + 45 - 12 =", "70", r"\boxed{37 + 45 - 12}"),
     ("37 + 45 - 12 =", "70", "37 + 45 - 12"),
     ("2 + 1 =", "3", "1 2 3"),
@@ -118,67 +119,67 @@ def main() -> None:
 
 
 def hostile(verifier: Verifier) -> None:
-    """Every text one by one, through the judge and past its limits."""
+    """Judge each text separately, through the judge and without its limits."""
     judge = MathJudge(verifier)
     row = "{:<20} {:>7} {:>8} {:>6} {:>8} {:>6} {:>8} {:>6} {:>6}".format
     print(row("text", "number", "42", "s", "sqrt 2", "s", "alone", "s", "MB"))
     for name, text in HOSTILE.items():
         plain, plain_s, _ = timed(lambda t=text: judge.verdicts([("", "42", t)]))
         root, root_s, _ = timed(lambda t=text: judge.verdicts([("", r"\sqrt{2}", t)]))
-        alone, alone_s, peak = timed(lambda t=text: verifier.judge([(r"\boxed{42}", t)]))
-        verdicts = [found[0].value for found in (plain, root, alone)]
-        spent = [f"{seconds:.2f}" for seconds in (plain_s, root_s, alone_s)]
+        unlimited, unlimited_s, peak = timed(lambda t=text: verifier.judge([(r"\boxed{42}", t)]))
+        verdicts = [verdict[0].value for verdict in (plain, root, unlimited)]
+        spent = [f"{seconds:.2f}" for seconds in (plain_s, root_s, unlimited_s)]
         cells = [cell for pair in zip(verdicts, spent, strict=True) for cell in pair]
         print(row(name, (stated(text) or "-")[:7], *cells, f"{peak:.0f}"))
 
 
 def lenient(verifier: Verifier) -> None:
-    """What is not to be accepted, by the judges and by math-verify alone."""
+    """Judge texts that must not be accepted, by the judges and by math-verify without them."""
     row = "{:<28} {:<14} {:>7} {:>8} {:>8}".format
     print("\n" + row("text", "gold", "number", "judge", "alone"))
     for question, gold, text in LENIENT:
         (judged,) = MathJudge(verifier).verdicts([(question, gold, text)])
-        (alone,) = verifier.judge([(rf"\boxed{{{gold}}}", text)])
-        print(row(text, gold, stated(text) or "-", judged.value, alone.value))
+        (unlimited,) = verifier.judge([(rf"\boxed{{{gold}}}", text)])
+        print(row(text, gold, stated(text) or "-", judged.value, unlimited.value))
 
 
 def ordinary(verifier: Verifier) -> None:
-    """Time and verdicts of 500 ordinary answers, new and seen before."""
-    asked = [answer(random.Random(f"ordinary {i}"), i % 2 == 0) for i in range(500)]
+    """Print time and verdicts of 500 ordinary answers, new and repeated."""
+    answers = [answer(random.Random(f"ordinary {i}"), i % 2 == 0) for i in range(500)]
     print()
     for title in ("new", "seen before"):
         before, began = computed(), time.perf_counter()
-        found = MathJudge(verifier).verdicts([a[:3] for a in asked])
+        verdicts = MathJudge(verifier).verdicts([a[:3] for a in answers])
         seconds, computing = time.perf_counter() - began, computed() - before
-        wanted = Counter(
+        counts = Counter(
             ("right" if right else "wrong", verdict.value)
-            for (*_, right), verdict in zip(asked, found, strict=True)
+            for (*_, right), verdict in zip(answers, verdicts, strict=True)
         )
         print(
             f"500 ordinary answers, {title}: {seconds:.2f} s, {computing:.2f} s of computing; "
-            f"(is, judged): {dict(wanted)}"
+            f"(is, judged): {dict(counts)}"
         )
-    for (_, gold, text, right), verdict in zip(asked, found, strict=True):
+    for (_, gold, text, right), verdict in zip(answers, verdicts, strict=True):
         if verdict is not (Verdict.RIGHT if right else Verdict.WRONG):
             print(f"    gold {gold}, answer {text}: {verdict.value}, is {right}")
 
 
 def memory(verifier: Verifier, calls: int) -> None:
-    """Resident memory of this process and of its workers, over calls of new pairs."""
+    """Print resident memory of this process and of its workers, over calls of new pairs."""
     rng = random.Random("memory")
     began = time.perf_counter()
     for done in range(0, calls + 1, 500):
         if done % (calls // 5) == 0:
-            own, *others = resident()
+            here, *others = resident()
             spent = time.perf_counter() - began
-            print(f"after {done:>6} calls, {spent:5.0f} s: {own:.0f} MB, workers {others} MB")
-        asked = [answer(rng, rng.random() < 0.5) for _ in range(500)]
-        pairs = [(rf"\boxed{{{a[1]}}}", f"Case {done + i}. {a[2]}") for i, a in enumerate(asked)]
+            print(f"after {done:>6} calls, {spent:5.0f} s: {here:.0f} MB, workers {others} MB")
+        answers = [answer(rng, rng.random() < 0.5) for _ in range(500)]
+        pairs = [(rf"\boxed{{{a[1]}}}", f"Case {done + i}. {a[2]}") for i, a in enumerate(answers)]
         verifier.judge(pairs)
 
 
 def timed(work):
-    """The result of some work, its seconds, and the largest process below this one in MB."""
+    """Return the result of some work, its seconds, and the peak of the largest child in MB."""
     peak, over = [0.0], threading.Event()
 
     def watch():
@@ -188,25 +189,25 @@ def timed(work):
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.perf_counter()
-    found = work()
+    result = work()
     seconds = time.perf_counter() - began
     over.set()
     watcher.join()
-    return found, seconds, peak[0]
+    return result, seconds, peak[0]
 
 
 def computed() -> float:
-    """Processor seconds of this process and of those below it."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    """Return CPU seconds of this process and its descendants."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
     return sum(t.user + t.system for t in times)
 
 
 def resident() -> list[float]:
-    """Resident memory in MB of this process and of those below it."""
-    own = psutil.Process()
+    """Return resident memory in MB of this process and its descendants."""
+    here = psutil.Process()
     sizes = []
-    for process in (own, *own.children(recursive=True)):
+    for process in (here, *here.children(recursive=True)):
         try:
             sizes.append(round(process.memory_info().rss / 1e6))
         except psutil.NoSuchProcess:
@@ -215,7 +216,7 @@ def resident() -> list[float]:
 
 
 def answer(rng: random.Random, right: bool) -> tuple[str, str, str, bool]:
-    """A question, its gold, a completion, and whether that is right, in another writing."""
+    """Return a question, its gold, a completion, and True if the completion is right."""
     kind = rng.choice(NUMBERS if rng.random() < 0.5 else OTHERS)
     gold, same, other = kind(rng)
     return "What is it?", gold, rf"So the answer is $\boxed{{{same if right else other}}}$.", right

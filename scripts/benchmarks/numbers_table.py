@@ -1,11 +1,11 @@
-"""Rows of the table of docs/numbers.md: made of finished studies, shown in the page, checked.
+"""Make rows of the table of docs/numbers.md from finished studies, write the page, check both.
 
     python scripts/benchmarks/numbers_table.py --from-run outputs/mse/NAME/seed-0
     python scripts/benchmarks/numbers_table.py --table    # docs/numbers.md from the rows
     python scripts/benchmarks/numbers_table.py --check    # a line for each fault
 
 A row is a policy, a small JSON file in docs/examples/numbers: model, data, stage of training, and
-whether the gradient is of all weights or of LoRA adapters. `gpu_numbers.py` measures several.
+the parameters of the gradient, all weights or LoRA adapters. `gpu_numbers.py` measures several.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS, PAGE = ROOT / "docs/examples/numbers", ROOT / "docs/numbers.md"
 BEGIN, END = "<!-- rows: numbers_table.py --table -->", "<!-- end of rows -->"
 FULL, ADAPTER, BASE = "full", "adapter", "base"
-TRL, GROUP_SIZE, ROLLOUTS = "trl_dapo", 8, 256  # TRL's default loss, and where it is judged
+# TRL's default loss, and the G and n at which its efficiency is measured.
+TRL, GROUP_SIZE, ROLLOUTS = "trl_dapo", 8, 256
 NEEDED_VERSIONS = ("grpo-ustat", "torch", "transformers")
 ESTIMATES = ("accuracy", "gstar", "n_c", "prompt_share", "efficiency_trl_default")
 SHARES = ("accuracy", "prompt_share")
-PATH = re.compile(r"(?:^|[\s='\"\[(,:])(?:~|\.{0,2}/|[A-Za-z]:[\\/])")  # of somebody's machine
+# A path of somebody's machine.
+PATH = re.compile(r"(?:^|[\s='\"\[(,:])(?:~|\.{0,2}/|[A-Za-z]:[\\/])")
 OF_THE_MACHINE = ("output_root", "hydra.run.dir", "pool", "on_existing")
 COLUMNS = (
     "model", "data, prompt", "stage", "space", "accuracy", "G*", "n_c", "prompt share",
@@ -54,60 +56,54 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a row file holds; an estimate is three keys, see `runs.contents.Ends`.
+    """Content of a row file; an estimate has three keys, see `runs.contents.Ends`."""
 
-    Attributes:
-        model, data: a hub id or a name of `conf/model`; data set and prompt.
-        stage: `base`, or `20 steps` of training.
-        space: whether the gradient is of all weights or of LoRA adapters.
-        n_c, prompt_share: noise scale in rollouts and share of the noise from prompts, at G = 8.
-        efficiency_trl_default: rollouts of the unbiased estimate at its best G that do as much as
-        one of
-            TRL's default loss, at G = 8 and 256 rollouts an update.
-        questions, completions: of the pool, the second of each question.
-        heavy_tails: whether its intervals are likely to cover less than 90 %.
-        commit: of the code; null of an installed package, whose version says it.
-        commands: that repeat the row.
-    """
-
+    # A hub id or a name of `conf/model`.
     model: str
+    # Data set and prompt.
     data: str
+    # `base`, or `20 steps` of training.
     stage: str
+    # Parameters of the gradient: all weights, or LoRA adapters.
     space: Annotated[str, (FULL, ADAPTER)]
     accuracy: Bounded
     gstar: Interval
+    # Noise scale in rollouts, and share of the noise from prompts, at G = 8.
     n_c: Interval
     prompt_share: Interval
+    # Relative efficiency of TRL's default loss, at G = 8 and 256 rollouts per update, against the
+    # unbiased estimate at its best G.
     efficiency_trl_default: Interval
+    # Questions of the pool, and completions of each.
     questions: Size
     completions: Size
     tokens: Size
+    # True if its intervals are likely to cover less than 90 %.
     heavy_tails: bool
     device: str
     precision: str
     versions: dict[str, str]
     date: str
+    # Commit of the code; null of an installed package, which `versions` names.
     commit: str | None
+    # Commands that repeat the row.
     commands: list[str]
 
 
 def folders_by_id(pairs: Sequence[str]) -> dict[str, str]:
-    """Absolute folders by the ids of what they hold, from `ID=FOLDER`."""
+    """Parse `ID=FOLDER`: absolute folders by the ids of their content."""
     parted = (pair.partition("=") for pair in pairs)
     return {name: str(Path(folder).resolve()) for name, _, folder in parted}
 
 
 def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
-    """The content of the row file of a finished study.
+    """Return the content of the row file of a finished study.
 
     Args:
-        folder: a run folder of `mse`; of one whose model is a checkpoint of `train`, that run's
-            folder is read too.
+        folder: a run folder of `mse`; if its model is a checkpoint of `train`, that run's folder is
+            read too.
         local: see `folders_by_id`; a row has the ids.
-        gpu: name of the one that it ran on; None: the one here.
-
-    Raises:
-        ValueError: it is no such study, in one line.
+        gpu: name of the study's GPU; None: the GPU of this machine.
     """
     study = load_run(folder)
     result = study.result
@@ -164,13 +160,13 @@ def row_of(folder: Path, local: dict[str, str], gpu: str | None = None) -> dict:
 
 
 def three(row: dict, name: str) -> tuple[float, float, float]:
-    """An estimate and its ends, to six digits."""
+    """Return an estimate and its ends, to six digits."""
     estimate, low, high = (float(f"{x:.6g}") for x in row_interval(row, name))
     return estimate, low, high
 
 
 def trained_by(study: RunRecord) -> tuple[RunRecord | None, int]:
-    """The run of `train` that made a study's model, and its steps; None and 0 of other models."""
+    """Find the run of `train` that made a study's model, and its steps; else None and 0."""
     place = study.value("model.model_name_or_path")
     within = [(base / place).resolve() for base in (Path.cwd(), *study.folder.resolve().parents)]
     for checkpoint in within:
@@ -181,12 +177,12 @@ def trained_by(study: RunRecord) -> tuple[RunRecord | None, int]:
 
 
 def public_model(run: RunRecord) -> str:
-    """A hub id, or the name of a model that comes with the package or is kept in the cache."""
+    """Return a hub id, or the name of an embedded or cached model."""
     return run.value("model.model_name_or_path").rpartition(":")[2]
 
 
 def commands_of(study: RunRecord, trained: RunRecord | None) -> list[str]:
-    """The commands that repeat a row, without what is of the machine that ran them."""
+    """Return the commands that repeat a row, without settings of the machine that ran them."""
     if trained is None:
         return [command_text("mse", typed_words(study))]
     parts = trained.folder.resolve().parts
@@ -198,7 +194,7 @@ def commands_of(study: RunRecord, trained: RunRecord | None) -> list[str]:
 
 
 def typed_words(run: RunRecord) -> list[str]:
-    """The words after the command, as typed at the first launch."""
+    """Return the words after the command, as typed at the first launch."""
     typed = [row["command"] for row in run.launches if "command" in row]
     if not typed:
         raise ValueError(f"{run.folder}: its launches.jsonl has no command")
@@ -208,55 +204,56 @@ def typed_words(run: RunRecord) -> list[str]:
 
 
 def command_text(command: str, words: Sequence[str]) -> str:
-    """A command as one types it."""
+    """Format a command as it is typed."""
     return f"grpo-ustat {command} {shlex.join(words)}"
 
 
 def device_name(study: RunRecord, gpu: str | None) -> str:
-    """`CPU`, or the name of the GPU, which no run folder holds."""
+    """Return `CPU`, or the name of the GPU, which no run folder contains."""
     if not str(study.value("launch.device")).startswith("cuda"):
         return "CPU"
     if gpu is not None:
         return gpu
-    import torch  # rows of CPUs need none
+    # Rows of CPUs do not need torch.
+    import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(f"{study.folder}: it ran on a GPU; say which with --gpu 'NVIDIA H100'")
+        raise ValueError(f"{study.folder}: it ran on a GPU: name it with --gpu 'NVIDIA H100'")
     return torch.cuda.get_device_name()
 
 
 def row_text(row: dict) -> str:
-    """A row file's text."""
+    """Return a row file's text."""
     return json.dumps(row, indent=1) + "\n"
 
 
 def file_name(*parts: str) -> str:
-    """A file's name from model, data, stage and space; of a hub id without its owner."""
+    """Make a file's name of model, data, stage and space; a hub id loses its owner."""
     plain = (re.sub(r"[^\w.]+", "-", part.rpartition("/")[2].lower()) for part in parts)
     return "_".join(plain)
 
 
 def key_of(row: dict) -> tuple[str, str, int, bool]:
-    """Model, data, steps before it, and whether it is of adapters: no two rows have the same."""
+    """Return model, data, steps, and True for adapters: no two rows have the same."""
     steps = 0 if row["stage"] == BASE else int(row["stage"].split()[0])
     return row["model"], row["data"], steps, row["space"] == ADAPTER
 
 
 def cell_text(row: dict, name: str) -> str:
-    """An estimate with its interval; `at least` where it has no upper end. No group is below 2."""
+    """Format an estimate with its interval, or `at least` without an upper end; G is 2 or more."""
 
     def text(value: float) -> str:
         return three_digits(value) if name in ("gstar", "n_c") else f"{value:.2f}"
 
     value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
     if high is None:
-        known = low is not None and low > (2 if name == "gstar" else 0)
-        return f"at least {text(low)}" if known else "not decided"
+        is_bound = low is not None and low > (2 if name == "gstar" else 0)
+        return f"at least {text(low)}" if is_bound else "not decided"
     return "not decided" if value is None else f"{text(value)} [{text(low)}, {text(high)}]"
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The table in Markdown."""
+    """Format the table in Markdown."""
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in sorted(rows, key=key_of):
         sizes = f"{row['questions']} x {row['completions']}" + ", few" * row["heavy_tails"]
@@ -266,27 +263,22 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def page_with(page: str, rows: Sequence[dict]) -> str:
-    """The page with the table of these rows between its marks."""
+    """Return the page with the table of these rows between its marks."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def faults(folder: Path, page: Path) -> list[str]:
-    """A line for each fault of the row files of a folder and of the table made of them.
-
-    Args:
-        folder: of the row files.
-        page: with the table.
-    """
-    lines, rows, known = [], [], {}
+    """Return a line for each fault of the row files of a folder and of the page's table."""
+    lines, rows, names = [], [], {}
     for file in sorted(folder.glob("*.json")):
         row, wrong = checked(folder, file.name, parsed_json, Row)
-        found = [wrong] if wrong else [*row_faults(row)]
-        if not found and key_of(row) in known:
-            found = [f"model, data, stage and space are those of {known[key_of(row)]}"]
-        lines += [f"{file.name}: {fault}" for fault in found]
-        if not found:
-            known[key_of(row)] = file.name
+        problems = [wrong] if wrong else [*row_faults(row)]
+        if not problems and key_of(row) in names:
+            problems = [f"model, data, stage and space are those of {names[key_of(row)]}"]
+        lines += [f"{file.name}: {fault}" for fault in problems]
+        if not problems:
+            names[key_of(row)] = file.name
             rows.append(row)
     text = page.read_text()
     if BEGIN not in text or END not in text:
@@ -297,7 +289,7 @@ def faults(folder: Path, page: Path) -> list[str]:
 
 
 def row_faults(row: dict) -> Iterator[str]:
-    """What is wrong with a row whose types are right, each beginning with the field."""
+    """Yield the faults of a row whose types are right, each beginning with the field."""
     for name in sorted(row.keys() - keys_of(Row).keys()):
         yield f"{name} is no field of a row"
     for name in ESTIMATES:
@@ -341,7 +333,7 @@ def row_faults(row: dict) -> Iterator[str]:
 
 
 def main() -> None:
-    """Do what an option asks for."""
+    """Run the chosen options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -367,9 +359,9 @@ def main() -> None:
         rows = [json.loads(file.read_text()) for file in options.rows.glob("*.json")]
         options.page.write_text(page_with(options.page.read_text(), rows))
     if options.check:
-        found = faults(options.rows, options.page)
-        print("\n".join(found) or f"{len(list(options.rows.glob('*.json')))} rows, no fault")
-        sys.exit(bool(found))
+        lines = faults(options.rows, options.page)
+        print("\n".join(lines) or f"{len(list(options.rows.glob('*.json')))} rows, no fault")
+        sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Populations of prompts whose constants are enumerated, to simulate studies of.
 
 A population is a table of prompts x outcomes: the chance of an outcome, its reward, its score and
-its length. A study draws prompts and completions of each, independently. `FITTED` are those on
-which the constants of `estimators.group_size` were chosen; `UNSEEN` served no choice.
+its length. A study draws prompts and completions of each, independently. The constants of
+`estimators.group_size` were chosen on `FITTED`, and no choice was made on `UNSEEN`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from grpo_ustat.estimators.moments import (
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.records import Array, Integers, ScorePool
 
-# Of a light population.
+# Size of a light population.
 PROMPTS, OUTCOMES = 8000, 6
 # Numbers that are drawn at once.
 CHUNK = 3_000_000
-# Tokens of a completion at most.
-LONGEST = 60
+# Most tokens of a completion.
+MAX_LENGTH = 60
 Table = tuple[Array, Array, Array]
 
 
@@ -39,7 +39,7 @@ class Population:
         p_PY: chances, made to sum to 1 for each prompt.
         rewards_PY: rewards.
         scores_PYD: scores, centred by prompt.
-        lengths_PY: tokens; None: 1 to 60, shorter where the reward is 1.
+        lengths_PY: tokens; None: 1 to 60, shorter if the reward is 1.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Population:
 
     @cached_property
     def lengths_PY(self) -> Integers:
-        """Tokens of every outcome."""
+        """Number of tokens of each outcome."""
         if self.given_lengths_PY is not None:
             return self.given_lengths_PY
         rng = np.random.default_rng(8)
@@ -70,10 +70,10 @@ class Population:
         distinct = outcomes // 2 if outcomes % 2 == 0 and doubled.all() else outcomes
         spread = rng.normal(size=(prompts, 1)) * 0.4 + rng.normal(size=(prompts, distinct)) * 0.4
         spread = np.tile(spread, (1, outcomes // distinct)) - 0.3 * self.rewards_PY
-        return np.clip(20 * np.exp(spread), 1, LONGEST).astype(np.int64)
+        return np.clip(20 * np.exp(spread), 1, MAX_LENGTH).astype(np.int64)
 
     def by_entry(self) -> dict[str, Array]:
-        """C1, C2, C3 and ||grad J||^2 of every entry of the scores, [D] each."""
+        """Return C1, C2, C3 and ||grad J||^2 of each entry of the scores, [D] each."""
         squares_PYD = np.square(self.scores_PYD)
         weights_PY = self.p_PY * self.centred_PY**2
         a_v = np.einsum("py,pyd->d", weights_PY, squares_PYD) / len(self.p_PY)
@@ -82,12 +82,12 @@ class Population:
         return {"c1": g_sq - grad_sq, "c2": a_v - g_sq, "c3": d + g_sq, "grad_sq": grad_sq}
 
     def draw(self, chosen: Integers, completions: int, rng: np.random.Generator) -> Integers:
-        """Outcomes of so many completions of each chosen prompt."""
+        """Draw outcomes of so many completions of each chosen prompt."""
         draws = rng.random((len(chosen), completions, 1))
         return (draws > self.ends_PY[chosen][:, None, :-1]).sum(axis=2)
 
     def pool(self, chosen: Integers, completions: int, rng: np.random.Generator) -> ScorePool:
-        """A scored pool of the chosen prompts."""
+        """Draw a scored pool of the chosen prompts."""
         outcomes = self.draw(chosen, completions, rng)
         rewards, lengths = (
             np.take_along_axis(values_PY[chosen], outcomes, axis=1)
@@ -99,8 +99,9 @@ class Population:
     def studies(
         self, prompts: int, completions: int, count: int, rng: np.random.Generator
     ) -> Iterator[ScalingLaw]:
-        """The laws that studies of prompts drawn with replacement estimate, prompts left out one
-        at a time.
+        """Yield laws that studies of prompts drawn with replacement estimate.
+
+        Their intervals leave out one prompt at a time.
         """
         chunk = max(1, CHUNK // (prompts * completions * self.scores_PYD.shape[2]))
         for first in range(0, count, chunk):
@@ -125,7 +126,7 @@ class Population:
 
 
 def pool_of(rewards_PN: Array, scores_PND: Array, lengths_PN: Integers | None = None) -> ScorePool:
-    """A scored pool of these completions, of one token each unless their lengths are given."""
+    """Make a scored pool of completions, of one token each unless their lengths are given."""
     return ScorePool(
         rewards_PN=rewards_PN,
         gram_PNN=scores_PND @ scores_PND.transpose(0, 2, 1),
@@ -136,7 +137,7 @@ def pool_of(rewards_PN: Array, scores_PND: Array, lengths_PN: Integers | None = 
 
 
 def with_flips(p: Array, rewards: Array, scores: Array, share: float) -> Table:
-    """The table with a share of the rewards replaced by 1 less itself: noise that raises C3."""
+    """Replace a share of the rewards r of a table by 1 - r: noise that raises C3."""
     return (
         np.concatenate([p * (1 - share), p * share], axis=1),
         np.concatenate([rewards, 1 - rewards], axis=1),
@@ -151,7 +152,7 @@ def softmax_table(
     width: int = 24,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Chances and scores of normal logits and normal scores."""
+    """Draw chances of normal logits, and normal scores."""
     scores = rng.normal(size=(prompts, outcomes, width))
     logits = temperature * rng.normal(size=(prompts, outcomes))
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -159,7 +160,7 @@ def softmax_table(
 
 
 def light(flips: float, tail: float = 0.0) -> Population:
-    """A common direction in every prompt; `tail` is sigma of a prompt's lognormal factor."""
+    """Make prompts with a common direction; `tail` is sigma of a prompt's lognormal factor."""
     rng = np.random.default_rng(5)
     scores = rng.normal(size=(PROMPTS, OUTCOMES, 20))
     if tail:
@@ -173,7 +174,7 @@ def light(flips: float, tail: float = 0.0) -> Population:
 
 
 def mixed(signal: float, flips: float, bias: float = 1.4) -> Population:
-    """Easy and hard prompts; wrong answers have the longer scores."""
+    """Make easy and hard prompts, with longer scores of wrong answers."""
     rng = np.random.default_rng(1)
     p, scores = softmax_table(rng)
     hard = rng.random(len(p)) < 0.5
@@ -184,7 +185,7 @@ def mixed(signal: float, flips: float, bias: float = 1.4) -> Population:
 
 
 def heavy_tailed(signal: float, flips: float, index: float = 3.0) -> Population:
-    """Squared score norms of prompts have a Pareto tail of this index, of completions of 4."""
+    """Make Pareto tails of squared score norms: this index for prompts, 4 for completions."""
     rng = np.random.default_rng(2)
     p, scores = softmax_table(rng)
     of_prompt = np.sqrt(rng.pareto(index, size=len(p)) + 1)
@@ -196,7 +197,7 @@ def heavy_tailed(signal: float, flips: float, index: float = 3.0) -> Population:
 
 
 def sparse(live: float, signal: float, flips: float) -> Population:
-    """A share of the prompts carries the signal, the others are nearly always right or wrong."""
+    """Give a share of the prompts the signal; others are nearly always right or wrong."""
     rng = np.random.default_rng(3)
     p, scores = softmax_table(rng, width=16)
     carries = rng.random(len(p)) < live
@@ -210,7 +211,7 @@ def sparse(live: float, signal: float, flips: float) -> Population:
 
 
 def one_direction() -> Population:
-    """Graded rewards that follow a direction of each prompt: G* is nearly the least possible."""
+    """Make graded rewards that follow a direction of each prompt: G* is nearly the minimum."""
     rng = np.random.default_rng(4)
     p, scores = softmax_table(rng, outcomes=3, width=3, temperature=0.3)
     direction = rng.normal(size=(len(p), 1, 3))
@@ -219,7 +220,7 @@ def one_direction() -> Population:
 
 
 def nearly_unrelated() -> Population:
-    """Graded rewards that hardly depend on the score: G* = 48."""
+    """Make graded rewards that hardly depend on the score: G* = 48."""
     rng = np.random.default_rng(4)
     p, scores = softmax_table(rng, outcomes=5, width=40)
     rng.normal(size=(len(p), 1))
@@ -232,7 +233,7 @@ def nearly_unrelated() -> Population:
 
 
 def opposed() -> Population:
-    """Two camps of prompts with opposite gradients, one twice as large, and lognormal factors."""
+    """Make two camps with opposite gradients, one twice as large, and lognormal factors."""
     rng = np.random.default_rng(11)
     p, scores = softmax_table(rng, outcomes=8, width=12)
     camp = np.where(rng.random(len(p)) < 2 / 3, 1.0, -1.0)[:, None]
@@ -243,7 +244,7 @@ def opposed() -> Population:
 
 
 def few_loud() -> Population:
-    """Rewards in fifths; 4 % of the prompts have scores five times as long and most of C1."""
+    """Make rewards in fifths; 4 % of prompts have scores five times as long and most of C1."""
     rng = np.random.default_rng(12)
     p, scores = softmax_table(rng, outcomes=10, width=20)
     loud = rng.random(len(p)) < 0.04
@@ -255,12 +256,14 @@ def few_loud() -> Population:
 def camps(
     second: float, share: float = 0.5, angle: float = 90.0, tail: float = 0.0, within: float = 0.0
 ) -> Population:
-    """Two kinds of prompts whose gradients differ in direction, with lengths by prompt and outcome;
-    a mean over tokens turns towards the kind with the short completions.
+    """Make two kinds of prompts whose gradients differ in direction.
+
+    Lengths differ by prompt and outcome, and a mean over tokens turns towards the kind with short
+    completions.
 
     Args:
-        second: mean length of the second kind, of the first 10.
-        share: of the first kind.
+        second: mean length of the second kind; the first has 10.
+        share: share of the first kind.
         angle: between their gradients, in degrees.
         tail: sigma of a prompt's lognormal score factor.
         within: sigma of a completion's lognormal length factor.
@@ -279,7 +282,10 @@ def camps(
 
 
 def two_prompts() -> Population:
-    """Prompts of 10 and 100 tokens, orthogonal gradients: cos^2 of a mean over tokens is .599."""
+    """Make prompts of 10 and 100 tokens with orthogonal gradients.
+
+    cos^2 of a mean over tokens is .599.
+    """
     scores = np.zeros((2, 2, 2))
     scores[0, :, 0], scores[1, :, 1] = (-1.0, 1.0), (-1.0, 1.0)
     rewards = np.array([[0.0, 1.0], [0.0, 1.0]])
@@ -287,8 +293,7 @@ def two_prompts() -> Population:
     return Population(np.full((2, 2), 0.5), rewards, scores, lengths)
 
 
-# The first four and "right" were looked at when `efficiency.UNDRAWN_VARIANCE` was chosen, others
-# not.
+# `efficiency.UNDRAWN_VARIANCE` was chosen with the first four and "right", not with the others.
 TURNED: Mapping[str, Callable[[], Population]] = {
     "two prompts": two_prompts,
     "camps": partial(camps, 100.0),

@@ -1,13 +1,13 @@
-"""How far a study moves where its scores have TF32 products, emulated on a CPU, or are bfloat16.
+"""Change of a study if its scores use TF32 products, emulated on a CPU, or bfloat16.
 
     python scripts/benchmarks/precision.py model=tiny study.questions=100
     python scripts/benchmarks/precision.py model=FOLDER dataset=gsm8k max_completion_length=48
 
-The arguments are those of `mse`. The completions are the same each time, sampled in float32; then
-they are scored in float32, with TF32 products, with TF32 in the T x T products of float32 factors
-too (`everywhere`), which `mse` never does, and in bfloat16. Printed, against float32: of squared
-score norms the median and the largest relative error and that of their sum; of products of two
-scores the mean and the largest error relative to the product of the norms; A_0, A_V and G*.
+The arguments are overrides of `mse`. The same completions, sampled in float32, are scored in
+float32, with TF32 products, with TF32 also in the T x T products of float32 factors (`everywhere`),
+which `mse` never does, and in bfloat16. Printed, against float32: the median and the largest
+relative error of squared score norms, and the relative error of their sum; the mean and the largest
+error of products of two scores, relative to the product of the norms; A_0, A_V and G*.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCORE_PART, FULL = pools.score_part, accumulate.full_products
 
 
 def measure(config, prompts, way):
-    """The pool and its closed forms."""
+    """Score the completions, and return the pool and its closed forms."""
 
     def score_part(policy, *arguments):
         if way == "bfloat16":

@@ -1,14 +1,14 @@
-"""What scores of a large model hold at once, layer by layer, without a GPU.
+"""Peak memory of scores of a large model, layer by layer, measured without a GPU.
 
     python scripts/benchmarks/score_memory.py [--rows 2 --tokens 32 64]
 
-The shape is that of Qwen2.5-Math-7B in bfloat16, with one and with two of its 28 layers and few
-tokens. Every operation's tensors are counted while they live; weights are not. From the four peaks
-follow the bytes of a token in the layer that is computed again, of a token in each further layer,
-and the rest, and from these the peak of 28 layers and 32 x 3200 tokens. Where a GPU sums products
-of bfloat16 in float32 without widening the factors, so does this script, uncounted. Chunks of
-gradients and logits are small here, so that they do not grow with the tokens; what a GPU's larger
-ones take is added.
+The model has the shape of Qwen2.5-Math-7B in bfloat16, with one and with two of its 28 layers, and
+few tokens. Tensors of all operations are counted while they live; weights are not. The four peaks
+give the bytes of a token in the layer that is computed again, of a token in each further layer, and
+the rest, and these give the peak of 28 layers and 32 x 3200 tokens. A GPU sums products of bfloat16
+in float32 without widening the factors; this script does the same, uncounted. Chunks of gradients
+and logits are small here, so that they do not grow with the tokens; the bytes of a GPU's larger
+chunks are added.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ SHAPE = dict(
 )  # fmt: skip
 LAYERS, ROWS, TOKENS, PARAMETERS = 28, 32, 3200, 7_615_616_512
 LOGIT_BYTES_HERE = 2**20
-TEMPORARY = 4  # tensors as large as a chunk, at most, while one is formed
+# At most so many tensors as large as a chunk live while a chunk is formed.
+TEMPORARY = 4
 
 
 def model_of(layers):
-    """The shape with so many layers, all weights equal."""
+    """Make a model of the shape with so many layers, all weights equal."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             Qwen2Config(num_hidden_layers=layers, **SHAPE), dtype=torch.bfloat16
@@ -53,16 +54,16 @@ def model_of(layers):
 
 @uncounted
 def wide_bmm(left, right, out=None):
-    """A GPU's product, slice by slice."""
+    """Compute a product as a GPU does, slice by slice."""
     shape = (len(left), left.shape[1], right.shape[2])
     result = left.new_empty(shape, dtype=torch.float32) if out is None else out
-    for one, a, b in zip(result, left, right, strict=True):
-        torch.mm(a.float(), b.float(), out=one)
+    for product, a, b in zip(result, left, right, strict=True):
+        torch.mm(a.float(), b.float(), out=product)
     return result
 
 
 def peak(model, rows, tokens):
-    """Bytes at most."""
+    """Measure the peak of bytes."""
     ids = torch.arange(rows * tokens).view(rows, tokens) % 1000
     ones = torch.ones_like(ids)
     completion = ones.clone()
@@ -83,17 +84,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs=2, default=(32, 64))
-    asked = parser.parse_args()
+    options = parser.parse_args()
     accumulate.sums_wider = lambda left, right: left.dtype == right.dtype == torch.bfloat16
     accumulate.wide_bmm = wide_bmm
     LOGIT_BYTES["cpu"] = LOGIT_BYTES_HERE
     slopes, rests = [], []
     for layers in (1, 2):
         model = model_of(layers)
-        few, many = (peak(model, asked.rows, tokens) for tokens in asked.tokens)
-        slope = (many - few) / (asked.rows * (asked.tokens[1] - asked.tokens[0]))
+        few, many = (peak(model, options.rows, tokens) for tokens in options.tokens)
+        slope = (many - few) / (options.rows * (options.tokens[1] - options.tokens[0]))
         slopes.append(slope)
-        rests.append(few - slope * asked.rows * asked.tokens[0])
+        rests.append(few - slope * options.rows * options.tokens[0])
         print(
             f"{layers} layers: {few / 1e9:.3f} and {many / 1e9:.3f} GB, {slope:.0f} a token",
             flush=True,

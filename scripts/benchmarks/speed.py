@@ -1,16 +1,16 @@
-"""Seconds and memory of programs that take turns, each turn in a process of its own.
+"""Measure seconds and memory of programs in turns, each turn in a separate process.
 
     python scripts/benchmarks/speed.py CASE --help
 
 {cases}
 
 A turn starts a process, prepares (loading a model is not counted), runs `--warm` times uncounted
-and `--repeats` times. Turns alternate, so that a busy machine hits all programs alike; `--against
-FOLDER` adds every program with the package of another checkout. Printed of wall and CPU seconds
-(those of child processes included) are medians over all runs with their range, and ratios to the
+and `--repeats` times. Turns alternate, so that a busy machine affects all programs equally;
+`--against FOLDER` adds each program with the package of another checkout. For wall and CPU seconds,
+child processes included, the table has medians over all runs with their range, and ratios to the
 first program: the median over turns of the ratio of a turn's medians. Memory is the largest
-resident set of a turn's process (on a GPU what the allocator held), the whole and what the runs
-added to it. Further columns are medians of what the programs count.
+resident set of a turn's process (on a GPU, of the allocator), in total and without its size before
+the runs. Further columns are medians of the numbers that the programs count.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ CASES = ("scores", "sampling", "train", "mse", "questions", "estimates", "gap", 
 Turn = dict[str, Any]
 
 
-def run_here(case: Any, asked: argparse.Namespace) -> Turn:
+def run_here(case: Any, options: argparse.Namespace) -> Turn:
     """Prepare and run a program in this process."""
-    run = case.prepare(asked, asked.inside)
-    device = getattr(asked, "device", "cpu")
+    run = case.prepare(options, options.inside)
+    device = getattr(options, "device", "cpu")
     before, rows = peak_memory(device), []
-    for number in range(asked.warm + asked.repeats):
+    for number in range(options.warm + options.repeats):
         wall, cpu = now(device)
         counted = run() or {}
         wall_end, cpu_end = now(device)
-        if number >= asked.warm:
+        if number >= options.warm:
             rows.append({"wall": wall_end - wall, "cpu": cpu_end - cpu} | counted)
     peak = peak_memory(device)
     return {"rows": rows, "peak": peak, "above": peak - before}
 
 
-def take_turn(case: Any, asked: argparse.Namespace, program: str, tree: Path, number: int) -> Turn:
-    """Run a program with the package of a checkout in a process of its own."""
-    if hasattr(case, "turn_elsewhere") and (turn := case.turn_elsewhere(asked, program, number)):
+def take_turn(
+    case: Any, options: argparse.Namespace, program: str, tree: Path, number: int
+) -> Turn:
+    """Run a program with the package of a checkout in a separate process."""
+    if hasattr(case, "turn_elsewhere") and (turn := case.turn_elsewhere(options, program, number)):
         return turn
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(asked.threads)}
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(options.threads)}
     command = [sys.executable, __file__, *sys.argv[1:], "--inside", program]
     command += ["--number", str(number)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -64,12 +66,12 @@ def take_turn(case: Any, asked: argparse.Namespace, program: str, tree: Path, nu
 
 
 def values_of(turns: Sequence[Turn], key: str) -> list[float]:
-    """A number of every run of all turns."""
+    """Return a number of each run of all turns."""
     return [row[key] for turn in turns for row in turn["rows"]]
 
 
 def ratio_of(turns: Sequence[Turn], base: Sequence[Turn], key: str) -> float:
-    """The median over turns of the ratio of both programs' medians in a turn."""
+    """Return the median over turns of the ratio of both programs' medians in a turn."""
     pairs = zip(turns, base, strict=True)
     return median(median(values_of([x], key)) / median(values_of([y], key)) for x, y in pairs)
 
@@ -96,14 +98,14 @@ def report(measured: dict[str, list[Turn]]) -> None:
 
 
 def first_lines() -> str:
-    """Each case and what it compares."""
+    """Return each case with the first line of its docstring."""
     files = {case: Path(__file__).parent / "timed" / f"{case}.py" for case in CASES}
     texts = {case: ast.get_docstring(ast.parse(file.read_text())) for case, file in files.items()}
     return "\n".join(f"    {case:12}{text.splitlines()[0]}" for case, text in texts.items() if text)
 
 
 def arguments() -> tuple[Any, argparse.Namespace]:
-    """The module of the case, which is the only one that is imported, and its options."""
+    """Import the module of the case, and parse its options."""
     layout = argparse.RawDescriptionHelpFormatter
     description = (__doc__ or "").replace("{cases}", first_lines())
     top = argparse.ArgumentParser(description=description, formatter_class=layout)
@@ -126,21 +128,21 @@ def arguments() -> tuple[Any, argparse.Namespace]:
 
 
 def main() -> None:
-    """Take turns and print the table, or be one turn."""
-    case, asked = arguments()
-    if asked.inside:
-        print(json.dumps(run_here(case, asked)))
+    """Take turns and print the table, or run one turn."""
+    case, options = arguments()
+    if options.inside:
+        print(json.dumps(run_here(case, options)))
         return
-    programs = {name: (name, ROOT) for name in case.programs(asked)}
-    if asked.against:
-        other = asked.against.resolve()
+    programs = {name: (name, ROOT) for name in case.programs(options)}
+    if options.against:
+        other = options.against.resolve()
         programs |= {f"{name}, {other.name}": (name, other) for name in list(programs)}
     measured: dict[str, list[Turn]] = {name: [] for name in programs}
-    for number in range(asked.turns):
+    for number in range(options.turns):
         order = list(programs) if number % 2 == 0 else list(programs)[::-1]
         for name in order:
             program, tree = programs[name]
-            measured[name].append(take_turn(case, asked, program, tree, number))
+            measured[name].append(take_turn(case, options, program, tree, number))
             print(f"turn {number}, {name}: {measured[name][-1]}", file=sys.stderr)
     report(measured)
     if hasattr(case, "compare"):

@@ -1,7 +1,7 @@
-"""A virtual environment of its own for TRL, which the project does not depend on.
+"""Separate virtual environment for TRL, which is no dependency of the project.
 
-torch, transformers and what else both sides use come in the versions of `constraints.txt`, so that
-a comparison is of the training code alone.
+torch, transformers and other packages of both sides have the versions of `constraints.txt`, so that
+a comparison compares only the training code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("trl_worker.py")
 
 
 def add_environment_argument(parser: argparse.ArgumentParser) -> None:
-    """`--environment DIR`."""
+    """Add `--environment DIR`."""
     parser.add_argument(
         "--environment", type=Path, default=ROOT / ".venv-trl",
         help="virtual environment with TRL, made there if it is missing (default: .venv-trl)",
@@ -28,11 +28,7 @@ def add_environment_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def environment(folder: Path) -> Path:
-    """The Python of the environment in `folder`, made first unless it holds what is pinned.
-
-    Raises:
-        SystemExit: there is something else in `folder`.
-    """
+    """Return the Python of the environment in `folder`, and make it unless it has the pins."""
     python, stamp = folder / "bin" / "python", folder / ".installed"
     wanted = "\n".join((*PINNED, CONSTRAINTS.read_text()))
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -43,14 +39,15 @@ def environment(folder: Path) -> Path:
     if not python.exists():
         venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", CONSTRAINTS]
-    subprocess.run([*pip, "torch"], check=True)  # alone, so that nothing else chooses its build
+    # A separate command, so that no other package chooses the build of torch.
+    subprocess.run([*pip, "torch"], check=True)
     subprocess.run([*pip, "torch", *PINNED], check=True)
     stamp.write_text(wanted)
     return python
 
 
 def run_worker(python: Path, task: str, folder: Path) -> None:
-    """Run `trl_worker.py` on the job in `folder`; its complaints are shown when it fails."""
+    """Run `trl_worker.py` on the job in `folder`; if it fails, exit with its output."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [python, WORKER, task, folder], capture_output=True, text=True, env=os.environ | quiet

@@ -1,9 +1,9 @@
 """TRL's side of `compare_trl.py` and `speed.py train`; runs in TRL's environment.
 
-    python trl_worker.py gradients FOLDER     what each setting would hand to the optimizer
+    python trl_worker.py gradients FOLDER     the gradient of each setting, before the optimizer
     python trl_worker.py steps FOLDER         seconds and memory of training steps
 
-FOLDER holds `job.json`, see the two scripts; the answers are written beside it.
+FOLDER contains `job.json`, see the two scripts; results are written to it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,31 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 
 class OnGivenRollouts:
-    """Completions come from the job instead of the model, and the policy then moves on.
+    """Trainer that reads completions from the job instead of sampling, and then moves the policy.
 
-    Everything else is TRL's own: masks, rewards, advantages, old and reference log-probabilities,
+    All other parts are TRL's: masks, rewards, advantages, old and reference log-probabilities,
     loss, accumulation.
-
-    Attributes:
-        given: completions still to hand out, by the prompt's token ids.
-        current: weights to train at once the old log-probabilities are known; None on-policy.
-        trim: whether columns that are padding in every row of a micro-batch are cut off.
     """
 
+    # Completions that are not yet returned, by the prompt's token ids.
     given: dict
+    # Weights to train once the old log-probabilities are computed; None: on-policy.
     current: dict | None = None
+    # True if columns that are padding in every row of a micro-batch are removed.
     trim = False
 
     def _generate_single_turn(self, prompt_ids, *rest):
-        found = [self.given[tuple(ids)].pop(0) for ids in prompt_ids]
-        return (found, None) if isinstance(self, GRPOTrainer) else found
+        completions = [self.given[tuple(ids)].pop(0) for ids in prompt_ids]
+        return (completions, None) if isinstance(self, GRPOTrainer) else completions
 
     def _generate_and_score_completions(self, inputs):
-        found = super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
         if self.current is not None:
             put(self.current, self.model)
-        return found
+        return output
 
     def compute_loss(self, model, inputs, *rest, **options):
-        """TRL's, after `trim`."""
+        """Compute TRL's loss, after `trim`."""
         if self.trim:
             used = inputs["prompt_mask"].any(dim=0)
             cut = {name: inputs[name][:, used] for name in ("prompt_ids", "prompt_mask")}
@@ -69,15 +67,15 @@ TRAINERS = {"grpo": (GivenGRPO, GRPOConfig), "rloo": (GivenRLOO, RLOOConfig)}
 
 
 class KeepGradient(TrainerCallback):
-    """Copies every parameter's gradient as the optimizer is about to use it."""
+    """Callback that copies all gradients just before the optimizer uses them."""
 
     def on_pre_optimizer_step(self, args, state, control, model, **_):
-        """See TrainerCallback."""
-        self.found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        """Copy the gradients."""
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def gradients(job: dict, folder: Path) -> None:
-    """`gradient-<k>.safetensors` for the k-th of the job's settings."""
+    """Write `gradient-<k>.safetensors` for the k-th setting of the job."""
     order = torch.tensor(job["order"])
     for number, setting in enumerate(job["settings"]):
         keep = KeepGradient()
@@ -85,11 +83,11 @@ def gradients(job: dict, folder: Path) -> None:
         exact = InDouble() if job["dtype"] == "float64" else nullcontext()
         with exact, patch("trl.trainer.utils.torch.randperm", return_value=order):
             trainer.train()
-        save_file(keep.found, folder / f"gradient-{number}.safetensors")
+        save_file(keep.gradients, folder / f"gradient-{number}.safetensors")
 
 
 def comparing(job: dict, setting: dict, folder: Path, keep: KeepGradient):
-    """A trainer that takes one optimizer step on the job's rollouts."""
+    """Make a trainer that takes one optimizer step on the job's rollouts."""
     kind, configuration = TRAINERS[setting["trainer"]]
     prompts = job["prompts"]
     count = len(prompts) * job["group_size"]
@@ -115,7 +113,7 @@ def comparing(job: dict, setting: dict, folder: Path, keep: KeepGradient):
 
 
 def plain(job: dict) -> dict:
-    """What every configuration here has in common."""
+    """Return the arguments that all configurations here share."""
     return dict(
         output_dir=job["output_dir"], num_generations=job["group_size"], temperature=1.0,
         max_completion_length=job["max_completion_length"], use_cpu=job["device"] == "cpu",
@@ -126,38 +124,38 @@ def plain(job: dict) -> dict:
 
 
 def policy(job: dict):
-    """The job's model."""
+    """Load the job's model."""
     return AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
 
 
 def tokenizer(job: dict):
-    """The job's tokenizer, as its tokenizer.json is."""
+    """Load the job's tokenizer, as in its tokenizer.json."""
     return PreTrainedTokenizerFast.from_pretrained(job["model"], padding_side="left")
 
 
 class Rows(TrainerCallback):
-    """A row for every optimizer step: its seconds, those of generation, completion tokens."""
+    """Callback with a row per optimizer step: its seconds, seconds of generation, tokens."""
 
     def __init__(self, device: str):
         self.device, self.rows = device, []
 
     def since(self, start: tuple[float, float]) -> list[float]:
-        """Wall and CPU seconds."""
+        """Return wall and CPU seconds since a start."""
         return [end - begun for end, begun in zip(now(self.device), start, strict=True)]
 
     def on_step_begin(self, args, state, control, **_):
-        """See TrainerCallback."""
+        """Start the clock of a step."""
         self.begun, self.generating, self.tokens = now(self.device), [0.0, 0.0], 0
 
     def on_step_end(self, args, state, control, **_):
-        """See TrainerCallback."""
+        """Add the row of a step."""
         row = dict(zip(("wall", "cpu"), self.since(self.begun), strict=True))
         row |= dict(zip(("generate", "generate CPU"), self.generating, strict=True))
         self.rows.append(row | {"tokens": self.tokens})
 
 
 class Timed(GRPOTrainer):
-    """GRPOTrainer that notes how long generation took."""
+    """GRPOTrainer that measures the time of generation."""
 
     rows: Rows
 
@@ -171,7 +169,7 @@ class Timed(GRPOTrainer):
 
 
 def steps(job: dict, folder: Path) -> None:
-    """`result.json`: a row for each step, the warm ones first, and the peak of memory."""
+    """Write `result.json`: a row for each step, warm-up steps first, and the peak of memory."""
     if job["device"] == "cpu":
         torch.set_num_threads(job["threads"])
     rows, drawn = Rows(job["device"]), DrawnRewards(job["seed"], job["silent"])

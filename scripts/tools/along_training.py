@@ -1,14 +1,14 @@
-"""G*, n_c, the prompts' share and a loss's efficiency in a study of every checkpoint.
+"""Measure G*, n_c, the prompts' share and a loss's efficiency in studies of all checkpoints.
 
     python scripts/tools/along_training.py outputs/train/NAME/seed-0 [more runs] [mse overrides]
     python scripts/tools/along_training.py docs/examples/smollm2/full docs/examples/smollm2/lora
 
-Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated: of a run whose
-checkpoints are gone the finished ones are read. The questions, the prompt and the temperature are
-the run's, and so is the G of n_c, share and efficiency; `objective=trl_dapo study.rollouts=64` asks
-for the relative efficiency of a rollout of TRL's default loss in updates of 64, in unbiased ones at
-the same G. Prints the table, and writes it to `along_training.csv` and `.png` in the run, of
-several in the folder that holds them.
+Studies are written to `mse/checkpoint-<step>/` in the run folder and are not repeated: if a run's
+checkpoints are gone, its finished studies are read. Questions, prompt, temperature and the G of
+n_c, share and efficiency are those of the run; `objective=trl_dapo study.rollouts=64` adds the
+relative efficiency of TRL's default loss in updates of 64 rollouts, against the unbiased gradient
+at the same G. The table is printed, and written to `along_training.csv` and `.png` in the run
+folder, or for several runs in the folder that contains them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def steps_of(run: Path) -> list[int]:
-    """Steps with a checkpoint or a finished study, in order."""
+    """List steps with a checkpoint or a finished study, in order."""
     models = ("config.json", "adapter_config.json")
     saved = [path.parent for name in models for path in run.glob(f"checkpoint-*/{name}")]
     studied = [path.parent for path in run.glob("mse/checkpoint-*/result.json")]
@@ -47,7 +47,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def study(run: Path, step: int, trained: dict, overrides: list[str]) -> dict:
-    """The result of one checkpoint's study, run unless its folder is finished."""
+    """Run a checkpoint's study unless its folder is finished; return its result."""
     checkpoint, folder = run / f"checkpoint-{step}", run / "mse" / f"checkpoint-{step}"
     if checkpoint.is_dir():
         subprocess.run(
@@ -64,7 +64,7 @@ def study(run: Path, step: int, trained: dict, overrides: list[str]) -> dict:
 
 
 def row(name: str, step: int, group_size: int, result: dict) -> dict:
-    """One line of the table; n_c, share and efficiency at the run's G, null if not measured."""
+    """Make a row of the table; n_c, share and efficiency at the run's G, null if not measured."""
     scaling, noises = result["scaling"], result["noise"]["curve"]
     noise = next((x for x in noises if x["group_size"] == group_size), {})
     losses = (x for x in result.get("losses", ()) if x["group_size"] == group_size)
@@ -87,12 +87,12 @@ def row(name: str, step: int, group_size: int, result: dict) -> dict:
 
 
 def is_known(values: dict, key: str) -> bool:
-    """Whether anything is known of a quantity: its estimate, or an end of its interval."""
+    """Return True if a quantity has an estimate or an end of an interval."""
     return any(values[f"{key}{end}"] for end in ENDS)
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown, each number with its 95 % interval; `-`: unknown."""
+    """Format the rows as Markdown, each number with its 95 % interval; `-`: unknown."""
 
     def cell(values: dict, name: str) -> str:
         if not is_known(values, name):
@@ -113,22 +113,23 @@ def table(rows: list[dict]) -> str:
 
 
 def figure(rows: list[dict], path: Path) -> None:
-    """Every quantity that is known against the step, with 95 % intervals; an arrow: no end."""
+    """Plot known quantities against the step, with 95 % intervals; an arrow means no upper end."""
     shown = [key for key in PANELS if any(is_known(r, key) for r in rows)]
     image, panels = plt.subplots(
         1, len(shown), figsize=(3.1 * len(shown), 3.2), layout="constrained", squeeze=False
     )
     runs = list(dict.fromkeys(r["run"] for r in rows))
     last = max(r["step"] for r in rows)
-    apart = 0.012 * last  # of the runs' marks
+    # Horizontal distance between the marks of two runs.
+    offset = 0.012 * last
     for axes, key in zip(panels[0], shown, strict=True):
         endless = []
         for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
-            own = [r for r in rows if r["run"] == run and is_known(r, key)]
-            at = [r["step"] + apart * (2 * place - len(runs) + 1) for r in own]
-            middle = [math.nan if r[key] is None else r[key] for r in own]
+            run_rows = [r for r in rows if r["run"] == run and is_known(r, key)]
+            at = [r["step"] + offset * (2 * place - len(runs) + 1) for r in run_rows]
+            middle = [math.nan if r[key] is None else r[key] for r in run_rows]
             axes.plot(at, middle, "o-", markersize=4, linewidth=1, color=colour, label=run)
-            for x, r in zip(at, own, strict=True):
+            for x, r in zip(at, run_rows, strict=True):
                 if r[f"{key}_low"] is None:
                     continue
                 if r[f"{key}_high"] is None:
@@ -159,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     overrides = [word for word in arguments.more if "=" in word]
     rows, runs = [], [arguments.run, *(Path(x) for x in arguments.more if "=" not in x)]
-    apart = len({run.name for run in runs}) == len(runs)
+    distinct = len({run.name for run in runs}) == len(runs)
     for run in runs:
         steps = steps_of(run)
         if not steps:
@@ -167,7 +168,7 @@ def main() -> None:
         trained = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
         for step in steps:
             result = study(run, step, trained, overrides)
-            name = run.name if apart else str(run)
+            name = run.name if distinct else str(run)
             rows.append(row(name, step, trained["group_size"], result))
     print(table(rows))
     folder = Path(os.path.commonpath([run.absolute() for run in runs]))

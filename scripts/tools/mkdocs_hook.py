@@ -1,8 +1,8 @@
-"""What MkDocs does beside `.mkdocs.yml`: links that leave docs/, and nothing from another host.
+"""Hooks of MkDocs: links that leave docs/, and a warning of content from other hosts.
 
-On GitHub pages link to the README, and the README to pages: in the site the README is the page
+On GitHub, pages link to the README, and the README to pages: in the site the README is the page
 `start.md`. Other files of the repository have no address as long as the project has none
-(`project.urls`), so of a link to one its text stays, as on the page of PyPI.
+(`project.urls`), so a link to such a file is replaced by its text, as on the page of PyPI.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import posixpath
 import re
 from pathlib import Path
 
-log = logging.getLogger("mkdocs.hooks")  # with --strict a warning ends the build
+# With --strict a warning ends the build.
+log = logging.getLogger("mkdocs.hooks")
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
-LOADED = re.compile(  # what a browser fetches by itself, from a host that is named
+# Content that a browser loads from a named host.
+LOADED = re.compile(
     r"""<(?:script|img|iframe|source|link)\b[^>]*?\s(?:src|href)=["']?(?:https?:)?//[^\s"'>]+"""
     r"""|(?:url\(|@import)\s*["']?(?:https?:)?//[^\s"')]+"""
 )
 
 
 def on_files(files, config):
-    """The README of the repository becomes a page; pages are as wide as lines of code."""
+    """Add the README of the repository as a page, and make pages as wide as lines of code."""
     from mkdocs.structure.files import File
 
     readme = Path(config.config_file_path).parent / "README.md"
@@ -33,15 +35,15 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links lead within the site."""
+    """Rewrite links for the site."""
     return site_links(markdown, page.file.src_uri)
 
 
 def site_links(markdown, page):
-    """The text of a page with its links as the site has them.
+    """Return the text of a page with links within the site.
 
     Args:
-        markdown: as it is in the repository.
+        markdown: text of the page in the repository.
         page: its path in docs/; `start.md` for the README of the repository.
     """
     folder = posixpath.dirname("README.md" if page == "start.md" else f"docs/{page}")
@@ -58,7 +60,7 @@ def site_links(markdown, page):
 
 
 def on_post_build(config):
-    """Warn of every page and style sheet that loads from another host."""
+    """Warn of each page and style sheet that loads from another host."""
     for file in sorted(Path(config.site_dir).rglob("*")):
         if file.suffix in (".html", ".css"):
             for loaded in LOADED.findall(file.read_text()):

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Draw the MSE of the gradient against the group size again, from a study's curves.csv.
+"""Redraw the MSE of the gradient against the group size from a study's curves.csv.
 
     python scripts/tools/redraw_figure4.py outputs/mse/NAME/seed-0     # writes figure4.png there
 
-A starting point for figures of your own: change what is chosen, how it is drawn, or what is shown.
+A starting point for your own figures: change the selection, the style or the quantities.
 """
 
 import argparse
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # draws files, needs no screen
+# Draw files without a screen.
+matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas
 

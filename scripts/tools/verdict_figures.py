@@ -1,10 +1,11 @@
-"""Figures of published claims: the number on every policy, and where the claim holds.
+"""Draw published claims: the number on each policy, and the range in which the claim holds.
 
     python scripts/tools/verdict_figures.py
     python scripts/tools/verdict_figures.py "tiny_base=outputs/mse/NAME/seed-0" more studies
 
-Draws what docs/examples/verdicts.csv records. Studies with `experiment=verdicts`, each behind the
-name that it gets in the figures, are first taken into the records, in place of those of the name.
+Draws the records of docs/examples/verdicts.csv. Studies with `experiment=verdicts`, given as
+NAME=FOLDER with the name in the figures, are first added to the records and replace records of the
+same name.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 ENDS = {"number": "", "low": "_low", "high": "_high"}
 COLUMNS = ["policy", "claim", "measured", *ENDS, "least", "most", "holm_p", "verdict"]
 SHARE = "prompts' share of the noise"
-# The figure with a panel for each claim: how the claim begins, the axis, whether it may be in logs.
+# Panels of a figure: beginning of the claim, label of the axis, True if it may be logarithmic.
 STEP_SIZE = [
     ("a step of 8192", "rollouts at which half of a step\nis noise, n_c(16)", True),
     ("512 x 16", "extra error of 128 x 64\nover 512 x 16", False),
 ]
-# How claims on stale rollouts begin: their records are of the policy that they train.
+# Beginnings of claims on stale rollouts, whose records belong to the trained policy.
 OF_AGE = ("stale rollouts", "the effective sample", "ratios of the sequence")
-WIDE = 4  # ends this many times apart: an axis in logs
+# An axis is logarithmic if its ends have at least this ratio.
+WIDE = 4
 SHADE = "#56B4E9"
 COLOURS = {"holds": "#0072B2", "does not hold": "#D55E00", "not decided": "#666666"}
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -42,8 +44,10 @@ Record = dict[str, str]
 
 
 def taken(policy: str, folder: Path) -> list[Record]:
-    """The records of one study: its verdicts, and the prompts' share at every G; of stale rollouts
-    those on their age alone, since the others are of the policy that wrote them.
+    """Return the records of a study: its verdicts, and the prompts' share at every G.
+
+    A study of stale rollouts only gives claims on their age, because the other records belong to
+    the policy that wrote them.
     """
     result = json.loads((folder / "result.json").read_text())
     if not result.get("verdicts"):
@@ -59,21 +63,21 @@ def taken(policy: str, folder: Path) -> list[Record]:
         }
         return dict.fromkeys(COLUMNS, "") | {"policy": policy} | written
 
-    said = ("claim", "measured", "least", "most", "holm_p", "verdict")
+    columns = ("claim", "measured", "least", "most", "holm_p", "verdict")
     judged = [
-        record(row, "number", **{name: row.get(name) for name in said})
+        record(row, "number", **{name: row.get(name) for name in columns})
         for row in result["verdicts"]
     ]
     shares = [
         record(row, "prompt_share", claim=SHARE, measured=f"{row['group_size']:g}")
         for row in result["noise"]["curve"]
     ]
-    aged = [one for one in judged if one["claim"].startswith(OF_AGE)]
+    aged = [row for row in judged if row["claim"].startswith(OF_AGE)]
     return aged or judged + shares
 
 
 def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Path) -> None:
-    """A line per policy with its 95 % interval, an arrow where it has no end; shaded: it holds."""
+    """Draw 95 % intervals by policy, an arrow if an end is missing, a shade if the claim holds."""
     shown = [[r for r in records if r["claim"].startswith(start)] for start, _, _ in panels]
     names = list(dict.fromkeys(r["policy"] for rows in shown for r in rows))
     image, axes = plt.subplots(
@@ -81,15 +85,15 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for axis, (_, label, logs), rows in zip(axes[0], panels, shown, strict=True):
-        known = [r for r in rows if r["number"] or r["low"]]
-        ends = [float(r[key]) for r in known for key in ENDS if r[key]]
+        estimated = [r for r in rows if r["number"] or r["low"]]
+        ends = [float(r[key]) for r in estimated for key in ENDS if r[key]]
         bounds = [float(rows[0][key]) for key in ("least", "most") if rows[0][key]]
         low, high = min([*ends, *bounds]), max([*ends, *bounds])
         log = logs and 0 < WIDE * low < high
         if log:
             low, high = low / 1.15, high * 1.15
             axis.set_xscale("log")
-            # Ticks at 1, 2 and 5, or at powers of ten alone.
+            # Ticks at 1, 2 and 5, or only at powers of ten.
             digits = (1, 2, 5) if high < 100 * low else (1,)
             powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
             ticks = [digit * 10.0**power for power in powers for digit in digits]
@@ -97,14 +101,14 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
             axis.minorticks_off()
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}".replace(",", " "))
         else:
-            apart = 0.07 * (high - low)
-            low, high = low - apart, high + apart
+            margin = 0.07 * (high - low)
+            low, high = low - margin, high + margin
             axis.xaxis.set_major_locator(MaxNLocator(5))
         least, most = (float(rows[0][key] or end) for key, end in (("least", low), ("most", high)))
         axis.axvspan(max(least, low), min(most, high), color=SHADE, alpha=0.2, linewidth=0)
         for r in rows:
             y, colour = names.index(r["policy"]), COLOURS.get(r["verdict"], COLOURS["not decided"])
-            if r not in known:
+            if r not in estimated:
                 axis.text(0.5, y, r["verdict"], transform=axis.get_yaxis_transform(), va="center",
                           ha="center", fontsize=8, color=colour)  # fmt: skip
                 continue
@@ -130,12 +134,14 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
 
 
 def prompt_shares(records: list[Record], path: Path) -> None:
-    """The prompts' share of the noise against G, a line and a 95 % band per policy."""
+    """Draw the prompts' share of the noise against G, a line and a 95 % band per policy."""
     image, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     rows = [r for r in records if r["claim"] == SHARE and r["number"]]
     for policy, colour in zip(dict.fromkeys(r["policy"] for r in rows), cycle(LINES), strict=False):
-        own = [r for r in rows if r["policy"] == policy]
-        sizes, *ends = zip(*([float(r[x]) for x in ("measured", *ENDS)] for r in own), strict=True)
+        policy_rows = [r for r in rows if r["policy"] == policy]
+        sizes, *ends = zip(
+            *([float(r[x]) for x in ("measured", *ENDS)] for r in policy_rows), strict=True
+        )
         axis.plot(sizes, ends[0], ".-", color=colour, label=policy)
         axis.fill_between(sizes, ends[1], ends[2], color=colour, alpha=0.15, linewidth=0)
     axis.axhline(0.5, color="black", linestyle="--", linewidth=1)
@@ -158,24 +164,24 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", help="NAME=FOLDER of a study")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/examples/verdicts.csv")
     parser.add_argument("--images", type=Path, default=ROOT / "docs/images")
-    asked = parser.parse_args()
-    records = list(csv.DictReader(asked.records.open())) if asked.records.exists() else []
-    for one in asked.studies:
-        name, _, folder = one.partition("=")
+    options = parser.parse_args()
+    records = list(csv.DictReader(options.records.open())) if options.records.exists() else []
+    for study in options.studies:
+        name, _, folder = study.partition("=")
         rows = taken(name, Path(folder))
         records = [r for r in records if r["policy"] != name] + rows
     if not records:
-        parser.error(f"{asked.records} has no records: name studies as NAME=FOLDER")
-    if asked.studies:
-        with asked.records.open("w", newline="") as file:
+        parser.error(f"{options.records} has no records: name studies as NAME=FOLDER")
+    if options.studies:
+        with options.records.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(records)
     judged = [panel for panel in STEP_SIZE if any(r["claim"].startswith(panel[0]) for r in records)]
     if judged:
-        forest(judged, records, asked.images / "rollouts_8192.png")
-    prompt_shares(records, asked.images / "prompt_share.png")
-    print(f"Drew the figures of {asked.records} into {asked.images}")
+        forest(judged, records, options.images / "rollouts_8192.png")
+    prompt_shares(records, options.images / "prompt_share.png")
+    print(f"Drew the figures of {options.records} into {options.images}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The texts that the embedded policies learn to write.
+"""Texts that the embedded policies learn to write.
 
-A worked solution leaves free choices that do not touch correctness: the order of commuting steps,
-the order of two summands or factors, the wording between steps, spaces around operators.
+A worked solution has free choices that do not affect correctness: the order of commuting steps, the
+order of two summands or factors, the wording between steps, spaces around operators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINKS = (", ", "; ", ". ", ": ", " so ", " then ", " and ", " next ")
 
 
 def direct(question: Exercise) -> str:
-    """The bare answer."""
+    """Return the answer only."""
     return str(question.answer)
 
 
@@ -27,12 +27,12 @@ SLIPS = (-10, -2, -1, 1, 2, 10)
 
 
 class Writer:
-    """Writes worked solutions with random wording, spacing and order of steps.
+    """Writer of worked solutions with random wording, spacing and order of steps.
 
     Args:
-        seed: of the random choices.
-        careless: the probability that a step's result slips; later steps go on from it.
-        chatty: whether a filler word, or none, comes before every step.
+        seed: seed of the random choices.
+        careless: the probability that a step's result is wrong; later steps use that result.
+        chatty: True if each step begins with a random filler word, which may be empty.
     """
 
     def __init__(self, seed: int, careless: float = 0.0, chatty: bool = False):
@@ -41,7 +41,7 @@ class Writer:
         self._chatty = chatty
 
     def solution(self, question: Exercise) -> str:
-        """A short solution ending in ` #### answer`."""
+        """Write a short solution that ends in ` #### answer`."""
         steps, answer = self._steps(question)
         text = self._rng.choice(OPENINGS) + self._filler() + steps[0]
         for step in steps[1:]:
@@ -61,7 +61,7 @@ class Writer:
         return self._sum(question.operands)
 
     def _step(self, a: int, sign: str, b: int) -> tuple[str, int]:
-        """`a sign b=result` with a space or none before sign, b and =; and the result."""
+        """Write `a sign b=result` with optional spaces; return the text and the result."""
         result = OPERATORS[sign](a, b)
         if self._rng.random() < self._careless:
             result += self._rng.choice(SLIPS)
@@ -69,7 +69,7 @@ class Writer:
         return f"{a}{gaps[0]}{sign}{gaps[1]}{b}{gaps[2]}={result}", result
 
     def _add(self, a: int, b: int) -> tuple[str, int]:
-        """a + b; b may be negative, and two non-negative summands come in either order."""
+        """Write a + b; b may be negative, and non-negative summands come in either order."""
         if b < 0:
             return self._step(a, "-", -b)
         if a >= 0 and self._rng.random() < 0.5:
@@ -81,7 +81,7 @@ class Writer:
         return self._step(a, "*", b)
 
     def _sum(self, terms: tuple[int, ...]) -> tuple[list[str], int]:
-        """Add signed terms two at a time in a random order that starts with a positive one."""
+        """Add signed terms two at a time in a random order that starts with a positive term."""
         rest = list(terms)
         total = rest.pop(self._rng.choice([i for i, t in enumerate(rest) if t > 0]))
         steps = []

@@ -216,7 +216,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "start, told",
-    [("exec sleep 20", "did not answer in 0.2 s"), ("kill -9 $$", "ends with code -9")],
+    [("exec sleep 20", "did not start in 0.2 s"), ("kill -9 $$", "ends with code -9")],
 )
 def test_a_cuda_that_hangs_or_crashes_when_it_starts(monkeypatch, tmp_path, start, told):
     _program(tmp_path / "nvidia-smi", "echo 550.1")

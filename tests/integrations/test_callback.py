@@ -384,7 +384,7 @@ def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsy
     rollouts = Group(rows, np.zeros(SIZE), np.zeros((SIZE, 1))).rollouts()
     if "memory" in message:
         callback.scorer._check(policy, rollouts, None)
-        assert "No memory to compare scores" in callback.scorer.notes[0]
+        assert "Scores were not compared" in callback.scorer.notes[0]
     else:
         with pytest.raises(RuntimeError, match=message):
             callback.scorer._check(policy, rollouts, None)
@@ -419,7 +419,7 @@ def test_raise_or_lower_is_said_as_advise_says_it():
         callback.windows.append(Window(step, step, terms, step == 7))
     lines = callback.summary()
     assert lines[0].startswith("grpo_ustat: Raise num_generations from 4 to ")
-    assert "Groups left out, since a completion of theirs has no reward: 1." in lines
+    assert "Groups left out because a completion has no reward: 1." in lines
 
 
 def test_modes_and_random_states_are_as_before():
@@ -464,7 +464,7 @@ def test_some_parameters_alone_are_measured(monkeypatch):
     assert seen and {tuple(names) for names in seen} == {("norm.weight", "head.bias")}
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trainable == ["norm.weight", "head.weight", "head.bias"]
-    words = "scores of the parameters named 'norm|head.b' in float32; measuring took"
+    words = "scores of parameters that match 'norm|head.b' in float32; measuring took"
     assert words in callback.summary()[1]
 
 
@@ -478,7 +478,7 @@ def test_parameters_that_are_none_are_refused(pattern):
 
 
 def test_too_small_a_step_between_measurements_is_refused():
-    with pytest.raises(ConfigError, match="every=0: at least 1"):
+    with pytest.raises(ConfigError, match="every=0 is below 1"):
         GradientNoiseCallback(GRPOTrainer(SIZE), every=0)
 
 

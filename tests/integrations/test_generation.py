@@ -32,7 +32,7 @@ def test_padding_is_taken_off():
     rows = completions_of(output_of(PROMPTS, COMPLETIONS), PAD)
     assert [row.prompt_ids for row in rows] == PROMPTS
     assert [row.completion_ids for row in rows] == COMPLETIONS
-    assert all(row.own is None for row in rows)
+    assert all(row.written is None for row in rows)
 
 
 def test_a_truncated_completion_that_is_masked_is_taken_as_written():
@@ -47,7 +47,7 @@ def test_tokens_of_tools_are_not_the_policys():
     output["tool_mask"] = torch.ones_like(output["completion_mask"])
     output["tool_mask"][2, 1:3] = 0
     rows = completions_of(output, PAD)
-    assert rows[2].own == [True, False, False, True] and rows[3].own == [True]
+    assert rows[2].written == [True, False, False, True] and rows[3].written == [True]
     (group, _), _unknown = whole_groups(rows, *rewards([0.0, 1.0, 0.0, 1.0]), 2)
     rollouts = whole_groups(rows, *rewards([0.0, 1.0, 0.0, 1.0]), 2)[0][1].rollouts()
     assert rollouts.scored_PGT[0].tolist() == [[True, False, False, True], [True] + [False] * 3]
@@ -108,7 +108,7 @@ def test_a_group_with_an_unknown_reward_is_left_out():
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([Completion([1], [2])] * 5, "5 completions are no whole number of groups of 2"),
+        ([Completion([1], [2])] * 5, "5 completions are no multiple of num_generations=2"),
         ([Completion([1], [2]), Completion([3], [2])], "one group but have several prompts"),
         ([Completion([1], [2]), Completion([1], [])], "has no token"),
     ],

@@ -80,7 +80,7 @@ UNMEASURED = {
     "entropy bonus": {"entropy_coef": 0.01},
     "adaptive": {"use_adaptive_entropy": True},
     "delta=0.9 clips every ratio": {"delta": 0.9},
-    "loss_type=next is none of those of TRL 1.16": {"loss_type": "next"},
+    "loss_type=next is no loss of TRL 1.16": {"loss_type": "next"},
     "scale_rewards=rank is none of none, group, batch": {"scale_rewards": "rank"},
 }
 
@@ -90,7 +90,7 @@ def test_what_a_pool_of_scores_does_not_tell_is_a_reason(words):
     reason = unmeasured(trains_with(**UNMEASURED[words]))
     assert reason is not None and words.replace("adaptive", "entropy bonus") in reason
     assert unmeasured(trains_with(delta=1.0, beta=0.04)) is None
-    assert unmeasured(OwnLossTrainer()) == "OwnLossTrainer has a _compute_loss of its own"
+    assert unmeasured(OwnLossTrainer()) == "OwnLossTrainer overrides _compute_loss"
 
 
 def test_a_loss_is_described_with_what_is_left_out():
@@ -159,12 +159,13 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
 def test_what_is_not_decided_is_said():
     few = own_loss(a_pool(40), DAPO, 128, "dapo, std of the group")
     assert few.line() == (
-        "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 measured."
+        "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 are "
+        "measured."
     )
     assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
-    assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()
+    assert "4 groups are needed, 3 are measured" in own_loss(a_pool(3), GRPO, 64, "").line()
     assert own_loss(a_pool(8), GRPO, 4, "").reason == (
-        "an update of 4 rollouts has no whole number of groups of 8"
+        "an update of 4 rollouts is no multiple of num_generations=8"
     )
     weak = own_loss(a_pool(30, signal=0.0), GRPO, 64, "grpo")
     assert "relative efficiency is not decided from 30 groups" in weak.line()

@@ -238,7 +238,9 @@ def test_with_dropout_the_applied_gradient_is_the_declared_one(name, tmp_path, c
         assert abs(one.ratio - 1) < (1e-5 if exact else 0.05)
         assert one.cosine > 1 - (1e-9 if exact else 1e-2)
     said = capsys.readouterr().out
-    assert ("TRL draws masks for pi_old too" in said) is ("ratios" in name or name == "iterations")
+    assert ("TRL draws dropout masks for pi_old too" in said) is (
+        "ratios" in name or name == "iterations"
+    )
 
 
 @pytest.mark.parametrize(

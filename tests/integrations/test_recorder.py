@@ -43,7 +43,7 @@ def test_it_rewards_nothing_and_logs_tokens_and_the_step():
 
 def test_runs_with_tools_are_refused():
     trainer = Trainer(tools=[print])
-    with pytest.raises(ConfigError, match="it has tools"):
+    with pytest.raises(ConfigError, match="a run with tools"):
         record(["a"], [[5]], SimpleNamespace(global_step=0), trainer.log_extra)
 
 

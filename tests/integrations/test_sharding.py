@@ -269,7 +269,7 @@ def test_layers_have_their_weights_in_turn():
         with in_step.round(1, backward=False), in_step.forward(), torch.no_grad():
             assert model(IDS).logits.isfinite().all()
         assert elsewhere.gathered == [*4 * sweep, *layers]
-        with pytest.raises(ConfigError, match="not computed in its turn"), in_step.round(1):
+        with pytest.raises(ConfigError, match="computed out of order"), in_step.round(1):
             scores_of(model, in_step.weights)
             scores_of(model, in_step.weights)
         assert elsewhere.gathered == [*4 * sweep, *layers, *sweep]
@@ -282,7 +282,7 @@ def test_layers_that_share_weights_cannot_have_them_in_turn():
     first, second = separate_layers(model)[:2]
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     assert separate_layers(model) == []
-    made_of = pytest.raises(ConfigError, match="by_layer=True, and Qwen2ForCausalLM is not made of")
+    made_of = pytest.raises(ConfigError, match="by_layer=True, but Qwen2ForCausalLM is not made of")
     with made_of, scored_weights(trainer_of(model), by_layer=True):
         pass
 

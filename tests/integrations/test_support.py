@@ -44,7 +44,7 @@ def test_it_is_refused(message):
 def test_another_version_of_trl_is_refused():
     trainer = GRPOTrainer()
     del trainer._logs
-    with pytest.raises(ConfigError, match="has no _logs: use TRL 1.16"):
+    with pytest.raises(ConfigError, match="has no _logs: install TRL 1.16"):
         check_trainer(trainer)
 
 

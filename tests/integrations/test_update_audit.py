@@ -216,7 +216,7 @@ def test_tokens_of_generation_batches_are_told_from_those_of_the_update():
     assert not audit.results[0].agrees and audit.results[0].cosine > 0.9
     assert audit.results[0].sentence.endswith(
         "it is the gradient of a loss that divides by the tokens of each generation batch, here of "
-        "1 micro-batches (steps_per_generation), and not by those of the update's 2"
+        "1 micro-batches (steps_per_generation), and not by the tokens of the update's 2"
     )
 
 
@@ -228,7 +228,7 @@ def test_tokens_of_generation_batches_are_told_from_those_of_the_update():
         ("grpo", 0.5, {"use_liger_kernel": True},
          "Liger's loss is divided once more by gradient_accumulation_steps = 2"),
         ("grpo", 0.4, {"gradient_accumulation_steps": 5},
-         "the window of 2 micro-batches is divided by those of a whole one, 5"),
+         "the window of 2 micro-batches is divided by 5, as a full one"),
         ("grpo", -1.0, {}, "the sign is reversed"),
     ],
 )  # fmt: skip
@@ -253,7 +253,7 @@ def test_noise_of_dropout_is_a_hint():
     noise = RNG.normal(size=320) * np.linalg.norm(gradient) / 60
     trainer.update([batch.inputs(range(12))], gradient + noise)
     assert audit.results[0].sentence.endswith(
-        "likely dropout, drop of 0.05, which scores are without"
+        "likely dropout, drop of 0.05, which the scores do not have"
     )
 
 
@@ -276,10 +276,10 @@ def test_what_cannot_be_compared_is_said_and_training_goes_on():
     says = [one.sentence.removeprefix("The gradient was not compared: ") for one in audit.results]
     assert says[:2] == [
         "1 of its 12 completions have no scores",
-        "4 of its 12 completions are of no group that was measured",
+        "4 of its 12 completions belong to no measured group",
     ]
     assert says[2].startswith("KeyError") and says[3].startswith("AttributeError")
-    assert "bias was scored and is not trained" in says[4]
+    assert "bias was scored but is not trained" in says[4]
     assert len(trainer.clipped) == 5 and not any(one.agrees for one in audit.results)
 
 

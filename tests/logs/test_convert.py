@@ -260,10 +260,18 @@ def open_instruct_rows(changes):
         ({1: {"response_tokens": [7, -1]}}, 9, "it holds -1, which is no token id"),
         ({1: {"response_tokens": None}}, 9, "its row is not as the framework writes it (TypeError"),
         ({1: {"logprobs": None}}, 9, "it has no logprobs, which others have"),
-        ({1: {"logprobs": [-0.5, math.nan]}}, 9, "logprobs holds what is not a finite number"),
-        ({1: {"logprobs": ["x", None]}}, 9, "logprobs holds what is not a finite number"),
-        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs holds what is not a finite number"),
-        ({1: {"logprobs": [-0.5, -(10**400)]}}, 9, "logprobs holds what is not a finite number"),
+        (
+            {1: {"logprobs": [-0.5, math.nan]}},
+            9,
+            "logprobs holds a value that is not a finite number",
+        ),
+        ({1: {"logprobs": ["x", None]}}, 9, "logprobs holds a value that is not a finite number"),
+        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs holds a value that is not a finite number"),
+        (
+            {1: {"logprobs": [-0.5, -(10**400)]}},
+            9,
+            "logprobs holds a value that is not a finite number",
+        ),
         ({1: {"logprobs": -0.5}}, 9, "its row is not as the framework writes it (logprobs is floa"),
         ({1: {"logprobs": "ab"}}, 9, "its row is not as the framework writes it (logprobs is str"),
         ({1: {"reward": 1e300}}, 9, "its reward is larger than 1e+50, so that its square over"),
@@ -343,14 +351,17 @@ def test_several_reward_columns_are_asked_for(tmp_path):
         (["missing", "o.parquet"], "missing does not exist"),
         (["empty.jsonl", "o.parquet"], "empty.jsonl is empty"),
         (["empty", "o.parquet"], "empty holds no file"),
-        (["source", "o.csv"], "o.csv: the converted file ends in .parquet"),
-        (["source", "there.parquet"], "there.parquet is there already"),
+        (["source", "o.csv"], "o.csv does not end in .parquet"),
+        (["source", "there.parquet"], "there.parquet exists already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
-        (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, as slime writes them"),
-        (["source", "empty.jsonl/o.parquet"], "cannot be written, for its folder cannot be made"),
-        (["source", "there.parquet/a/o.parquet"], "there.parquet/a/o.parquet cannot be written"),
-        (["source", "o.parquet", "--group-size", "0"], "--group-size 0: a group has at least one"),
-        (["source", "o.parquet", "--group-size", "-4"], "--group-size -4: a group has at least"),
+        (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, the files of slime"),
+        (["source", "empty.jsonl/o.parquet"], "o.parquet: its folder cannot be made ("),
+        (
+            ["source", "there.parquet/a/o.parquet"],
+            "there.parquet/a/o.parquet: its folder cannot be made",
+        ),
+        (["source", "o.parquet", "--group-size", "0"], "--group-size 0 is below 1"),
+        (["source", "o.parquet", "--group-size", "-4"], "--group-size -4 is below 1"),
         (["source", "o.parquet", "--from", "skyrl"], "source holds no *_training_input.pkl"),
     ],
 )
@@ -472,9 +483,9 @@ def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt,
     with pytest.raises(ConfigError) as refused:
         convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert str(refused.value) == (
-        f"{tmp_path}/3.jsonl line 0: its prompt ends in {rest}, as chat templates do, and verl "
-        "left their special tokens out, so it is not what the model read: let verl log tokens too, "
-        "with VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record, and convert these "
+        f"{tmp_path}/3.jsonl line 0: its prompt ends in {rest}, so a chat template wrote it; verl "
+        "logs it without special tokens, so the model read another text: log tokens with "
+        "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
         "(docs/verl.md)"
     )
 

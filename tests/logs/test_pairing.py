@@ -42,11 +42,11 @@ def run_of_trl(folder, files, checkpoints, logging_steps, save_steps, prompts=4)
     "files, checkpoints, steps, line, model",
     [  # TRL's defaults first: no file has its checkpoint, and that of 499 updates is nearest
         (range(10, 1001, 10), (500,), (10, 500), "completions_00500 was written 1 update before "
-         "checkpoint-500, the nearest; they meet with logging_steps=1, or with save_steps=499 "
-         "(checkpoint-499 writes completions_00500)", 500),
+         "checkpoint-500, the nearest; a checkpoint writes a file with logging_steps=1, or with "
+         "save_steps=499 (checkpoint-499 writes completions_00500)", 500),
         ((510, 520), (500,), (10, 500), "completions_00510 was written 9 updates after "
-         "checkpoint-500, the nearest; they meet with logging_steps=1, or with save_steps=499 "
-         "(checkpoint-499 writes completions_00500)", 500),
+         "checkpoint-500, the nearest; a checkpoint writes a file with logging_steps=1, or with "
+         "save_steps=499 (checkpoint-499 writes completions_00500)", 500),
         (range(495, 520), (500, 505), (1, 5), "completions_00506 was written by checkpoint-505",
          505),
         ((2, 4, 6, 8, 10, 11), (5, 10, 11), (2, 5), "completions_00011 was written by "
@@ -121,7 +121,7 @@ def test_next_command_after_a_log_of_one_prompt(tmp_path, monkeypatch, capsys):
     "model, said",
     [
         ("run/checkpoint-500", "written 9 updates after the policy that scores them: "
-         "completions_00510.parquet is of checkpoint-509, and the model is checkpoint-500"),
+         "checkpoint-509 wrote completions_00510.parquet, and the model is checkpoint-500"),
         ("run/checkpoint-510/", "written 1 update before the policy that scores them"),
         ("checkpoints/global_step_500/actor/huggingface", "written 9 updates after"),
         ("run/checkpoint-509", ""),

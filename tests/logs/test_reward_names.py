@@ -94,7 +94,7 @@ def test_what_a_study_would_refuse_is_left_out_row_by_row(tmp_path):
     asked[10] = [*asked[10], {"role": "assistant", "content": "So"}]
     trl(tmp_path / "run/completions_00003.parquet", 0, 3, prompt=asked, completion=said)
     conversion, table = converted(tmp_path / "run")
-    assert left_out(conversion, "not one of the assistant", "content is not text") == 2
+    assert left_out(conversion, "not a single one of the assistant", "content is not text") == 2
     assert left_out(conversion, "its group", "ends with an assistant message") == 1
     assert len(table) == conversion.kept == 12
     assert len(read_rollouts(max(tmp_path.glob("*.parquet")))) == 12
@@ -135,8 +135,8 @@ def test_a_reward_of_prime_rl_without_a_weight_counts_once(tmp_path, weight):
         ("", "^--reward '': '' names no reward"),
         ("acc,", "^--reward acc,: '' names no reward"),
         ("=1", "'=1' names no reward"),
-        ("acc=nan", "'nan' is no number that can weigh acc"),
-        ("acc=inf", "'inf' is no number that can weigh acc"),
+        ("acc=nan", "'nan' is not a finite weight of acc"),
+        ("acc=inf", "'inf' is not a finite weight of acc"),
     ],
 )
 @pytest.mark.parametrize("write", [verl, trl])

@@ -76,7 +76,7 @@ def test_every_kind_of_file_has_the_same_groups(tmp_path, suffix):
 
 def test_one_prompt_has_no_variance_between_prompts():
     lines = reward_lines(RewardGroups("reward", [np.array([0.0, 1.0])], 0), 2)
-    assert "one prompt" in lines[-1]
+    assert "single prompt" in lines[-1]
     assert not any("nan" in line for line in lines)
 
 
@@ -88,8 +88,8 @@ def test_steps_and_prompts_apart(tmp_path):
 @pytest.mark.parametrize(
     "rows, column, message",
     [
-        ([{"reward": 1.0}], None, "one of prompt_id, prompt, group_id, group, question must say"),
-        ([{"prompt": "q", "a": 1.0, "b": 0.0}], None, "a, b beside the log's own columns: say"),
+        ([{"reward": 1.0}], None, "none of prompt_id, prompt, group_id, group, question"),
+        ([{"prompt": "q", "a": 1.0, "b": 0.0}], None, "2 columns that may be rewards (a, b): name"),
         ([{"prompt": "q", "a": 1.0}], "b", "has no column b: choose from prompt, a"),
         ([*ROWS, {"prompt": "q2", "reward": float("nan")}], None, "row 12 (from 0): reward is nan"),
         ([*ROWS, {"prompt": "q2", "reward": None}], None, "row 12 (from 0): reward is None"),

@@ -17,7 +17,7 @@ from grpo_ustat.logs.formats import FORMATS, Options
 from grpo_ustat.logs.rewards import read_rewards
 from grpo_ustat.logs.rows import check_columns, read_rollouts
 
-REFUSED = r"its rows are turns of one rollout \(.*one row a rollout"
+REFUSED = r"its rows are turns of one rollout \(.*one row per rollout"
 
 
 def rollouts(turns, samples=4, own=True, rebuilt=False):
@@ -106,7 +106,7 @@ def test_rewards_of_turns_without_an_id_are_refused_by_their_column(tmp_path, gr
     rows = [f"{q},{t == 2 if 'last' in column else t},{g % 2}" for q, g, t, *_ in rollouts(3)]
     path.write_text("\n".join([f"{group},{column},reward", *rows]))
     with pytest.raises(
-        ConfigError, match=rf"rows of one {group} have {column} .* leave {column} out"
+        ConfigError, match=rf"rows of one {group} have {column} .* without {column}"
     ):
         read_rewards(path)
     path.write_text("\n".join([f"{group},{column},reward", *rows[2::3]]))  # the last turns

@@ -248,7 +248,7 @@ def talk(*messages):
         ({"completion": [[]] * 31 + [talk(("assistant", "1"))]},
          r"row 0 \(from 0\): completion has no messages, and 30 more"),
         ({"completion": [talk(("assistant", "1"), ("tool", "2"))] * 32},
-         "completion holds messages of assistant, tool, not one of the assistant"),
+         "completion holds messages of assistant, tool, not a single one of the assistant"),
         ({"completion": [talk(("assistant", None))] * 32},
          "completion has a message of the assistant whose content is not text"),
         ({"completion": [[{"role": "assistant", "content": "1", "tool_calls": "f()"}]] * 32},

@@ -83,8 +83,8 @@ def test_the_factors_are_those_of_the_written_losses(compare):
     }
     for mine, theirs, factor in wanted.values():
         pair = [{"logits": softmax_gradient(logits, f)} for f in (mine, theirs)]
-        assert compare.apart(*pair, factor)[0] < 1e-15
-        assert compare.apart(*pair, factor * 1.01)[0] == pytest.approx(0.01)
+        assert compare.largest_difference(*pair, factor)[0] < 1e-15
+        assert compare.largest_difference(*pair, factor * 1.01)[0] == pytest.approx(0.01)
         assert compare.scale(*pair) == pytest.approx(factor, rel=1e-14)
 
 
@@ -121,7 +121,7 @@ def first_of_each_objective(settings):
 )
 def test_our_gradients_are_those_recorded_of_trl(compare, chosen):
     """Of the objectives on and off the sampling policy, and of the presets; controls differ."""
-    rollouts = compare.given(2, "float64")
+    rollouts = compare.common_start(2, "float64")
     told = compare.without_paths(compare.job(compare.SETTINGS, rollouts, "float64"))
     assert json.loads(json.dumps(told)) == RECORD["job"], "record anew: " + RECORD["source"]
     for setting in chosen(compare.SETTINGS):
@@ -140,7 +140,7 @@ def test_row_weights_times_scores_are_the_recorded_gradients_of_trl(compare):
     """`sum_i W_i s_i` of every preset whose tokens all count, with scores by autograd; some
     completions are cut and have no weight where they are masked.
     """
-    found = compare.given(2, "float64")
+    found = compare.common_start(2, "float64")
     rollouts, count = found.rollouts, found.rewards_PG.size
     assert 0 < rollouts.ended_PG.sum() < count
     products_NK2 = np.array([in_short(compare, s)[:, 1:] for s in scores(compare, rollouts)])
@@ -183,7 +183,7 @@ def scores(compare, rollouts):
 @pytest.mark.nightly(minutes=1)
 def test_the_living_trl_makes_the_recorded_gradients(compare):
     pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"')
-    rollouts = compare.given(2, "float64")
+    rollouts = compare.common_start(2, "float64")
     living = compare.trl_gradients(compare.SETTINGS, rollouts, "float64", Path(sys.executable))
     for setting, gradient in zip(compare.SETTINGS, living, strict=True):
         theirs = in_short(compare, gradient)
@@ -195,11 +195,11 @@ def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
     """Moved weights, clipping and a reference model each change it; the factor is of one form."""
     monkeypatch.setattr(compare, "LENGTH", 12)
     settings = {setting.name: setting for setting in compare.SETTINGS}
-    found = compare.given(2, "float64")
+    found = compare.common_start(2, "float64")
     names = ("algorithm1 = RLOO", "group_mean = dr_grpo", "k1 in the reward = RLOO, moved")
     plain, mean, moved = [compare.our_gradient(settings[n], found, "float64")[0] for n in names]
-    assert compare.apart(plain, mean, compare.GROUP / (compare.GROUP - 1))[0] < 1e-12
-    assert compare.apart(plain, moved, 1.0)[0] > 0.01
+    assert compare.largest_difference(plain, mean, compare.GROUP / (compare.GROUP - 1))[0] < 1e-12
+    assert compare.largest_difference(plain, moved, 1.0)[0] > 0.01
     told = compare.job(compare.SETTINGS, found, "float64")
     lengths = [[len(tokens) for tokens in p["completions"]] for p in told["prompts"]]
     assert lengths == found.rollouts.lengths_PG.tolist() and json.loads(json.dumps(told)) == told
@@ -208,9 +208,9 @@ def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
 def test_the_largest_difference_names_its_parameter(compare):
     ours = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([2.0])}
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
-    assert compare.apart(ours, theirs, 1.0) == (0.5, "b")
+    assert compare.largest_difference(ours, theirs, 1.0) == (0.5, "b")
     with pytest.raises(ValueError, match="only one side has"):
-        compare.apart(ours, {"a": ours["a"]}, 1.0)
+        compare.largest_difference(ours, {"a": ours["a"]}, 1.0)
 
 
 def test_a_control_must_differ(compare):

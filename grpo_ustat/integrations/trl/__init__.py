@@ -1,12 +1,12 @@
-"""For TRL's GRPOTrainer: the gradient's error while it trains, and token-exact completion logs.
+"""Gradient noise of a TRL GRPOTrainer during training, and token-exact completion logs.
 
     from grpo_ustat.integrations.trl import GradientNoiseCallback, record
 
     trainer = GRPOTrainer(..., reward_funcs=[reward, record])
     trainer.add_callback(GradientNoiseCallback(trainer, every=10))
 
-Nothing here imports TRL: the trainer that is passed in is used as it is. TRL's version is checked
-at import, because the attributes in use exist from 1.16 on.
+No module here imports TRL: all calls go through the trainer that is passed in. TRL's version is
+checked at import, because the attributes in use exist from 1.16 on.
 """
 
 from importlib import metadata

@@ -1,7 +1,7 @@
-"""The gradient that is about to be clipped and applied, as a sketch, however it is sharded.
+"""Sketch of the gradient that is about to be clipped and applied, for any sharding.
 
-Every rank adds only what it holds: the sum over ranks is the sketch of the whole gradient, and no
-rank needs to hold it.
+Each rank adds its part only: the sum over ranks is the sketch of the full gradient, and no rank
+needs to hold that gradient.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ import torch
 from grpo_ustat.integrations.trl.sharding import WRAPPED, sharding_of
 from grpo_ustat.policy.scores.sketch import Sketch
 
-ENTRIES_AT_ONCE = 2**24  # that are sketched at a time, in float64
-COMPILED = "_orig_mod"  # in the names of parameters of a compiled model
+# Entries of a gradient that are sketched at a time, in float64.
+ENTRIES_AT_ONCE = 2**24
+# Part of the names of a compiled model's parameters.
+COMPILED = "_orig_mod"
 
 Shard = tuple[str, int, torch.Tensor]
 """The name of a parameter, the place of the first entry, and entries of its gradient, flat."""
 
 
 def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
-    """Add this rank's share of minus the gradient, the direction of ascent; all ranks together.
+    """Add this rank's share of minus the gradient, the direction of ascent; all ranks call it.
+
+    A LookupError means that a parameter of the sketch is not trained, or that its gradient is not
+    accessible.
 
     Args:
-        out_1R: to add to.
+        out_1R: sum of shares, which is changed.
         trainer: between the last backward pass of an update and clipping.
         sketch: by the names of trained parameters without wrappers; others are left out.
-
-    Raises:
-        LookupError: a parameter of the sketch is not trained, or its gradient is not accessible.
     """
     scale, names = 1 / gradient_scale(trainer), sketch.signs.sizes.keys()
     if missing := names - {name for name, _ in _trained(_model(trainer))}:
-        raise LookupError(f"{min(missing)} was scored and is not trained")
+        raise LookupError(f"{min(missing)} was scored but is not trained")
     for name, start, flat in shards(trainer):
         if name not in names:
             continue
@@ -44,11 +46,7 @@ def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
 
 
 def shards(trainer: Any) -> Iterator[Shard]:
-    """Yield this rank's share of the gradient of every parameter that is trained.
-
-    Raises:
-        LookupError: FSDP1 keeps the gradients of a unit in one, without `use_orig_params`.
-    """
+    """Yield this rank's share of the gradient of each trained parameter."""
     accelerator = trainer.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     model = _model(trainer)
@@ -57,7 +55,7 @@ def shards(trainer: Any) -> Iterator[Shard]:
     elif sharding_of(trainer) == "FSDP1":
         yield from _fsdp1(model, rank, world)
     else:
-        yield from _whole_or_dtensor(model, rank, world)
+        yield from _full_or_dtensor(model, rank, world)
 
 
 def _model(trainer: Any) -> torch.nn.Module:
@@ -94,7 +92,7 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _whole_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
+def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
     """Yield shares with FSDP2, or with one process or DDP, whose ranks hold equal gradients."""
     from torch.distributed.tensor import DTensor
 
@@ -107,22 +105,22 @@ def _whole_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator
 
 
 def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
-    """Yield a part along the first axis, once if replicas hold the same.
+    """Yield a part along the first axis, once if replicas hold the same part.
 
-    A tensor that is cut differently is gathered, and one rank adds it.
+    A tensor that is sharded along another axis is gathered, and one rank adds it.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = gradient.device_mesh, gradient.placements
-    if not all(isinstance(one, Replicate) or one == Shard(0) for one in placements):
-        whole = gradient.full_tensor()
+    if not all(isinstance(kind, Replicate) or kind == Shard(0) for kind in placements):
+        full = gradient.full_tensor()
         if gathers:
-            yield name, 0, whole.flatten()
+            yield name, 0, full.flatten()
         return
     place = mesh.get_coordinate()
     first = all(
-        not isinstance(one, Replicate) or place[axis] == 0 for axis, one in enumerate(placements)
+        not isinstance(kind, Replicate) or place[axis] == 0 for axis, kind in enumerate(placements)
     )
     local = gradient.to_local()
     if first and local.numel():
@@ -132,7 +130,7 @@ def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
 
 
 def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
-    """Yield this rank's part of every parameter with ZeRO-3.
+    """Yield this rank's part of each parameter with ZeRO-3.
 
     With other stages each gradient is gathered, one at a time.
     """
@@ -144,23 +142,28 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
     for place, (name, parameter) in enumerate(_trained(model)):
         sharded: Any = getattr(parameter, "ds_tensor", None)
         if sharded is None:
-            gradient = safe_get_full_grad(parameter)  # on all ranks
+            # All ranks must call this function.
+            gradient = safe_get_full_grad(parameter)
             if gradient is not None and place % world == rank:
                 yield name, 0, gradient.flatten()
             continue
         part = safe_get_local_grad(parameter)
-        whole = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+        size = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
         start = rank * sharded.ds_numel
-        if part is not None and start < whole:  # behind it is padding
-            yield name, start, part.flatten()[: whole - start]
+        # Entries from `size` on are padding.
+        if part is not None and start < size:
+            yield name, start, part.flatten()[: size - start]
 
 
 def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
-    """Yield whole gradients of FSDP1, every `world`-th parameter; all ranks must go through it."""
+    """Yield full gradients of FSDP1, each `world`-th parameter; all ranks must iterate to the end.
+
+    Without `use_orig_params` FSDP1 keeps the gradients of a unit in a single tensor.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     if not all(m._use_orig_params for m in FSDP.fsdp_modules(model)):
-        raise LookupError("FSDP1 without use_orig_params keeps no gradients of parameters")
+        raise LookupError("FSDP1 keeps gradients by parameter only with use_orig_params=True")
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         for place, (name, parameter) in enumerate(_trained(model)):
             if parameter.grad is not None and place % world == rank:

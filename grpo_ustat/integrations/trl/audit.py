@@ -1,4 +1,4 @@
-"""Comparison of TRL's gradient, as the optimizer gets it before clipping, with the declared one."""
+"""Comparison of TRL's gradient before clipping with the gradient that its arguments declare."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MicroBatch = tuple[Mapping[str, Any], RandomStates]
 UpdateScores = Callable[[Sequence[tuple[MicroBatch, Array]]], Mapping[str, Array]]
 """Sketches of the scores of an update's rows on this rank, [B, R].
 
-The arguments are micro-batches, each with the signs of its rows' declared weights. The key "" has
-the scores of the declared model; other keys describe another model, and have its scores. All ranks
-call it together."""
+The arguments are micro-batches, each with the signs of its rows' declared weights. Key "" has the
+scores of the declared model; other keys describe another model, and have the scores of that model.
+All ranks call it together."""
 OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
 
 
@@ -50,7 +50,7 @@ class UpdateResult(NamedTuple):
 
     # Updates before it.
     step: int
-    # Of the applied and the declared gradient; NaN if they were not compared.
+    # Ratio and cosine of the applied and the declared gradient; NaN if they were not compared.
     ratio: float
     cosine: float
     # True if rounding explains the difference; None if they were not compared.
@@ -67,33 +67,34 @@ class Row(NamedTuple):
     # Tokens that count in the loss, 0 for a row that is masked completely.
     tokens: int
     # Tokens of its generation batch, as TRL counts them.
-    of_generation: float
+    batch_tokens: float
 
 
 class Consumed(NamedTuple):
     """Rows that an update consumed on one rank."""
 
-    # By micro-batch.
+    # Rows by micro-batch.
     rows: list[list[Row]]
     # Digests of the completions whose scores this rank has.
     scored: set[bytes]
 
 
 class NotComparedError(Exception):
-    """Lack of anything to compare the update's gradient with, on all ranks."""
+    """Reason why the update's gradient cannot be compared, raised on all ranks."""
 
 
 class UpdateAudit:
     """Comparison of the gradient of an update with `sum_r W_r s_r`, from sketches of both.
 
-    W are the weights of the declared loss, computed from rewards and not from TRL's own advantages;
-    s_r are the scores that `expect` receives. The rows of an update are read from the micro-batches
-    that reach `compute_loss`, so shuffling, `steps_per_generation` and short last windows count as
-    they are. The gradient is read when it is complete and not yet clipped: before the accelerator
-    clips it, and before a DeepSpeed engine steps, which clips within.
+    W are the weights of the declared loss, computed from rewards and not from TRL's advantages; s_r
+    are the scores that `expect` receives. The rows of an update are read from the micro-batches
+    that reach `compute_loss`, so the comparison includes the effects of shuffling,
+    `steps_per_generation` and short last windows. The gradient is read when it is complete and not
+    yet clipped: before the accelerator clips it, and before the step of a DeepSpeed engine, which
+    clips it itself.
 
-    Nothing of the training changes. Ranks meet only at updates that follow an `expect`, so all of
-    them call it or none.
+    Training does not change. Ranks communicate only at updates that follow an `expect`, so either
+    all ranks call it or none.
 
     Args:
         trainer: a `trl.GRPOTrainer`, before `train()`; its `compute_loss`, its accelerator's
@@ -109,7 +110,7 @@ class UpdateAudit:
     ):
         self.trainer, self.sketch, self.loss = trainer, sketch, loss
         self.rescored = rescored
-        # Of all updates that were expected, in order, the same on all ranks.
+        # Results of all updates that were expected, in order, the same on all ranks.
         self.results: list[UpdateResult] = []
         self._step = -1
         self._inputs: list[MicroBatch] = []
@@ -147,13 +148,16 @@ class UpdateAudit:
                 reward_weights_F=self.trainer.reward_weights.double().cpu().numpy(),
             )
             by_baseline = advantages_by_baseline(self.loss, rewards_PG, context)
-        except Exception as error:  # as in `_update`
+        # As in `_update`, training goes on after any error.
+        except Exception as error:
             self._fault = f"{type(error).__name__}: {error}"
             return
         for p, group in enumerate(groups):
-            for i, one in enumerate(group.completions):
-                own = {baseline: float(values[p, i]) for baseline, values in by_baseline.items()}
-                self._advantages[digest(one.prompt_ids, one.completion_ids)].append(own)
+            for i, completion in enumerate(group.completions):
+                key = digest(completion.prompt_ids, completion.completion_ids)
+                self._advantages[key].append(
+                    {baseline: float(values[p, i]) for baseline, values in by_baseline.items()}
+                )
 
     def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss of a micro-batch, and keep its rows until the update."""
@@ -181,12 +185,13 @@ class UpdateAudit:
         if self._inputs and self._expected_at == self._step:
             try:
                 audit = self._compare()
-                found = (audit.ratio, audit.cosine, audit.agrees, audit.sentence())
-            except Exception as error:  # of any kind, the same on all ranks: training goes on
-                known = isinstance(error, NotComparedError)
-                text = single_line(error if known else f"{type(error).__name__}: {error}")
-                found = (math.nan, math.nan, None, f"The gradient was not compared: {text}")
-            self.results.append(UpdateResult(self._step, *found))
+                finding = (audit.ratio, audit.cosine, audit.agrees, audit.sentence())
+            # Any error is the same on all ranks, and training goes on.
+            except Exception as error:
+                is_expected = isinstance(error, NotComparedError)
+                text = single_line(error if is_expected else f"{type(error).__name__}: {error}")
+                finding = (math.nan, math.nan, None, f"The gradient was not compared: {text}")
+            self.results.append(UpdateResult(self._step, *finding))
         self._inputs = []
         self._forget()
 
@@ -197,39 +202,40 @@ class UpdateAudit:
         self._advantages.clear()
 
     def _compare(self) -> GradientAudit:
-        """Audit the present update.
-
-        Raises:
-            NotComparedError: on all ranks, if one of them cannot compare.
-        """
+        """Audit the present update; NotComparedError on all ranks if one of them cannot."""
         accelerator = self.trainer.accelerator
-        own: Any
+        consumed: Any
         try:
-            own = self._fault or self._consumed()
-        except Exception as error:  # other ranks wait
-            own = f"{type(error).__name__}: {error}"
-        every = _of_all_ranks(own)
-        rows = [micro_batch for one in every for micro_batch in one.rows]
+            consumed = self._fault or self._consumed()
+        # The other ranks wait for this rank's answer.
+        except Exception as error:
+            consumed = f"{type(error).__name__}: {error}"
+        consumed_by_rank = _of_all_ranks(consumed)
+        rows = [micro_batch for on_rank in consumed_by_rank for micro_batch in on_rank.rows]
         row_N = [row for micro_batch in rows for row in micro_batch]
         weights = self._weights(rows, row_N)
-        consumer_N = np.repeat(range(len(every)), [sum(map(len, one.rows)) for one in every])
+        counts = [sum(map(len, on_rank.rows)) for on_rank in consumed_by_rank]
+        consumer_N = np.repeat(range(len(counts)), counts)
         scorer_N = consumer_N
         if self.rescored is None:
             scorer_N = [
-                next((rank for rank, one in enumerate(every) if row.key in one.scored), -1)
+                next(
+                    (k for k, on_rank in enumerate(consumed_by_rank) if row.key in on_rank.scored),
+                    -1,
+                )
                 for row in row_N
             ]
         unscored_N = np.array([rank < 0 for rank in scorer_N])
-        own_N = np.array([rank == accelerator.process_index for rank in scorer_N])
+        is_here_N = np.array([rank == accelerator.process_index for rank in scorer_N])
         declared_N = weights.pop(self.loss.name)
         if missing := int((unscored_N & (declared_N != 0)).sum()):
             raise NotComparedError(f"{missing} of its {len(row_N)} completions have no scores")
         weights = {
-            says: weights_N for says, weights_N in weights.items()
+            text: weights_N for text, weights_N in weights.items()
             if not (unscored_N & (weights_N != 0)).any()
         }  # fmt: skip
-        scores = self._own_scores(row_N, own_N, declared_N)
-        changed = [says for says in scores if says]
+        scores = self._own_scores(row_N, is_here_N, declared_N)
+        changed = [text for text in scores if text]
         share_SR = torch.zeros(
             (2 + len(weights) + len(changed), self.sketch.dimension), dtype=torch.float64,
             device=accelerator.device,
@@ -238,15 +244,16 @@ class UpdateAudit:
         fault = None
         try:
             add_applied(share_SR[:1], self.trainer, self.sketch)
-            if own_N.any():
-                weights_WO = np.stack([declared_N, *weights.values()])[:, own_N]
+            if is_here_N.any():
+                weights_WO = np.stack([declared_N, *weights.values()])[:, is_here_N]
                 scores_OR = scores[""]
-                others_CR = [weights_WO[:1] @ scores[says] for says in changed]
+                others_CR = [weights_WO[:1] @ scores[text] for text in changed]
                 share_SR[1:] = torch.from_numpy(
                     np.concatenate([weights_WO @ scores_OR, *others_CR])
                 )
                 rows_sq_1 += float(weights_WO[0] ** 2 @ np.square(scores_OR).sum(axis=1))
-        except Exception as error:  # as above
+        # As above.
+        except Exception as error:
             fault = f"{type(error).__name__}: {error}"
         _of_all_ranks(fault)
         if accelerator.num_processes > 1:
@@ -264,25 +271,32 @@ class UpdateAudit:
         )  # fmt: skip
 
     def _own_scores(
-        self, row_N: Sequence[Row], own_N: Mask, declared_N: Array
+        self, row_N: Sequence[Row], is_here_N: Mask, declared_N: Array
     ) -> Mapping[str, Array]:
         """Return the scores of this rank's rows, [O, R], by model, see `UpdateScores`.
 
-        Raises:
-            NotComparedError: on all ranks, if one of them cannot score its own rows.
+        If a rank cannot score its rows, all ranks raise NotComparedError.
+
+        Args:
+            row_N: rows of all ranks.
+            is_here_N: True for rows whose scores this rank has.
+            declared_N: declared weights.
         """
         if self.rescored is None:
             scores_OR = [
-                self._scores[row.key] for row, own in zip(row_N, own_N, strict=True) if own
+                self._scores[row.key]
+                for row, is_here in zip(row_N, is_here_N, strict=True)
+                if is_here
             ]
             return {"": np.array(scores_OR, dtype=np.float64)}
-        signs = np.split(np.where(declared_N[own_N] < 0, -1.0, 1.0), len(self._inputs))
+        signs = np.split(np.where(declared_N[is_here_N] < 0, -1.0, 1.0), len(self._inputs))
         fault, scores = None, {}
         try:
             scores = self.rescored(list(zip(self._inputs, signs, strict=True)))
-        except Exception as error:  # as below
-            known = isinstance(error, ConfigError)
-            fault = str(error) if known else f"{type(error).__name__}: {error}"
+        # As above.
+        except Exception as error:
+            is_plain = isinstance(error, ConfigError)
+            fault = str(error) if is_plain else f"{type(error).__name__}: {error}"
         _of_all_ranks(fault)
         return scores
 
@@ -297,8 +311,12 @@ class UpdateAudit:
             items = inputs.get("num_items_in_batch")
             rows.append(
                 [
-                    Row(digest(one.prompt_ids, one.completion_ids), int(tokens), float(items or 0))
-                    for one, tokens in zip(
+                    Row(
+                        digest(completion.prompt_ids, completion.completion_ids),
+                        int(tokens),
+                        float(items or 0),
+                    )
+                    for completion, tokens in zip(
                         completions_of(inputs, pad_token), mask_BT.sum(dim=1).tolist(), strict=True
                     )
                 ]
@@ -309,23 +327,21 @@ class UpdateAudit:
         """Compute weights of the rows for the declared loss and for others.
 
         The keys are the name of the declared loss, and descriptions of the others.
-
-        Raises:
-            NotComparedError: a row is in no measured group, or micro-batches have several sizes.
         """
-        places = {key: list(found) for key, found in self._advantages.items()}
+        places = {key: list(advantages) for key, advantages in self._advantages.items()}
         if unknown := sum(not places.get(row.key) for row in row_N):
             raise NotComparedError(
-                f"{unknown} of its {len(row_N)} completions are of no group that was measured"
+                f"{unknown} of its {len(row_N)} completions belong to no measured group"
             )
         by_row = [places[row.key].pop(0) if len(places[row.key]) > 1 else places[row.key][0]
                   for row in row_N]  # fmt: skip
         advantage_N = {
-            baseline: np.array([one[baseline] for one in by_row]) for baseline in by_row[0]
+            baseline: np.array([advantages[baseline] for advantages in by_row])
+            for baseline in by_row[0]
         }
         size, loss = len(rows[0]), self.loss
         if any(len(micro_batch) != size for micro_batch in rows):
-            raise NotComparedError("its micro-batches are of several sizes")
+            raise NotComparedError("its micro-batches have several sizes")
         length_N = np.array([row.tokens for row in row_N])
         weight_N = token_weights(
             loss.loss_type, length_N, loss.max_completion_length,
@@ -335,24 +351,24 @@ class UpdateAudit:
         args = self.trainer.args
         if loss.loss_type in BY_TOKENS_OF_ALL:
             share = len(rows) / self.trainer.accelerator.num_processes / args.steps_per_generation
-            own_N = np.array([1 / max(row.of_generation, 1) / share for row in row_N])
-            says = (
+            factor_N = np.array([1 / max(row.batch_tokens, 1) / share for row in row_N])
+            description = (
                 f"{OWN_NORMALISER}, here of {args.steps_per_generation} micro-batches "
-                "(steps_per_generation), and not by those of the update's "
+                "(steps_per_generation), and not by the tokens of the update's "
                 f"{len(rows) // self.trainer.accelerator.num_processes}"
             )
-            weights[says] = advantage_N[loss.baseline] * own_N * (length_N > 0)
+            weights[description] = advantage_N[loss.baseline] * factor_N * (length_N > 0)
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
     def _faults(self) -> list[Fault]:
-        """List known faults of trainers that multiply the whole gradient."""
+        """List known faults of trainers that multiply the gradient by a number."""
         trainer, faults = self.trainer, []
         args, window = trainer.args, len(self._inputs)
         high = getattr(trainer, "epsilon_high", math.inf)
         if self.loss.loss_type == "cispo" and high < 1:
-            given = getattr(args, "epsilon_high", None)
-            how = "without epsilon_high" if given is None else f"with epsilon_high={given:g}"
-            faults.append(Fault(high, f"loss_type='cispo' {how} caps every weight at {high:g}"))
+            typed = getattr(args, "epsilon_high", None)
+            setting = "without epsilon_high" if typed is None else f"with epsilon_high={typed:g}"
+            faults.append(Fault(high, f"loss_type='cispo' {setting} caps every weight at {high:g}"))
         steps = args.gradient_accumulation_steps
         liger = "Liger's loss is " if _uses_liger(args) else ""
         faults += [
@@ -360,19 +376,17 @@ class UpdateAudit:
             for fault in divided(window, "gradient_accumulation_steps")
         ]
         if window != steps:
-            says = (
-                f"the window of {window} micro-batches is divided by those of a whole one, {steps}"
-            )
-            faults.append(Fault(window / steps, says))
+            sentence = f"the window of {window} micro-batches is divided by {steps}, as a full one"
+            faults.append(Fault(window / steps, sentence))
         return faults + divided(trainer.accelerator.num_processes, "processes")
 
     def _hints(self) -> list[str]:
-        """List settings here that change the applied gradient other than by weights of rows."""
+        """List settings of this run that change the gradient other than by weights of rows."""
         trainer, hints = self.trainer, []
         args = trainer.args
         dropout = active_dropout(trainer.model) if self.rescored is None else None
         if dropout:
-            hints.append(f"dropout, {dropout[0]} of {dropout[1]:g}, which scores are without")
+            hints.append(f"dropout, {dropout[0]} of {dropout[1]:g}, which the scores do not have")
         if getattr(trainer, "beta", 0) and self._step:
             hints.append(
                 f"the penalty, beta={trainer.beta:g}, which is not in the declared gradient"
@@ -396,16 +410,15 @@ def digest(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def _of_all_ranks(own: Any) -> list[Any]:
-    """Return what every rank has.
+def _of_all_ranks(item: Any) -> list[Any]:
+    """Gather an item of each rank, in rank order.
 
-    Raises:
-        NotComparedError: on all ranks, if one of them has a text, which says what failed.
+    If a rank's item is a text, it describes an error, and all ranks raise NotComparedError with it.
     """
-    every = gather_object([own])
-    if faults := [one for one in every if isinstance(one, str)]:
+    items = gather_object([item])
+    if faults := [text for text in items if isinstance(text, str)]:
         raise NotComparedError(faults[0])
-    return every
+    return items
 
 
 def _uses_liger(args: Any) -> bool:

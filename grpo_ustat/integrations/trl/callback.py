@@ -75,15 +75,18 @@ from grpo_ustat.policy.scores.groups import GroupScores
 from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import visible
 
-MIN_WINDOWS = 4  # that an average is over, where there are so many
-POOL_BYTES = 2**27  # of the sketches that are kept for the run's own loss
+# Windows in an average, if there are so many.
+MIN_WINDOWS = 4
+# Bytes of the sketches that are kept for the run's loss.
+POOL_BYTES = 2**27
 PREFIX = "grpo_ustat"
 TRL_POSITIONS = (
-    "positions that count the padding before a prompt: TRL's loss hands the model none, which "
-    "shifts absolute ones; sampling does not shift them. Use per_device_train_batch_size=1 and "
-    "prompts of one length, or a model with rotary positions"
+    "positions that count the padding before a prompt: TRL's loss passes no positions to the "
+    "model, so absolute positions are shifted, which they are not in sampling. Use "
+    "per_device_train_batch_size=1 and prompts of equal length, or a model with rotary positions"
 )
-RATIOS = ("gstar", "noise_scale", "noise_scale_best")  # that may have no upper end
+# Estimates whose interval may have no upper end.
+RATIOS = ("gstar", "noise_scale", "noise_scale_best")
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(
-                f"every={self.every}: at least 1, which measures every generation batch"
+                f"every={self.every} is below 1: use every=1 to measure every generation batch"
             )
         if self.audit_every is not None and self.audit_every < 1:
             raise ConfigError(
-                f"audit_every={self.audit_every}: at least 1, or None for the first alone"
+                f"audit_every={self.audit_every} is below 1: use 1 to compare every measured "
+                "update, or None for the first only"
             )
 
 
@@ -110,54 +114,54 @@ class Options:
 class AuditProgress:
     """Progress of the comparison of applied and declared gradients."""
 
-    # Update from which on the next one is compared, and the one that was announced last.
+    # Update from which on the next one is compared, and the update that was announced last.
     due: float = 0
     step: int = -1
     # Comparisons whose numbers were logged.
     logged: int = 0
     # True once a finding, or the reason why there is none, was printed.
-    told: bool = False
-    # True if TRL's loss hands the model no positions and that shifts them.
+    was_printed: bool = False
+    # True if TRL's loss passes no positions to the model and that shifts them.
     shifts: bool = False
 
 
 class GradientNoiseCallback(TrainerCallback):
     """Measurement of the gradient noise of a `GRPOTrainer` during training.
 
-    It reports how noisy the gradient is, the relative efficiency of the run's own loss, any
-    difference between the applied and the declared gradient, and the best group size.
+    It reports how noisy the gradient is, the relative efficiency of the run's loss, any difference
+    between the applied and the declared gradient, and the best group size.
 
-    One of every `every` generation batches is scored: one more forward and backward pass over the
-    completions of groups whose rewards differ, with no further sampling. Batches of fewer than four
-    groups are pooled with the next ones into windows of 16 groups, see `windows`. C1, C2, C3 and
-    the noise scale are of the leave-one-out gradient of the summed reward, in the weights' own
-    precision, with the model's dropout on as in the loss. Training is not changed: random states,
-    gradients, modes and parameters stay as they are, and an error is reported in a line and ends
-    only the measurement.
+    One in `every` generation batches is scored: one more forward and backward pass over the
+    completions of groups whose rewards differ, without further sampling. Batches of fewer than four
+    groups are pooled with the next batches into windows of 16 groups, see `windows`. C1, C2, C3 and
+    the noise scale describe the leave-one-out gradient of the summed reward, in the precision of
+    the weights, with the model's dropout on as in the loss. Training does not change: random
+    states, gradients, modes and parameters are kept. An error ends only the measurement, and is
+    reported in a line.
 
-    Added to TRL's own metrics are `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`
-    (in rollouts, at the run's own group size), `noise_scale_best` (at G*), `zero_variance` and
-    `seconds`; all but the last are running means over the second half of the windows, at least four
-    of them. `grpo_ustat/step/...` are the constants of only one window, `loss/...` the relative
-    efficiency of the run's own loss, `audit/ratio` and `audit/cosine` compare the applied and the
-    declared gradient; `sampler_gap` is the mean difference of vLLM's and the model's log-
-    probabilities of a token of the batch, in nats.
+    The callback adds metrics to TRL's: `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`,
+    `noise_scale` (in rollouts, at the run's group size), `noise_scale_best` (at G*),
+    `zero_variance` and `seconds`; all except the last are running means over the second half of the
+    windows, at least four of them. `grpo_ustat/step/...` are the constants of a single window,
+    `loss/...` the relative efficiency of the run's loss, `audit/ratio` and `audit/cosine` compare
+    the applied and the declared gradient; `sampler_gap` is the mean difference of vLLM's and the
+    model's log-probabilities of a token of the batch, in nats.
 
     Args:
         trainer: a `trl.GRPOTrainer`, before `train()`; its method `_generate_and_score_completions`
             is wrapped.
-        every: one of so many generation batches is measured, at least 1.
-        audit_every: updates between two comparisons of the applied gradient with the declared one;
+        every: one in `every` generation batches is measured; at least 1.
+        audit_every: updates between two comparisons of the applied and the declared gradient;
             None: only the first measured update.
-        completions_at_once: completions of a pass of the model; None: a group. Halved if memory
+        completions_at_once: completions in a pass of the model; None: a group. Halved if memory
             runs out.
         sketch: numbers that are kept of a completion's score, for products between prompts.
-        parameters: a regular expression; the gradient of only those parameters is measured whose
-            names contain a match, such as "norm", in less time. None: of all.
-        by_layer: give layers their weights, and their graphs, one at a time in any case; otherwise
-            only those of a sharded model for whose whole weights a rank has no memory.
+        parameters: a regular expression, such as "norm"; only parameters whose names contain a
+            match are measured, which takes less time. None: all.
+        by_layer: give layers their weights, and their graphs, one at a time; otherwise this is done
+            only for a sharded model whose full weights do not fit in a rank's memory.
         strict: raise an error for a trainer that cannot be measured; otherwise a line gives the
-            reason, and the run goes on without measuring.
+            reason, and the run continues without measuring.
     """
 
     def __init__(
@@ -174,18 +178,18 @@ class GradientNoiseCallback(TrainerCallback):
     ):
         self.trainer = trainer
         self.options = Options(every, audit_every, parameters, by_layer)
-        # What was measured.
+        # Results.
         self.windows: list[Window] = []
         self.own_loss: OwnLoss | None = None
         self.audit: UpdateAudit | None = None
-        # What was said: of sampling, and why measuring ended.
+        # Warnings about sampling, and the reason why measuring ended.
         self.warnings: list[str] = []
         self.fault = ""
-        # Of the last measurement.
+        # Precision of the weights in the last measurement, and how they were gathered.
         self.precision = self.way = ""
         self.seconds = 0.0
         self._begin = time.perf_counter()
-        # Generation batches so far, and how many must have been before the next is measured.
+        # Generation batches so far, and the number after which the next is measured.
         self._seen = self._due = 0
         self._open, self._audit = OpenWindow(), AuditProgress()
         # Groups of the last windows, on the main process.
@@ -209,24 +213,25 @@ class GradientNoiseCallback(TrainerCallback):
         trainer._generate_and_score_completions = self._measured
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Count time from here, and measure the first batch."""
+        """Start the clock, and measure the first batch."""
         self._seen = self._due = 0
         self._audit.due = state.global_step
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Report the audit's finding for an update, at first and whenever gradients differ."""
+        """Report the audit's first finding, and each update in which gradients differ."""
         results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
             self._audit.logged += 1
-            if result.agrees and np.isnan(result.cosine):  # both gradients are 0: nothing is shown
+            # Both gradients are 0, which shows nothing.
+            if result.agrees and np.isnan(result.cosine):
                 self._audit.due = state.global_step
                 continue
             for name in ("ratio", "cosine"):
                 if np.isfinite(value := getattr(result, name)):
                     self.trainer._metrics["train"][f"{PREFIX}/audit/{name}"].append(value)
-            if not self._audit.told or result.agrees is False:
-                self._audit.told = True
+            if not self._audit.was_printed or result.agrees is False:
+                self._audit.was_printed = True
                 self._print(f"{PREFIX} step {result.step}: {result.sentence}{self._ratios()}")
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -236,7 +241,8 @@ class GradientNoiseCallback(TrainerCallback):
                 self._close()
             if self.windows or not self.fault:
                 self._print(*self.summary())
-        except Exception as error:  # what follows in the script has the trained model to save
+        # The script that called `train` must still be able to save the model.
+        except Exception as error:
             self._print(f"{PREFIX}: no summary: {reason_of(error)}")
 
     def _measured(self, inputs: Any) -> dict[str, Any]:
@@ -256,15 +262,16 @@ class GradientNoiseCallback(TrainerCallback):
                 only_these(model, self.options.parameters),
             ):
                 self.precision = precision_of(model)
-                whole = "on whole weights" if sharding_of(self.trainer) else ""
-                self.way = whole if layers is None else "layer by layer"
+                gathering = "on whole weights" if sharding_of(self.trainer) else ""
+                self.way = gathering if layers is None else "layer by layer"
                 self._measure(model, layers, output, step)
             self._open.batches += 1
             self.seconds += time.perf_counter() - start
             if self._open.is_full:
                 self._due = self._seen + (self.options.every - 1) * self._open.batches
                 self._close()
-        except Exception as error:  # the same on all ranks, see `from_all_ranks`
+        # The error is the same on all ranks, see `from_all_ranks`.
+        except Exception as error:
             self.fault = reason_of(error)
             self._print(f"{PREFIX}: stopped measuring at step {step}: {self.fault}")
         return output
@@ -274,7 +281,7 @@ class GradientNoiseCallback(TrainerCallback):
     ) -> None:
         """Add a generation batch's groups to the window, and announce them to the audit.
 
-        Completions travel to where their group is scored, so that every group is whole.
+        Completions are sent to the rank that scores their group, so that each group is complete.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         rows = from_all_ranks(lambda: self._own_rows(output))
@@ -287,9 +294,10 @@ class GradientNoiseCallback(TrainerCallback):
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
         scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
-        if step >= self._audit.due or step == self._audit.step:  # every batch of an update
-            every, self._audit.step = self.options.audit_every, step
-            self._audit.due = step + every if every else float("inf")
+        # If an update has several generation batches, all of them are announced.
+        if step >= self._audit.due or step == self._audit.step:
+            audit_every, self._audit.step = self.options.audit_every, step
+            self._audit.due = step + audit_every if audit_every else float("inf")
             self._announce(model, layers, groups, scored)
         self._open.groups += [
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
@@ -303,8 +311,8 @@ class GradientNoiseCallback(TrainerCallback):
     def _follow(self, model: Any, groups: Sequence[Group]) -> None:
         """Measure the policy's change since the first group of the window whose rewards differ.
 
-        This is done on the main process. An error there becomes a note, because other ranks train
-        on.
+        Only the main process does this. An error there becomes a note, because other ranks go on
+        training.
         """
         try:
             if self._open.first is not None:
@@ -316,7 +324,9 @@ class GradientNoiseCallback(TrainerCallback):
                     self._open.first = group, self.scorer.logprobs(model, group)
                     return
         except Exception as error:
-            self.scorer.notes.append(f"How far policies moved is unknown: {reason_of(error)}.")
+            self.scorer.notes.append(
+                f"The change of the policy within a window is unknown: {reason_of(error)}."
+            )
 
     def _announce(
         self,
@@ -328,14 +338,14 @@ class GradientNoiseCallback(TrainerCallback):
         """Have the next update compared with the gradient that the loss declares for these groups.
 
         Args:
-            model, layers: those that were scored.
-            groups: groups of the whole generation batch.
+            model, layers: the scored model, see `scored_weights`.
+            groups: all groups of the generation batch.
             scored: scores of groups by place, the same on all ranks. If the loss is computed in a
-                narrower precision they are computed again in that.
+                narrower precision, scores are computed again in that precision.
         """
         trainer = self.trainer
         chosen = self.options.parameters is not None
-        reason = "parameters were chosen" if chosen else unmeasured(trainer)
+        reason = "only some parameters are measured" if chosen else unmeasured(trainer)
         shifts = from_all_ranks(lambda: [layers is None and self.scorer.shifts_positions(model)])
         self._audit.shifts = any(shifts)
         again = self._audit.shifts or active_dropout(trainer.model) is not None
@@ -345,11 +355,12 @@ class GradientNoiseCallback(TrainerCallback):
                 with in_precision_of_loss(trainer, model, layers, narrow):
                     same = {place: groups[place] for place in scored}
                     scored = self.scorer.all_scores(model, same, layers)
-            except ConfigError as error:  # on all ranks
+            # All ranks raise it.
+            except ConfigError as error:
                 reason = str(error)
         if reason is not None:
-            if not self._audit.told:
-                self._audit.told = True
+            if not self._audit.was_printed:
+                self._audit.was_printed = True
                 self._print(f"{PREFIX}: the applied gradient is not compared: {reason}")
             return
         if self.audit is None:
@@ -357,9 +368,9 @@ class GradientNoiseCallback(TrainerCallback):
             self.audit = UpdateAudit(trainer, sketch, loss_of(trainer), rescored)
         rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         sketches = {
-            one.key: sketch_R
+            completion.key: sketch_R
             for place in list(scored)[rank::world]
-            for one, sketch_R in zip(
+            for completion, sketch_R in zip(
                 groups[place].completions, scored[place].features_GR, strict=True
             )
         }
@@ -376,23 +387,25 @@ class GradientNoiseCallback(TrainerCallback):
             else in_precision_of_loss(trainer, model, layers, narrow),
         ):  # fmt: skip
             if layers is not None:
-                raise ConfigError("layers have their weights one at a time, and masks with them")
+                raise ConfigError(
+                    "scored layer by layer, it cannot repeat the loss's dropout masks"
+                )
             scores = {
-                says: np.concatenate(
+                text: np.concatenate(
                     [
-                        self.scorer.update_scores(model, *micro_batch, sign_B, says != "")
+                        self.scorer.update_scores(model, *micro_batch, sign_B, text != "")
                         for micro_batch, sign_B in micro_batches
                     ]
                 )
-                for says in ["", *([TRL_POSITIONS] if self._audit.shifts else [])]
+                for text in ["", *([TRL_POSITIONS] if self._audit.shifts else [])]
             }
         self.seconds += time.perf_counter() - start
         return scores
 
     def _ratios(self) -> str:
-        """Say how far ratios pi/pi_old are from 1 because of two draws of masks.
+        """Report how far ratios pi/pi_old are from 1 because of two draws of masks.
 
-        The sentence follows another; all ranks call it.
+        The sentence follows another sentence; all ranks call this method.
         """
         if self.audit is None or self.audit.rescored is None:
             return ""
@@ -400,8 +413,9 @@ class GradientNoiseCallback(TrainerCallback):
         if not tokens:
             return ""
         return (
-            f". TRL draws masks for pi_old too: log pi/pi_old is {gap / tokens:.3f} nats a token, "
-            f"{100 * cut / tokens:.1f} % are clipped, and C1, C2, C3 leave that out"
+            f". TRL draws dropout masks for pi_old too: |log pi/pi_old| is {gap / tokens:.3f} nats "
+            f"per token on average, {100 * cut / tokens:.1f} % of tokens are clipped, and C1, C2, "
+            "C3 do not include this"
         )
 
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
@@ -419,8 +433,8 @@ class GradientNoiseCallback(TrainerCallback):
     def _is_scored(self, group: Group) -> bool:
         """Return True if a group's scores count.
 
-        They count in its gradient, in that of a loss that normalises every reward, or, if something
-        is wrong with sampling, in the mean score of the first window.
+        They count if its rewards differ, if the loss normalises each reward and some reward
+        differs, or, after a warning about sampling, in the mean score of the first window.
         """
         if self.warnings and not self.windows:
             return True
@@ -428,41 +442,44 @@ class GradientNoiseCallback(TrainerCallback):
         return group.varies or (each and group.varies_by_function)
 
     def _close(self) -> None:
-        """End the window: add the terms of its groups, if it has two, and log the new estimates."""
+        """End the window: add the terms of its groups, if there are two, and log the estimates."""
         ended, self._open = self._open, OpenWindow()
         groups = ended.groups
         if len(groups) < 2:
             return
         if self.warnings and not self.windows:
-            share = mean_score_share([one.scores.gram_GG for one in groups if one.scores])
+            share = mean_score_share([group.scores.gram_GG for group in groups if group.scores])
             for sentence in mean_score_warning(share):
                 self.warnings.append(sentence)
                 self._print(f"{PREFIX}: {sentence}")
         self.windows.append(window_of(groups, ended.unknown, ended.drift, not self.warnings))
         if self.trainer.accelerator.is_main_process:
-            scored = [one.scores.features_GR.nbytes for one in groups if one.scores is not None]
-            most = max(1, POOL_BYTES // max(scored, default=1))
+            sizes = [
+                group.scores.features_GR.nbytes for group in groups if group.scores is not None
+            ]
+            most = max(1, POOL_BYTES // max(sizes, default=1))
             first = self.recent()[0].first
-            self._kept = [one for one in [*self._kept, *groups] if one.step >= first][-most:]
+            recent = [group for group in [*self._kept, *groups] if group.step >= first]
+            self._kept = recent[-most:]
             count = len(self.windows)
             if count >= MIN_WINDOWS and count & (count - 1) == 0:
                 self.judge_own_loss()
         self._log(self.windows[-1])
 
     def judge_own_loss(self, draws: int = 100) -> None:
-        """Estimate the relative efficiency of the run's own loss, from the groups that are kept.
+        """Estimate the relative efficiency of the run's loss, from the groups that are kept.
 
-        This is done on the main process. An error becomes the reason why the efficiency is unknown,
-        because other ranks train on.
+        Only the main process does this. An error becomes the reason why the efficiency is unknown,
+        because other ranks go on training.
 
         Args:
-            draws: pairs of batches behind a loss that weighs by the whole batch.
+            draws: pairs of batches for a loss whose weights depend on all rows of a batch.
         """
         if not self._kept:
             return
         start = time.perf_counter()
         trainer, rollouts = self.trainer, rollouts_of(self.trainer)
-        words, reason = "as its arguments have it", unmeasured(trainer)
+        words, reason = "as its arguments define it", unmeasured(trainer)
         try:
             if reason is None:
                 words = described(trainer)
@@ -482,15 +499,15 @@ class GradientNoiseCallback(TrainerCallback):
         if not self.windows:
             return []
         last = self.windows[-1].last
-        half = [one for one in self.windows if 2 * one.first >= last]
+        half = [window for window in self.windows if 2 * window.first >= last]
         return max(half, self.windows[-MIN_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
         """Return averages over `recent()`, with intervals; None if nothing was measured.
 
-        Those named by `withheld` have no numbers.
+        Intervals that `withheld` names have no numbers.
         """
-        size, steps = self.trainer.num_generations, [one.terms for one in self.recent()]
+        size, steps = self.trainer.num_generations, [window.terms for window in self.recent()]
         if not steps:
             return None
         estimate = noise_estimate(steps, size)
@@ -500,43 +517,44 @@ class GradientNoiseCallback(TrainerCallback):
     def withheld(self) -> dict[str, str]:
         """Name the intervals that are not reported, each with the reason.
 
-        A window's policies are then too far apart.
+        They are withheld if a window's policies are too far apart.
         """
         size, recent = self.trainer.num_generations, self.recent()
-        drift = max((one.drift for one in recent), default=0.0)
+        drift = max((window.drift for window in recent), default=0.0)
         if drift == 0:
             return {}
-        return withheld(noise_estimate([one.terms for one in recent], size), size, drift)
+        return withheld(noise_estimate([window.terms for window in recent], size), size, drift)
 
     def _log(self, window: Window) -> None:
         """Write to TRL's metrics, and print a line on the main process."""
         estimate = self.estimate()
-        assert estimate is not None  # there is this window
-        alone = noise_estimate([window.terms], self.trainer.num_generations).intervals
+        # There is at least this window.
+        assert estimate is not None
+        step_intervals = noise_estimate([window.terms], self.trainer.num_generations).intervals
         values = {
             name: interval.estimate
             for name, interval in estimate.intervals.items()
             if np.isfinite(interval.high) or name not in RATIOS
         }
-        values |= {f"step/{name}": alone[name].estimate for name in CONSTANTS_AND_GRADIENT}
+        values |= {f"step/{name}": step_intervals[name].estimate for name in CONSTANTS_AND_GRADIENT}
         values |= self.own_loss.numbers() if self.own_loss else {}
         values["seconds"] = self.seconds
         metrics = self.trainer._metrics["train"]
         for name, value in values.items():
             if np.isfinite(value):
-                # TRL averages lists: a ratio stays one
+                # TRL averages lists, and a mean of ratios is no ratio, so the list has one item.
                 metrics[f"{PREFIX}/{name}"] = [float(value)]
         line = step_line(estimate.intervals, self.own_loss)
         way = f"scored {self.way}; " if self.way else ""
         self._print(f"{PREFIX} step {window.last}: {line}; {way}{self._cost()} so far")
 
     def _cost(self) -> str:
-        """Return the time spent on measuring, and its share of all since training began."""
+        """Return the time spent on measuring, and its share of the time since training began."""
         share = 100 * self.seconds / (time.perf_counter() - self._begin)
         return f"{self.seconds:.1f} s, {share:.0f} % of the time"
 
     def summary(self) -> list[str]:
-        """Summarise the present estimates in lines; on the main process.
+        """Summarise the present estimates in lines, on the main process.
 
         They give the relative efficiency of the run's loss, advice to keep, raise or lower the
         group size, its basis, and the cost.
@@ -549,14 +567,14 @@ class GradientNoiseCallback(TrainerCallback):
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
         under += f" {self.way}" if self.way else ""
         chosen = self.options.parameters
-        part = "" if chosen is None else f" of the parameters named {chosen!r}"
+        part = "" if chosen is None else f" of parameters that match {chosen!r}"
         first, *others = end_lines(
             estimate, self.recent(), self.own_loss, self.trainer.num_generations,
             rollouts_of(self.trainer), f"scores{part} in {self.precision}{under}", self._cost(),
         )  # fmt: skip
         reasons = sorted(set(self.withheld().values()))
-        apart = [f"Some numbers are not given: {reason}." for reason in reasons]
-        return [f"{PREFIX}: {first}", *others, *apart, *self.scorer.notes]
+        missing = [f"Some numbers are not given: {reason}." for reason in reasons]
+        return [f"{PREFIX}: {first}", *others, *missing, *self.scorer.notes]
 
     def _why_nothing(self) -> str:
         """Explain why there are no two groups to measure, and what to do."""
@@ -574,10 +592,12 @@ class GradientNoiseCallback(TrainerCallback):
             )
         return (
             f"training ended after {rows // size} group of {size} completions, and two are needed: "
-            "take more steps, or more prompts a step"
+            "take more steps, or more prompts per step"
         )
 
     def _print(self, *lines: str) -> None:
-        accelerator = getattr(self.trainer, "accelerator", None)  # what is no trainer has none
+        # An object of another class, which is refused, has no accelerator.
+        accelerator = getattr(self.trainer, "accelerator", None)
         if accelerator is None or accelerator.is_main_process:
-            tqdm.write("\n".join(map(visible, lines)))  # above a progress bar
+            # tqdm writes above its progress bars.
+            tqdm.write("\n".join(map(visible, lines)))

@@ -1,7 +1,7 @@
-"""Completions that TRL generated in a batch, in whole groups, with their rewards.
+"""Completions that TRL generated in a batch, in complete groups, with their rewards.
 
 TRL returns the rows of a generation batch in rank order, the G completions of a prompt one after
-another; a group may begin on one rank and end on the next. It gathers rewards by itself.
+another; a group may begin on one rank and end on the next. TRL itself gathers the rewards.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Completion:
     prompt_ids: list[int]
     completion_ids: list[int]
     # True for each token of the completion that the policy wrote; None: it wrote all.
-    own: list[bool] | None = None
+    written: list[bool] | None = None
     # True if TRL's loss counts it; False if `mask_truncated_completions` masked it.
     counted: bool = True
-    # Of its prompt, see `images.row_images`; those of a group's first row are read.
+    # Images of its prompt, see `images.row_images`; only a group's first row has them.
     images: dict[str, torch.Tensor] | None = None
 
     @property
@@ -40,7 +40,7 @@ class Completion:
     @property
     def length(self) -> int:
         """Tokens that the policy wrote."""
-        return len(self.completion_ids) if self.own is None else sum(self.own)
+        return len(self.completion_ids) if self.written is None else sum(self.written)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
     completions: list[Completion]
     # The weighted sums of their rewards.
     rewards_G: Array
-    # By reward function, NaN where it returned None.
+    # Rewards by reward function, NaN where it returned None.
     rewards_GF: Array
 
     @property
@@ -66,14 +66,14 @@ class Group:
 
     def rollouts(self) -> Rollouts:
         """Return its completions as a batch of one prompt."""
-        lengths = [len(one.completion_ids) for one in self.completions]
+        lengths = [len(completion.completion_ids) for completion in self.completions]
         tokens_GT = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
         mask_GT = np.arange(max(lengths)) < np.array(lengths)[:, None]
-        own_GT = mask_GT.copy()
-        for i, one in enumerate(self.completions):
-            tokens_GT[i, : lengths[i]] = one.completion_ids
-            if one.own is not None:
-                own_GT[i, : lengths[i]] = one.own
+        scored_GT = mask_GT.copy()
+        for i, completion in enumerate(self.completions):
+            tokens_GT[i, : lengths[i]] = completion.completion_ids
+            if completion.written is not None:
+                scored_GT[i, : lengths[i]] = completion.written
         return Rollouts(
             prompts=[Prompt("", "", "", "", "")],
             prompt_tokens=[self.completions[0].prompt_ids],
@@ -81,17 +81,17 @@ class Group:
             mask_PGT=mask_GT[None],
             ended_PG=np.ones((1, len(lengths)), dtype=bool),
             texts_PG=[[""] * len(lengths)],
-            scored_PGT=own_GT[None],
+            scored_PGT=scored_GT[None],
         )
 
 
 def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion]:
     """Parse the rows that `_generate_and_score_completions` returned.
 
-    A completion that `mask_truncated_completions` has masked completely is taken as it was written:
-    a truncated one ends in neither an end token nor padding, so all tokens after its last token
-    that is not padding were padded. Its score counts: with scores set to 0 by length the mean score
-    of a prompt would not be 0, on which every formula here rests.
+    A completion that `mask_truncated_completions` has masked completely is recovered as it was
+    written: a truncated completion ends in neither an end token nor padding, so it ends at its last
+    token that is not padding. Its score counts: all formulas here need scores whose mean over a
+    prompt's completions is 0, and scores that are set to 0 by length have another mean.
 
     Args:
         output: `prompt_ids`, `prompt_mask` (padded on the left), `completion_ids`,
@@ -106,25 +106,25 @@ def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion
         length = int(masks[i].sum())
         counted = length > 0
         if not counted:
-            written = (ids_T != pad_token).nonzero()
-            length = int(written.max()) + 1 if len(written) else 0
-        own = None if tools is None else tools[i, :length].bool().tolist()
+            not_padding = (ids_T != pad_token).nonzero()
+            length = int(not_padding.max()) + 1 if len(not_padding) else 0
+        written = None if tools is None else tools[i, :length].bool().tolist()
         prompt_ids = prompts[i][prompt_masks[i].bool()].tolist()
-        rows.append(Completion(prompt_ids, ids_T[:length].tolist(), own, counted))
+        rows.append(Completion(prompt_ids, ids_T[:length].tolist(), written, counted))
     return rows
 
 
 def logged_rewards(
     logged: Mapping[str, Sequence[float]], weights: torch.Tensor, rows: int
 ) -> tuple[Array, Array]:
-    """Compute the weighted sum of every row's rewards, as TRL adds them up, and the rewards.
+    """Compute the weighted sum of each row's rewards, as TRL adds them up, and the rewards.
 
     The sum is NaN if a row has no reward. The rewards by function are [rows, functions].
 
     Args:
-        logged: by reward function, in their order, the rewards of all ranks' last rows; NaN where
-            it returned None.
-        weights: of the reward functions.
+        logged: rewards of all ranks' last rows by reward function, in their order; NaN where it
+            returned None.
+        weights: weights of the reward functions.
         rows: number of rows of this generation batch, all ranks together.
     """
     columns = []
@@ -133,7 +133,7 @@ def logged_rewards(
         if len(last) != rows:
             raise ConfigError(
                 f"{len(last)} rewards of {name} are logged for {rows} completions: "
-                "generation_batch_size is smaller than what was generated"
+                "generation_batch_size is smaller than the number of generated completions"
             )
         columns.append(last)
     values_RF = np.array(columns).T
@@ -148,13 +148,13 @@ def tokenizer_of(trainer: Any) -> Any:
 
 
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
-    """Sum |log-probability of the sampler - that of the model| over the policy's tokens.
+    """Sum |log-probability of the sampler - log-probability of the model| over the policy's tokens.
 
-    The second value is their number; it is 0 if TRL compares no sampler, which it does for vLLM.
+    The second value is their number; it is 0 if TRL logs no sampler, which it does only for vLLM.
 
     Args:
-        output: of `_generate_and_score_completions`. A token that vLLM could not score is NaN, and
-            left out.
+        output: from `_generate_and_score_completions`. A token that vLLM could not score is NaN,
+            and left out.
     """
     sampled_BT, own_BT = (
         output.get(name) for name in ("sampling_per_token_logps", "old_per_token_logps")
@@ -171,7 +171,7 @@ def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
 def whole_groups(
     completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
-    """Form the groups of a generation batch with known rewards, and count the others.
+    """Form the groups of a generation batch with finite rewards, and count the others.
 
     Args:
         completions: all ranks' rows, in rank order.
@@ -180,18 +180,20 @@ def whole_groups(
     """
     if len(completions) % group_size:
         raise ConfigError(
-            f"{len(completions)} completions are no whole number of groups of {group_size}"
+            f"{len(completions)} completions are no multiple of num_generations={group_size}"
         )
     groups, unknown = [], 0
     for start in range(0, len(completions), group_size):
         rows = list(completions[start : start + group_size])
-        if any(one.prompt_ids != rows[0].prompt_ids for one in rows):
+        if any(row.prompt_ids != rows[0].prompt_ids for row in rows):
             raise ConfigError(
                 f"rows {start} to {start + group_size - 1} are one group but have several prompts: "
                 "environments that change the prompt cannot be measured"
             )
-        if not all(one.prompt_ids and one.completion_ids for one in rows):
-            raise ConfigError(f"a prompt or completion of rows {start} and after has no token")
+        if not all(row.prompt_ids and row.completion_ids for row in rows):
+            raise ConfigError(
+                f"a prompt or completion of rows {start} to {start + group_size - 1} has no token"
+            )
         members = slice(start, start + group_size)
         if np.isfinite(rewards_R[members]).all():
             groups.append(Group(rows, rewards_R[members], rewards_RF[members]))

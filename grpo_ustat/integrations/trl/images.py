@@ -9,19 +9,21 @@ import torch
 
 from grpo_ustat.config.schema import ConfigError
 
-BY_IMAGE = ("image_grid_thw", "image_sizes", "image_position_ids")  # along the first axis
+# Inputs with an entry per image on the first axis.
+BY_IMAGE = ("image_grid_thw", "image_sizes", "image_position_ids")
+# Inputs with an entry per token.
 BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
 def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
-    """Return the model's inputs for one row beside its tokens, on the CPU, for `completion_scores`.
+    """Return the model's inputs for a row in addition to its tokens, for `completion_scores`.
 
-    There are none if the batch has no images. All rows of a group have the same, so one row of each
-    is enough. A batch's images follow one another, `num_images` to a row: TRL's
-    `_get_per_token_logps_and_entropies` cuts them likewise.
+    They are on the CPU; there are none if the batch has no images. All rows of a group have the
+    same images. The images of a batch follow one another, `num_images` to a row: TRL's
+    `_get_per_token_logps_and_entropies` splits them in the same way.
 
     Args:
-        output: of `_generate_and_score_completions`.
+        output: from `_generate_and_score_completions`.
         row: its index on this rank.
     """
     if "pixel_values" not in output:
@@ -37,22 +39,25 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
             types_T = output[name][row]
             if types_T[width:].any():
                 raise ConfigError(
-                    "a tool put images into a completion, so its group has no one set of images: "
-                    "such runs are not measured; let tools return text"
+                    "a tool put images into a completion, so the images of its group differ, which "
+                    "cannot be measured: let tools return text"
                 )
             images[name] = types_T[:width][real]
     for name in BY_IMAGE:
         if name in output:
             images[name] = output[name][first:last]
     pixels, by_row = output["pixel_values"], slice(row, row + 1)
-    if "image_grid_thw" in output:  # patches follow one another
+    if "image_grid_thw" in output:
+        # The patches of all images follow one another.
         sizes = output["image_grid_thw"].prod(dim=-1)
         start = int(sizes[:first].sum())
         place = slice(start, start + int(sizes[first:last].sum()))
-    elif "num_tiles" in output:  # tiles of images do
+    elif "num_tiles" in output:
+        # The tiles of all images follow one another.
         start = sum(output["num_tiles"][:row])
         place = slice(start, start + output["num_tiles"][row])
-    elif pixels.dim() == 5 or len(pixels) != sum(counts):  # a row's images, padded
+    elif pixels.dim() == 5 or len(pixels) != sum(counts):
+        # Each row has its images, padded.
         place = by_row
     else:
         place = slice(first, last)

@@ -1,8 +1,8 @@
 """Layers of a sharded model that have their weights one at a time, gathered by ranks in step.
 
-Gathering needs all ranks, but each scores its own groups: shorter ones, none, or one that fails. So
-a round has a fixed sequence of gatherings, through the layers and back, and a rank that has no use
-for one, or never comes to it, gathers and drops.
+Gathering needs all ranks, but each rank scores its own groups: shorter groups, none, or one that
+fails. So a round has a fixed sequence of gatherings, through the layers and back. A rank that does
+not use a gathering, or never reaches it, gathers and drops.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from grpo_ustat.policy.output_layer import causal, replaced_forward
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 
 Gathered = tuple[list[int], AbstractContextManager[object]]
-"""The bytes of all that gathering weights allocates, and a block within which they are whole."""
+"""Bytes of each allocation of a gathering, and a block within which the full weights are there."""
 
 Gather = Callable[[nn.Module, Sequence[nn.Module]], Gathered]
-"""Gathers the weights of a module, but not of those within it."""
+"""Gathers the weights of a module, except those of some modules within it."""
 
 
 class LayersInStep:
@@ -38,7 +38,8 @@ class LayersInStep:
     def __init__(self, layers: Sequence[nn.Module], gather: Gather):
         self.layers, self._gather = layers, gather
         self._places: dict[nn.Module, list[_Place]] = {}
-        self._ahead: deque[nn.Module] = deque()  # to be gathered in this round
+        # Layers still to be gathered in this round.
+        self._ahead: deque[nn.Module] = deque()
         self._largest: list[int] = []
         self._reserve: list[torch.Tensor] = []
 
@@ -81,7 +82,7 @@ class LayersInStep:
         while self._ahead and self._ahead[0] is not layer:
             self._skip()
         if not self._ahead:
-            raise ConfigError(f"a layer, {type(layer).__name__}, is not computed in its turn")
+            raise ConfigError(f"layer {type(layer).__name__} is computed out of order")
         with self._gathered(self._ahead.popleft()):
             yield
 
@@ -110,17 +111,18 @@ class LayersInStep:
 
     @contextmanager
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
-        """Give a layer its whole weights within the block."""
+        """Give a layer its full weights within the block."""
         places, self._reserve = self._places[layer], []
-        for place in places:  # FSDP1 would take a stand-in for a weight that was changed
+        # FSDP1 would consider a stand-in as a weight that was changed.
+        for place in places:
             place.put(place.sharded)
         try:
             with self._gather(layer, ())[1]:
-                whole = [place.fill() for place in places]
+                parameters = [place.fill() for place in places]
                 try:
                     yield
                 finally:
-                    for place, parameter in zip(places, whole, strict=True):
+                    for place, parameter in zip(places, parameters, strict=True):
                         place.put(parameter)
         finally:
             for place in places:
@@ -128,7 +130,7 @@ class LayersInStep:
             self._reserve = self._reserved()
 
     def _reserved(self) -> list[torch.Tensor]:
-        """Allocate memory for the next layer's weights, as far as there is some.
+        """Allocate memory for the next layer's weights, if there is enough.
 
         A rank whose memory ran out in a gathering would leave the others waiting.
         """
@@ -144,8 +146,8 @@ class LayersInStep:
 class _Place:
     """The place of a trainable parameter in a layer.
 
-    Its stand-in has the parameter's shape throughout, and NaN while the layer has no weights, so
-    that any computation from it would show.
+    Its stand-in always has the parameter's shape, and is NaN while the layer has no weights, so
+    that any computation from it would be noticed.
     """
 
     def __init__(self, module: nn.Module, name: str, stand_in: nn.Parameter):
@@ -158,11 +160,11 @@ class _Place:
 
     def fill(self) -> nn.Parameter:
         """Put the stand-in here, with the present parameter's weights; return the parameter."""
-        whole = self.module._parameters[self.name]
-        assert whole is not None
-        self.stand_in.data = whole.data
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        self.stand_in.data = parameter.data
         self.put(self.stand_in)
-        return whole
+        return parameter
 
     def leave(self) -> None:
         """Put the stand-in here, without weights; the sharded parameter is kept."""
@@ -172,7 +174,7 @@ class _Place:
 
 
 def _places(layer: nn.Module) -> list[_Place]:
-    """Return the places of a layer's trainable parameters; a shared one has one stand-in."""
+    """Return the places of a layer's trainable parameters; shared parameters share a stand-in."""
     stand_ins: dict[int, nn.Parameter] = {}
     places: list[_Place] = []
     for module in layer.modules():
@@ -190,8 +192,8 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 def separate_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model that can have their weights one at a time.
 
-    There are none if the model is not made of such layers, or if one shares a weight with something
-    else.
+    There are none if the model is not made of such layers, or if a layer shares a weight with
+    another module.
     """
     by_layer = LayerByLayer(causal(model))
     layer_of = {module: layer for layer in by_layer.layers for module in layer.modules()}

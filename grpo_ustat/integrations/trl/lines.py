@@ -12,14 +12,15 @@ from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
 
-FAR = 100  # times an estimate, from where on an upper end says nothing
+# An upper end of this many times the estimate, or more, is not reported.
+MAX_RATIO_OF_UPPER_END = 100
 
 
-def step_line(intervals: Mapping[str, Interval], own: OwnLoss | None) -> str:
+def step_line(intervals: Mapping[str, Interval], own_loss: OwnLoss | None) -> str:
     """Summarise the present estimates, without a full stop."""
     line = numbers(intervals)
-    if own is not None and own.decided and own.efficiency is not None:
-        efficiency = in_words(own.efficiency.efficiency_same_g, digits=2)
+    if own_loss is not None and own_loss.decided and own_loss.efficiency is not None:
+        efficiency = in_words(own_loss.efficiency.efficiency_same_g, digits=2)
         line += f", relative efficiency of your loss {efficiency}"
     return line
 
@@ -27,18 +28,18 @@ def step_line(intervals: Mapping[str, Interval], own: OwnLoss | None) -> str:
 def end_lines(
     estimate: NoiseEstimate,
     windows: Sequence[Window],
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     group_size: int,
     rollouts: int,
     scores: str,
     cost: str,
 ) -> list[str]:
-    """Write the answer in one line, its basis in a second, and further remarks.
+    """Write the answer in the first line, its basis in the second, and further remarks.
 
     Args:
-        estimate: of these windows.
-        windows: the recent ones.
-        own: relative efficiency of the run's loss.
+        estimate: estimate from these windows.
+        windows: the recent windows.
+        own_loss: relative efficiency of the run's loss.
         group_size, rollouts: G and n of the run.
         scores: description of the scores and their precision.
         cost: cost of measuring.
@@ -46,35 +47,36 @@ def end_lines(
     gstar = estimate.intervals["gstar"]
     _, advice, _ = group_size_advice(estimate.law, gstar, group_size, rollouts)
     if math.isnan(gstar.low) and not math.isnan(estimate.intervals["c2"].low):
-        advice = f"Whether num_generations = {group_size} is best is not known."
+        advice = f"It is not known if num_generations = {group_size} is best."
     if estimate.assumption2:
         advice = pair_advice(gstar)
     answer = advice
-    if own is not None:
-        answer = f"{own.line()} For the unbiased gradient: {advice[0].lower()}{advice[1:]}"
-    groups = sum(len(one.terms.g_sq_P) for one in windows)
+    if own_loss is not None:
+        answer = f"{own_loss.line()} For the unbiased gradient: {advice[0].lower()}{advice[1:]}"
+    groups = sum(len(window.terms.g_sq_P) for window in windows)
     lines = [
         answer,
         f"{numbers(estimate.intervals)}; from {groups} groups of steps {windows[0].first} to "
         f"{windows[-1].last}, averaged over these; {scores}; measuring took {cost}.",
     ]
-    if own is not None and (sizes := own.smaller_sizes()):
+    if own_loss is not None and (sizes := own_loss.smaller_sizes()):
         lines.append(sizes)
     if estimate.heavy:
         lines.append("Few groups carry most of the weight: intervals may cover less than 90 %.")
-    if unknown := sum(one.unknown for one in windows):
-        lines.append(f"Groups left out, since a completion of theirs has no reward: {unknown}.")
+    if unknown := sum(window.unknown for window in windows):
+        lines.append(f"Groups left out because a completion has no reward: {unknown}.")
     return lines
 
 
 def numbers(intervals: Mapping[str, Interval]) -> str:
-    """State G*, the noise scale and the share of groups of equal rewards, in words."""
+    """State G*, the noise scale and the share of groups with equal rewards, in words."""
     share = intervals["zero_variance"]
     if share.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
     best = in_words(intervals["gstar"], MIN_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
-        _, low, high = intervals["gstar"]  # of bounds: pairs tell no more
+        # Pairs give only bounds of G*.
+        _, low, high = intervals["gstar"]
         assumed = intervals["gstar_assumption2"].estimate
         best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} under Assumption 2)"
     scale = in_words(intervals["noise_scale"])
@@ -85,7 +87,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
 
 
 def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
-    """Format an estimate with its interval; or its lower end if only that is known; or "unknown".
+    """Format an estimate with its interval, or its lower end if only that is known, or "unknown".
 
     >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
     ('5.2 [4.3, 9.8]', 'at least 32')
@@ -93,6 +95,6 @@ def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
     'unknown'
     """
     estimate, low, high = interval
-    if math.isfinite(estimate) and high < FAR * estimate:
+    if math.isfinite(estimate) and high < MAX_RATIO_OF_UPPER_END * estimate:
         return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
     return f"at least {low:.{digits}f}" if low > least else "unknown"

@@ -1,4 +1,4 @@
-"""Relative efficiency of a run's own loss: the loss of TRL's arguments, and the result in words.
+"""Relative efficiency of a run's loss: the loss that TRL's arguments define, the result in words.
 
 TRL 1.16 applies, at the first update of a batch, the row weights of `estimators.row_weights`; other
 effects of its arguments on the gradient are named by `unmeasured` or `described`.
@@ -21,14 +21,13 @@ from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
-EPSILON = 1e-4  # that TRL adds to a std
+# TRL adds this to a standard deviation.
+EPSILON = 1e-4
 EACH_REWARD = "normalize_then_sum"
-DRAWS = 100  # pairs of batches behind losses that weigh by the whole batch
-BASELINE_NAMES = {
-    "none": "group_mean",
-    "group": "group_std",
-    "batch": "batch_std",
-}  # by `scale_rewards`
+# Pairs of batches for losses whose weights depend on all rows of a batch.
+DRAWS = 100
+# Baselines by `scale_rewards`.
+BASELINE_NAMES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}
 WORDS = {
     "group_mean": "no std", "group_std": "std of the group", "batch_std": "std of the batch",
     "gdpo": "std of each reward",
@@ -64,9 +63,9 @@ def unmeasured(trainer: Any) -> str | None:
     for method in ("_compute_loss", "_generate_and_score_completions"):
         owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
         if owners and owners[0] != "GRPOTrainer":
-            return f"{owners[0]} has a {method} of its own"
+            return f"{owners[0]} overrides {method}"
     if args.loss_type not in LOSS_TYPES:
-        return f"loss_type={args.loss_type} is none of those of TRL 1.16"
+        return f"loss_type={args.loss_type} is no loss of TRL 1.16"
     if args.scale_rewards not in BASELINE_NAMES:
         return f"scale_rewards={args.scale_rewards} is none of {', '.join(BASELINE_NAMES)}"
     if args.top_entropy_quantile < 1:
@@ -74,7 +73,7 @@ def unmeasured(trainer: Any) -> str | None:
             f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
         )
     if args.entropy_coef or args.use_adaptive_entropy:
-        return "of its entropy bonus the scores say nothing"
+        return "its entropy bonus is not part of the scores"
     if args.delta is not None and args.delta < 1:
         return f"delta={args.delta} clips every ratio of a positive advantage"
     return None
@@ -133,13 +132,13 @@ class OwnLoss:
     rollouts: int
     # Number of groups that were measured.
     groups: int
-    # The reason why nothing is known, in words.
+    # The reason why the efficiency is unknown, in words.
     reason: str | None = None
-    # True if its direction is that of the gradient by theory.
+    # True if by theory its direction is the direction of the gradient.
     unbiased: bool = False
-    # Names what the unbiased gradient is of, if not of the one reward.
+    # Objective of the unbiased gradient, in words; empty if the run has a single reward.
     compared: str = ""
-    # At G; None if `reason` explains why not.
+    # Efficiency at G; None if `reason` explains why not.
     efficiency: RelativeEfficiency | None = None
     # Efficiency of groups of g against groups of G, by g < G; the intervals are simultaneous, 95 %
     # (Bonferroni).
@@ -161,16 +160,16 @@ class OwnLoss:
 
     @property
     def better(self) -> int | None:
-        """The best of the smaller sizes that are significantly better; None where none is."""
-        better = {g: x.estimate for g, x in self._known.items() if x.low > 1}
+        """The best of the smaller sizes that are significantly better; None if there is none."""
+        better = {g: x.estimate for g, x in self._finite_sizes.items() if x.low > 1}
         return max(better, key=lambda g: better[g], default=None)
 
     @property
     def none_better(self) -> bool:
-        """True if every smaller size is known, and better by at most `TOLERABLE_EXTRA_ERROR`."""
+        """True if no smaller size with an interval is better by over `TOLERABLE_EXTRA_ERROR`."""
         if self.better is not None:
             return False
-        return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._known.values())
+        return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._finite_sizes.values())
 
     def line(self) -> str:
         """State the efficiency and the direction, or why there is none, in a sentence."""
@@ -191,17 +190,19 @@ class OwnLoss:
     def smaller_sizes(self) -> str:
         """State the effect of smaller groups on this loss, in a sentence.
 
-        It is empty if nothing is known, or if its direction is unbiased: then it has the best size
-        of the unbiased gradient.
+        It is empty if the effect is unknown, or if the direction is unbiased, because the loss then
+        has the best size of the unbiased gradient.
         """
-        if not self.decided or self.unbiased or not self._known:
+        if not self.decided or self.unbiased or not self._finite_sizes:
             return ""
         verdict = "the data do not say which size is best for it"
         if self.better is not None:
             verdict = f"groups of {self.better} are better for it"
         elif self.none_better:
             verdict = "none is significantly better for it"
-        each = ", ".join(f"{_two_digits(x)} in groups of {g}" for g, x in self._known.items())
+        each = ", ".join(
+            f"{_two_digits(x)} in groups of {g}" for g, x in self._finite_sizes.items()
+        )
         return (
             f"Relative efficiency of smaller groups with your loss, against groups of "
             f"{self.group_size}: {each}; {verdict}."
@@ -211,15 +212,15 @@ class OwnLoss:
         """Return the known numbers, by name, for a tracker."""
         if self.efficiency is None:
             return {}
-        found = {
+        values = {
             "loss/relative_efficiency": self.efficiency.efficiency_same_g.estimate,
             "loss/cosine": self.cosine.estimate,
             "loss/noise": self.efficiency.noise.estimate,
         }
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     @property
-    def _known(self) -> dict[int, Interval]:
+    def _finite_sizes(self) -> dict[int, Interval]:
         """The entries of `against` that have an interval."""
         return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
@@ -242,12 +243,12 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
         loss: see `loss_of`.
         rollouts: n of an update.
         words: see `described`.
-        draws: pairs of batches behind losses that weigh by the whole batch.
+        draws: pairs of batches for losses whose weights depend on all rows of a batch.
     """
     groups, size = pool.rewards_PN.shape
-    found = refusal(pool, loss, size, rollouts)
-    if found is not None:
-        return OwnLoss(words, size, rollouts, groups, _reason(found, size, rollouts))
+    fault = refusal(pool, loss, size, rollouts)
+    if fault is not None:
+        return OwnLoss(words, size, rollouts, groups, _reason(fault, size, rollouts))
     sizes = [g for g in _smaller(size) if refusal(pool, loss, g, rollouts) is None]
     errors = loss_errors(
         pool, {UNBIASED: [*sizes, size], loss: [*sizes, size]}, rollouts, draws, seed=0
@@ -268,19 +269,19 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
 def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
     """Return a pool whose reward functions count as TRL counts them in `EACH_REWARD`.
 
-    A function that returned None for all completions of a group has no part in it, like one whose
-    rewards are equal. If it returned None for some, TRL normalises the others among themselves:
-    this is no baseline of whole groups, so the group is left out.
+    A function that returned None for all completions of a group does not count in it, as if its
+    rewards were equal. If it returned None for some completions, TRL normalises the others among
+    themselves: this is no baseline of complete groups, so the group is left out.
 
     Args:
-        pool: with the functions' rewards, NaN where one returned None.
-        weights_F: of the functions.
+        pool: pool with the functions' rewards, NaN where a function returned None.
+        weights_F: weights of the functions.
     """
     assert pool.rewards_PNF is not None
     none_PF = np.isnan(pool.rewards_PNF).sum(axis=1)
-    whole_P = np.isin(none_PF, (0, pool.rewards_PNF.shape[1])).all(axis=1)
+    complete_P = np.isin(none_PF, (0, pool.rewards_PNF.shape[1])).all(axis=1)
     arrays = {
-        name: value[whole_P]
+        name: value[complete_P]
         for name, value in vars(pool).items()
         if isinstance(value, np.ndarray) and name != "reward_weights_F"
     }
@@ -293,7 +294,7 @@ def ratio_factors(
 ) -> torch.Tensor | None:
     """Return factors of tokens' gradients in TRL 1.16's loss where pi/pi_old is not 1.
 
-    They multiply the gradients of the tokens' log-probabilities, beside the weights of
+    They multiply the gradients of the tokens' log-probabilities, in addition to the weights of
     `row_weights`. None if the loss type is not covered.
 
     Args:
@@ -310,7 +311,7 @@ def ratio_factors(
     if trainer.importance_sampling_level == "sequence":
         log_BT = ((log_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0))[:, None]
     if loss_type == "cispo":
-        # a cap below 1 multiplies the whole gradient, which is a fault that the audit names
+        # A cap below 1 multiplies the gradient by a number, a fault that the audit names.
         return log_BT.exp().clamp(max=trainer.epsilon_high) / min(1.0, trainer.epsilon_high)
     with torch.enable_grad():
         ratio_BT = log_BT.requires_grad_().exp()
@@ -328,7 +329,7 @@ def ratio_factors(
 
 
 def _smaller(size: int) -> list[int]:
-    """Return halves of a group size, and their halves, as long as they are whole and 2 or more.
+    """Return the half of a group size, its half, and so on, while they are integers of 2 or more.
 
     >>> _smaller(16), _smaller(12), _smaller(5)
     ([2, 4, 8], [3, 6], [])
@@ -340,13 +341,13 @@ def _smaller(size: int) -> list[int]:
     return halves
 
 
-def _reason(found: Refusal, size: int, rollouts: int) -> str:
+def _reason(fault: Refusal, size: int, rollouts: int) -> str:
     """Phrase a refusal in the terms of training."""
-    if found.kind in ("questions", "coupled questions"):
-        return f"not decided yet, {found.needed} groups are needed, {found.found} measured"
-    if found.kind == "no multiple":
-        return f"an update of {rollouts} rollouts has no whole number of groups of {size}"
-    return f"it cannot be measured here ({found.kind})"
+    if fault.kind in ("questions", "coupled questions"):
+        return f"not decided yet, {fault.needed} groups are needed, {fault.found} are measured"
+    if fault.kind == "no multiple":
+        return f"an update of {rollouts} rollouts is no multiple of num_generations={size}"
+    return f"it cannot be measured here ({fault.kind})"
 
 
 def _two_digits(value: Interval) -> str:

@@ -17,17 +17,18 @@ def record(
 ) -> list[None]:
     """Return None for each completion, and log its tokens: a TRL reward function.
 
-    It has no effect on training; what it logs makes a completion token-exact. Put it beside the
+    It has no effect on training; the logged tokens make completions token-exact. Add it to the
     reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
     `completions/completions_00010.parquet` then has the columns `prompt_ids`, `completion_ids` and
     `policy_step`, the number of updates of the policy that wrote them: `checkpoint-<policy_step>`.
     """
-    trainer = log_extra.__self__  # a method of the trainer
+    # `log_extra` is a method of the trainer.
+    trainer = log_extra.__self__
     if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):
         raise ConfigError(
-            "grpo_ustat.integrations.trl.record cannot log this run: it has tools, environments "
-            "or a rollout_func, whose tokens a reward function cannot tell from the policy's own; "
-            "leave record out of reward_funcs"
+            "grpo_ustat.integrations.trl.record cannot log a run with tools, environments or a "
+            "rollout_func, because a reward function cannot distinguish their tokens from the "
+            "policy's: remove record from reward_funcs"
         )
     prompt_ids, *_rest = trainer._tokenize_prompts(list(prompts))
     log_extra("prompt_ids", [list(ids) for ids in prompt_ids])

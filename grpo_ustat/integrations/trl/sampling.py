@@ -1,9 +1,10 @@
-"""Tests if the scored policy is the one that sampled: by trainer arguments and by the mean score.
+"""Tests if the scored policy is the sampling policy: by trainer arguments and by the mean score.
 
-A policy's own completions have mean score 0. TRL's loss, like the scores, is of the softmax of all
-logits at `temperature`. If other arguments change what is sampled, or dropout is on, both are of
-another policy than the one that wrote. The measured noise is then still that of the gradient that
-TRL applies, but that is not the gradient of the reward of what is sampled.
+A policy's completions have mean score 0 under the same policy. TRL's loss and the scores use the
+softmax of all logits at `temperature`. If other arguments change the sampling, or dropout is on,
+loss and scores belong to another policy than the policy that wrote. The measured noise is then
+still the noise of the gradient that TRL applies, but this is not the gradient of the reward of
+sampled completions.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.records import Array
 
-MIN_GROUPS = 8  # of fewer, intervals of a policy's own completions were above 0 too often
+# With fewer groups, intervals of a policy's own completions were above 0 too often.
+MIN_GROUPS = 8
 CUT = "leaves tokens out when TRL samples"
 MOVED = "moves probabilities when TRL samples"
-NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, values that do nothing
+# The effect of an argument, and its values without effect.
+NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
     "top_k": (CUT, (None, -1, 0)),
     "top_p": (CUT, (None, 1)),
     "min_p": (CUT, (None, 0)),
@@ -54,27 +57,28 @@ NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {  # what an argument does, va
 def sampling_warnings(trainer: Any) -> list[str]:
     """Warn of each argument with which a `GRPOTrainer` samples from another distribution.
 
-    The scores are of the unchanged one. There is a sentence for each argument, and one for dropout.
+    Scores use the unchanged distribution. There is a sentence for each argument and for dropout.
     """
-    own = {name: getattr(trainer, name, None) for name in NEUTRAL}
-    own["structured_outputs"] = getattr(trainer.args, "vllm_structured_outputs_regex", None)
-    kwargs = own | (getattr(trainer.args, "generation_kwargs", None) or {})
+    arguments = {name: getattr(trainer, name, None) for name in NEUTRAL}
+    arguments["structured_outputs"] = getattr(trainer.args, "vllm_structured_outputs_regex", None)
+    kwargs = arguments | (getattr(trainer.args, "generation_kwargs", None) or {})
     neutral = NEUTRAL | {"temperature": (MOVED, (None, trainer.temperature))}
     sentences = []
     for name, (effect, values) in neutral.items():
         if kwargs.get(name) not in values:
             sentences.append(
-                f"{name}={kwargs[name]} {effect}, which its loss does not know: C1, C2, C3 are of "
-                "the gradient that TRL applies, and that is not the one of the sampled reward; use "
+                f"{name}={kwargs[name]} {effect}, but not in its loss: C1, C2, C3 describe the "
+                "gradient that TRL applies, which is not the gradient of the sampled reward; use "
                 f"{name}={values[-1]}, or leave it out."
             )
     if dropout := active_dropout(trainer.model):
         name, rate = dropout
         masks = "without dropout" if getattr(trainer, "use_vllm", False) else "with other masks"
         sentences.append(
-            f"{name} is {rate}: TRL's loss is of the model with dropout on, and so are scores, "
-            f"each with masks of its own: C1, C2, C3 have their noise; TRL samples {masks}, so the "
-            "applied gradient is not quite that of the sampled reward."
+            f"{name} is {rate}: TRL computes its loss with dropout, so scores are computed with "
+            "dropout too, each with its own masks, and C1, C2, C3 include the noise of the masks; "
+            f"TRL samples {masks}, so the applied gradient is not exactly the gradient of the "
+            "sampled reward."
         )
     return sentences
 
@@ -84,10 +88,9 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
 
         T / q,   T = mean over groups of sum_{i != j} <s_i, s_j> / (G (G-1)),   q = mean ||s_i||^2
 
-    T estimates E||E[s | x]||^2 without bias. It is 0 for completions of the policy that is scored;
-    an interval above 0 shows that another policy wrote them. An interval that covers 0 proves
-    nothing: if the policy is peaked, cutting off or moving the other tokens' probabilities hardly
-    moves the mean.
+    T estimates E||E[s | x]||^2 without bias. It is 0 for completions of the scored policy; an
+    interval above 0 shows that another policy wrote them. An interval that covers 0 proves nothing:
+    if the policy is peaked, a change of the other tokens' probabilities hardly changes the mean.
 
     For a policy's own completions at most 1.5 % of the intervals were above 0, 4.3 % for 8 groups
     of 2 (softmax policies of 12 tokens from flat to peaked, 8 to 64 groups of 2 to 16, 4000 batches
@@ -95,11 +98,11 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
 
     Args:
         grams_PGG: <s_i, s_j> of all groups of a batch, or of several; also of those whose rewards
-            are equal, because the others alone are not the policy's own completions.
+            are equal, because without them the completions are no sample of the policy.
 
     Returns:
-        With an interval that leaves out one group at a time and never ends below 0, where the share
-        cannot be; without an interval for fewer than 8 groups, or for scores that are all 0.
+        The share with a jackknife interval over groups, whose upper end is at least 0 because no
+        share is below 0; without an interval for fewer than 8 groups, or for scores that are all 0.
     """
     diagonals_P = np.array([gram.trace() for gram in grams_PGG])
     sums_P = np.array([gram.sum() for gram in grams_PGG])
@@ -122,8 +125,8 @@ def mean_score_warning(share: Interval) -> list[str]:
         return []
     value, low, high = (100 * x for x in share)
     return [
-        f"The mean score is not 0, by {value:.1f} % [{low:.1f}, {high:.1f}] of E||s||^2: the "
-        "policy that is scored did not write these completions, so the applied gradient is not "
-        "that of the sampled reward; look for dropout, a sampling argument, or other weights in "
-        "the sampler. In groups of 2 or 3, C2 and C3 are off by about that share."
+        f"The mean score is not 0: its square is {value:.1f} % [{low:.1f}, {high:.1f}] of "
+        "E||s||^2, so another policy wrote these completions, and the applied gradient is not the "
+        "gradient of the sampled reward; look for dropout, a sampling argument, or other weights "
+        "in the sampler. In groups of 2 or 3, C2 and C3 are off by about that share."
     ]

@@ -1,4 +1,4 @@
-"""Scores of a run's groups, in a model that is left as it is, and communication between ranks."""
+"""Scores of a run's groups, without changes of its model, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.terminal.streams import single_line
 
 UNCHECKED = (
-    "Layer by layer scores are not compared with plain differentiation, which needs whole weights."
+    "Scores computed layer by layer are not compared with plain differentiation, which needs the "
+    "full weights."
 )
 
 
 class GroupScorer:
-    """Scorer of groups of a `GRPOTrainer`, two completions of which it differentiates plainly too.
+    """Scorer of groups of a `GRPOTrainer`.
 
-    If the model has dropout, scores are those of the model in training, each completion with its
-    own masks, as in TRL's loss; those of two groups are independent, whichever rank scores them.
-    They have the distribution of the update's masks, which are drawn only later: `update_scores`
-    draws these again.
+    It compares the scores of two completions with plain differentiation. If the model has dropout,
+    scores are computed with dropout on, with separate masks for each completion, as in TRL's loss;
+    the masks of two groups are independent, whichever rank scores them. They have the distribution
+    of the update's masks, which are drawn only later: `update_scores` repeats those draws.
 
     Args:
-        completions_at_once: completions of a pass of the model; halved if memory runs out.
+        completions_at_once: completions in a pass of the model; halved if memory runs out.
         sketch_size: numbers that are kept of a completion's score.
     """
 
@@ -61,11 +62,12 @@ class GroupScorer:
         self.sketch: Sketch | None = None
         # Remarks for the user, in sentences.
         self.notes: list[str] = []
-        # Of the last `update_scores`, if TRL compares probabilities with two draws of masks: the
-        # sum of |log pi/pi_old| over tokens, the number of clipped tokens, and of all.
+        # Facts of the last `update_scores`, if TRL compares probabilities of two draws of masks:
+        # sum of |log pi/pi_old| over tokens, number of clipped tokens, number of tokens.
         self.ratio_gaps = np.zeros(3)
         self._checked = False
-        self._batches = 0  # that were scored, the same on all ranks
+        # Batches scored so far, the same on all ranks.
+        self._batches = 0
 
     def sketch_of(self, model: Any) -> Sketch:
         """Return the sketch of scores of a model, the same at each call."""
@@ -79,28 +81,33 @@ class GroupScorer:
         """Score groups by place, each on one of the ranks; return all scores on all ranks.
 
         Args:
-            model: whose weights are whole, or in its layers in step.
-            groups: by place, the same on all ranks.
-            layers: those in step, for which ranks score a group each in one round; or None.
+            model: model with full weights, or with weights in its layers in step.
+            groups: groups by place, the same on all ranks.
+            layers: layers in step, with which ranks score one group each in a round; or None.
         """
         accelerator, places = self.trainer.accelerator, list(groups)
         self._batches += 1
         rank, world = accelerator.process_index, accelerator.num_processes
         if layers is None:
-            own = places[rank::world]
+            rank_places = places[rank::world]
             return dict(
-                from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in own])
+                from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in rank_places])
             )
-        self.at_once = min(from_all_ranks(lambda: [self.at_once]))  # with whole weights of its own
+        # Scoring with full weights may have halved the number on some ranks only.
+        self.at_once = min(from_all_ranks(lambda: [self.at_once]))
         scores: dict[int, GroupScores] = {}
         while len(scores) < len(places):
-            own = places[len(scores) :][:world][rank : rank + 1]
+            rank_places = places[len(scores) :][:world][rank : rank + 1]
 
-            def attempt(own: Sequence[int] = own) -> list[tuple[int, GroupScores] | None]:
+            def attempt(
+                group_places: Sequence[int] = rank_places,
+            ) -> list[tuple[int, GroupScores] | None]:
                 """Score this rank's group of the round; return None if its memory ran out."""
                 with layers.round(self._passes()):
                     try:
-                        return [(p, self._scores(model, groups[p], p, layers)) for p in own]
+                        return [
+                            (p, self._scores(model, groups[p], p, layers)) for p in group_places
+                        ]
                     except RuntimeError as error:
                         if not out_of_memory(error):
                             raise
@@ -121,12 +128,13 @@ class GroupScorer:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            self._halve()  # not in the handler: the error holds all that was allocated
+            # Within the handler, the error would still hold all that was allocated.
+            self._halve()
 
     def _scores(
         self, model: Any, group: Group, place: int, layers: LayersInStep | None
     ) -> GroupScores:
-        """Score a group with the masks of its place; the first time, the baselines are checked."""
+        """Score a group with the masks of its place; the first call also checks the scores."""
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
@@ -163,9 +171,9 @@ class GroupScorer:
         Each token is multiplied by the factor of its ratio pi/pi_old.
 
         Args:
-            model: whose weights are whole, as they were at the loss.
-            inputs: of the loss.
-            states: of the generators before it.
+            model: model with full weights, as they were at the loss.
+            inputs: inputs of the loss.
+            states: states of the generators before it.
             sign_B: sign of the rows' advantages, -1 or 1.
             trl_positions: count positions as in TRL's loss, which gives the model none.
         """
@@ -196,7 +204,7 @@ class GroupScorer:
                 sign = torch.from_numpy(sign_B).to(log_ratio_BT)
                 factors_BT = ratio_factors(self.trainer, log_ratio_BT, counts_BT, sign)
                 if factors_BT is None:
-                    raise ConfigError("ratios pi/pi_old of two draws of masks are in the loss")
+                    raise ConfigError("its loss has ratios pi/pi_old of two draws of masks")
                 weights_BT = counts_BT * factors_BT
                 gap_BT, cut_BT = log_ratio_BT.abs(), (weights_BT == 0) * counts_BT
                 sums = (gap_BT * counts_BT).sum(), cut_BT.sum(), counts_BT.sum()
@@ -212,9 +220,9 @@ class GroupScorer:
         return features_BR.cpu().numpy()
 
     def shifts_positions(self, model: Any) -> bool:
-        """Return True if padding before a prompt changes a model that gets no positions.
+        """Return True if padding before a prompt changes the output of a model without positions.
 
-        TRL's loss gives it none. The padding matters if positions are absolute, as in GPT-2.
+        TRL's loss passes none. The padding matters if positions are absolute, as in GPT-2.
         """
         ids_BT = torch.tensor([[0, 2, 3, 4]], device=model.device)
         mask_BT = torch.tensor([[0, 1, 1, 1]], device=model.device)
@@ -222,13 +230,13 @@ class GroupScorer:
         if "position_ids" not in inspect.signature(body(causal(model)).forward).parameters:
             return False
         with torch.no_grad():
-            own, handed_none = (
+            with_positions, without_positions = (
                 body(causal(model))(
                     input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **where
                 ).last_hidden_state[:, 1:].double()
                 for where in places
             )  # fmt: skip
-        share = (own - handed_none).norm() / own.norm()
+        share = (with_positions - without_positions).norm() / with_positions.norm()
         return bool(share > (1e-3 if model.dtype.itemsize >= 4 else 0.1))
 
     def _passes(self) -> int:
@@ -245,7 +253,7 @@ class GroupScorer:
 
     @contextmanager
     def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
-        """Allow one call of `logprobs` within the block; layers in step need it on all ranks."""
+        """Allow a call of `logprobs` within the block; all ranks enter it for layers in step."""
         if layers is None:
             yield
             return
@@ -273,7 +281,7 @@ class GroupScorer:
         )
 
     def _check(self, policy: Policy, rollouts: Rollouts, images: Mapping[str, Any] | None) -> None:
-        """Compare a group's two shortest completions with plain differentiation, once a run."""
+        """Compare a group's two shortest completions with plain differentiation, once per run."""
         shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]
         few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
         try:
@@ -288,16 +296,18 @@ class GroupScorer:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            self.notes.append("No memory to compare scores with plain differentiation.")
+            self.notes.append(
+                "Scores were not compared with plain differentiation: not enough memory."
+            )
 
 
 def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
     """Return the items that all ranks make, in rank order."""
     try:
-        own = list(make())
+        made = list(make())
     except Exception as error:
-        own = [_Failure(reason_of(error))]
-    items = gather_object(own)
+        made = [_Failure(reason_of(error))]
+    items = gather_object(made)
     if failures := [item for item in items if isinstance(item, _Failure)]:
         raise ConfigError(failures[0].reason)
     return items
@@ -305,7 +315,7 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
 
 @contextmanager
 def _trl_positions(model: Any) -> Iterator[None]:
-    """Make a model count columns as positions, as if it gets none."""
+    """Make a model count columns as positions, as it does if it gets no positions."""
 
     def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Add these positions to the arguments of the model."""
@@ -334,14 +344,15 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode and its own precision for the block.
+    """Put the model into evaluation mode and the precision of its weights for the block.
 
-    Modes and random states are restored afterwards. Scores are computed outside of `grad`.
+    Modes and random states are restored afterwards. Parameters' `grad` is not used.
     """
     modes = {module: module.training for module in model.modules()}
     generators = random.getstate(), np.random.get_state()
     device = torch.device(getattr(model, "device", "cpu"))
-    own: Any = getattr(model, "_original_forward", None)  # without accelerate's autocast
+    # The forward pass without accelerate's autocast.
+    original: Any = getattr(model, "_original_forward", None)
     wrapped: Any = model.forward
     with (
         same_draws(device),
@@ -350,11 +361,11 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     ):
         try:
             model.eval()
-            if own is not None:
-                model.forward = own
+            if original is not None:
+                model.forward = original
             yield
         finally:
-            if own is not None:
+            if original is not None:
                 model.forward = wrapped
             for module, mode in modes.items():
                 module.training = mode

@@ -1,10 +1,10 @@
-"""Whole weights of a model that training shards: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
+"""Full weights of a model that training shards: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
 
-Scores need every parameter whole, with its own shape and name. All are gathered before scoring and
-dropped after it, and within the block the frameworks' hooks are off: these gather and drop a layer
-at a time, so that ranks would have to score in step. Without them no rank waits for another between
-the gathering and its end, and one that fails delays none. Only if a rank has no memory for that do
-layers have their weights one at a time, see `in_step`.
+Scores need full parameters, with their original shapes and names. All are gathered before scoring
+and dropped after it. In between the frameworks' hooks are off, because these gather and drop one
+layer at a time, so that ranks would have to score in step. Without hooks no rank waits for another
+until the end, and a rank that fails delays no other. If the full weights do not fit in some rank's
+memory, layers have their weights one at a time, see `in_step`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from grpo_ustat.integrations.trl.scoring import from_all_ranks
 from grpo_ustat.policy.memory import out_of_memory
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
-NO_MEMORY = "out of memory for the whole weights of the model"
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # FSDP1's, torch's checkpointing's
+NO_MEMORY = "out of memory for the full weights of the model"
+# Names of modules within the wrappers of FSDP1 and of torch's activation checkpointing.
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def sharding_of(trainer: Any) -> str:
-    """Return what shards a trainer's parameters: "ZeRO-3", "FSDP1", "FSDP2", or "" for none."""
+    """Name the sharding of a trainer's parameters: "ZeRO-3", "FSDP1", "FSDP2", or "" for none."""
     state = trainer.accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -38,27 +39,27 @@ def sharding_of(trainer: Any) -> str:
 
 
 def check_sharding(trainer: Any) -> None:
-    """Refuse set-ups that keep parameters elsewhere, or split them in another way."""
+    """Refuse offloaded parameters, and parallelism that splits layers or sequences."""
     state, sharding = trainer.accelerator.state, sharding_of(trainer)
     if sharding.startswith("FSDP") and _offloads(state.fsdp_plugin.cpu_offload):
         raise ConfigError(
-            "fsdp_offload_params=True keeps parameters in the CPU's memory, where scores were not "
-            f"tried: use fsdp_offload_params=False, or {INSTEAD}"
+            "fsdp_offload_params=True keeps parameters in the CPU's memory, with which scores were "
+            f"not tested: use fsdp_offload_params=False, or {INSTEAD}"
         )
     if sharding == "ZeRO-3":
         zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         device = (zero.get("offload_param") or {}).get("device") or "none"
         if device != "none":
             raise ConfigError(
-                f"offload_param.device={device} keeps parameters there, from where scores were not "
-                f"tried: use offload_param.device=none, or {INSTEAD}"
+                f"offload_param.device={device} moves parameters there, with which scores were not "
+                f"tested: use offload_param.device=none, or {INSTEAD}"
             )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         if (count := getattr(parallelism, name, 1) or 1) > 1:
             raise ConfigError(
-                f"{name}={count} splits layers or texts among processes, and scores need whole "
-                f"ones: use {name}=1, or {INSTEAD}"
+                f"{name}={count} splits layers or texts among processes, and scores need them "
+                f"unsplit: use {name}=1, or {INSTEAD}"
             )
 
 
@@ -78,20 +79,21 @@ def scored_weights(
 ) -> Iterator[tuple[Any, LayersInStep | None]]:
     """Give the model its weights on this rank, by the names and shapes of a single process.
 
-    Yields the model with whole weights, and None; or, if a rank has no memory for that, with the
-    layers that have theirs in step. All ranks enter and leave together. Within, each works freely
-    with whole weights, and keeps to rounds with the layers. Weights must not be changed.
+    Yields the model with full weights, and None; or, if these do not fit in some rank's memory, the
+    model with layers that have their weights in step, and these layers. All ranks enter and leave
+    together. Within, ranks are independent of each other with full weights, and work in rounds with
+    layers in step. Weights must not be changed.
 
     Args:
-        trainer: its model has whole weights if nothing shards it.
-        by_layer: let layers have their weights in step in any case.
+        trainer: its model has full weights if nothing shards it.
+        by_layer: give layers their weights in step even if the full weights fit.
     """
     sharding = sharding_of(trainer)
     with ExitStack() as stack:
         model, gather = SHARDED[sharding](trainer)
         sizes, gathered = gather(model, ())
         layers = None
-        # Before any begins: one whose memory ran out within would leave the others waiting.
+        # Checked first, because a rank whose memory ran out later would leave the others waiting.
         if by_layer or (sharding and not _fit_on_all_ranks(sizes, model.device)):
             layers = LayersInStep(_layers(model, by_layer), gather)
             sizes, gathered = gather(model, layers.layers)
@@ -100,24 +102,24 @@ def scored_weights(
                 raise ConfigError(f"{NO_MEMORY}, and for those of one layer at a time: {INSTEAD}")
 
         def enter() -> list[None]:
-            """Gather; there is nothing to tell other ranks."""
+            """Gather; other ranks need no result."""
             stack.enter_context(gathered)
             return []
 
         if sharding:
             from_all_ranks(enter)
         stack.enter_context(_no_hooks_of_frameworks(model))
-        whole = stack.enter_context(_unwrapped(model))
+        unwrapped = stack.enter_context(_unwrapped(model))
         if layers is not None:
             stack.enter_context(layers.in_place())
-        yield whole, layers
+        yield unwrapped, layers
 
 
 def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
     """Return True if every rank has memory for so many bytes."""
 
     def fits() -> bool:
-        """Return True if this rank has."""
+        """Return True if this rank has enough memory."""
         try:
             _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         except RuntimeError as error:
@@ -137,22 +139,22 @@ def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
         return layers
     reason = f"{type(inner).__name__} is not made of layers with weights of their own"
     if by_layer:
-        raise ConfigError(f"by_layer=True, and {reason}: use by_layer=False")
+        raise ConfigError(f"by_layer=True, but {reason}: use by_layer=False")
     raise ConfigError(f"{NO_MEMORY}, and {reason}: {INSTEAD}")
 
 
-def _whole(trainer: Any) -> tuple[Any, Gather]:
+def _unsharded(trainer: Any) -> tuple[Any, Gather]:
     return trainer.accelerator.unwrap_model(trainer.model), lambda *_: ([], nullcontext())
 
 
 def _zero3(trainer: Any) -> tuple[Any, Gather]:
-    """Return ZeRO-3's module, and a function that gathers whole weights."""
+    """Return ZeRO-3's module, and a function that gathers full weights."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Gather whole weights of a module except for some modules within it."""
-        left = {id(p) for one in without for p in one.parameters()}
-        parameters: list[Any] = [p for p in module.parameters() if id(p) not in left]
+        """Gather the full weights of a module except for some modules within it."""
+        excluded = {id(p) for inner in without for p in inner.parameters()}
+        parameters: list[Any] = [p for p in module.parameters() if id(p) not in excluded]
         sizes = [p.ds_numel * p.element_size() for p in parameters]
         return sizes, deepspeed.zero.GatheredParameters(parameters)
 
@@ -166,16 +168,18 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
     model = trainer.model
     policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
     narrow = policy and policy.param_dtype
-    units: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    unit_of = {module: unit for unit in units for module in unit.modules()}  # the innermost is last
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # The innermost unit of a module comes last and so replaces the outer units.
+    unit_of = {module: unit for unit in units for module in unit.modules()}
     sizes_of: dict[nn.Module, dict[int, int]] = {unit: {} for unit in units}
     for module, unit in unit_of.items():
-        for p in module.parameters(recurse=False):  # numel of a DTensor is that of the whole
+        for p in module.parameters(recurse=False):
+            # numel of a DTensor counts the entries of the full tensor.
             sizes_of[unit][id(p)] = p.numel() * (narrow or p.dtype).itemsize
 
     @contextmanager
     def gathered(some: Sequence[Any]) -> Iterator[None]:
-        """Keep the weights of some units whole within the block; shard them again afterwards."""
+        """Unshard the weights of some units within the block; shard them again afterwards."""
         try:
             for unit in some:
                 unit.unshard()
@@ -185,10 +189,10 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
                 unit.reshard()
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Gather whole weights of a module except for some modules within it."""
+        """Gather the full weights of a module except for some modules within it."""
         some = _units_within(module, without, units)
         sizes = [list(sizes_of[unit].values()) for unit in some]
-        # a unit's weights come in one buffer, from which they are copied
+        # A unit's weights arrive in one buffer, from which they are copied.
         return [*sum(sizes, []), max(map(sum, sizes), default=0)], gathered(some)
 
     return model, gather
@@ -203,17 +207,17 @@ def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
 
     @contextmanager
     def gathered(some: Sequence[Any]) -> Iterator[None]:
-        """Keep the weights of some units whole within the block; shard them again afterwards."""
+        """Unshard the weights of some units within the block; shard them again afterwards."""
         with ExitStack() as stack:
             for unit in some:
                 stack.enter_context(unit.summon_full_params(unit, recurse=False, writeback=False))
             yield
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Gather whole weights of a module except for some modules within it."""
+        """Gather the full weights of a module except for some modules within it."""
         if without and not all(unit._use_orig_params for unit in units):
             raise ConfigError(
-                f"{NO_MEMORY}, and fsdp_use_orig_params=False hides those of layers: use "
+                f"{NO_MEMORY}, and fsdp_use_orig_params=False hides the weights of layers: use "
                 "fsdp_use_orig_params=True"
             )
         some = _units_within(module, without, units)
@@ -224,14 +228,14 @@ def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
     return model, gather
 
 
-SHARDED = {"": _whole, "ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
+SHARDED = {"": _unsharded, "ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
 
 
 def _units_within(
     module: nn.Module, without: Sequence[nn.Module], units: Sequence[Any]
 ) -> list[Any]:
-    """Return those of FSDP's units that belong to a module, but to none of these within it."""
-    within = set(module.modules()) - {inner for one in without for inner in one.modules()}
+    """Return FSDP's units within a module, except units within the modules `without`."""
+    within = set(module.modules()) - {inner for outer in without for inner in outer.modules()}
     return [unit for unit in units if _inner(unit) in within]
 
 
@@ -261,8 +265,7 @@ def _is_of_framework(hook: Callable[..., Any]) -> bool:
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     """Remove the wrappers of FSDP1 and activation checkpointing within the block.
 
-    Yields the model, in which children are called, and parameters named, as if they had no
-    wrappers.
+    Yields the model; its modules are called and its parameters are named as without wrappers.
     """
     wrapped = [
         (parent, name, child)
@@ -281,20 +284,18 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 def _inner(module: Any) -> nn.Module:
     """Return a module within its wrappers."""
-    while within := [name for name in WRAPPED if name in module._modules]:
-        module = module._modules[within[0]]
+    while names := [name for name in WRAPPED if name in module._modules]:
+        module = module._modules[names[0]]
     return module
 
 
 def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
-    """Return the precision in which a trainer computes its loss, if weights are wider.
-
-    It is None unless trainable weights of the model are in a wider precision.
-    """
+    """Return the precision of a trainer's loss, or None if no trainable weight is wider."""
     accelerator = trainer.accelerator
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    # The weights of a DeepSpeed engine are in the precision of the loss.
     if dtype is None or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        return None  # an engine of DeepSpeed has its weights in that precision
+        return None
     wide = any(p.requires_grad and p.dtype.itemsize > dtype.itemsize for p in model.parameters())
     return dtype if wide else None
 
@@ -305,16 +306,19 @@ def in_precision_of_loss(
 ) -> Iterator[None]:
     """Make a model compute as in a trainer's loss: in autocast.
 
-    With FSDP1, which reads weights in that precision, it also has such weights.
+    With FSDP1, which reads weights in that precision, its weights are converted too, and restored
+    after the block.
 
     Args:
-        model, layers: as of `scored_weights`.
-        dtype: see `narrow_loss`.
+        model, layers: from `scored_weights`.
+        dtype: from `narrow_loss`.
     """
     with torch.autocast(next(model.parameters()).device.type, dtype), ExitStack() as restored:
         if sharding_of(trainer) == "FSDP1":
             if layers is not None:
-                raise ConfigError("with FSDP1 and layers one at a time, weights are not narrowed")
+                raise ConfigError(
+                    "with FSDP1, layer-by-layer scores are not available in the loss's precision"
+                )
             for tensor in [*model.parameters(), *model.buffers()]:
                 if tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize:
                     restored.callback(setattr, tensor, "data", tensor.data)

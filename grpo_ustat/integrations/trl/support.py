@@ -1,4 +1,4 @@
-"""Trainers that can be measured: others are refused before training, in one line."""
+"""Refusal, before training, of trainers that cannot be measured."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def check_trainer(trainer: Any) -> None:
             f"GradientNoiseCallback measures TRL's GRPOTrainer, not {type(trainer).__name__}"
         )
     if missing := [name for name in USED_ATTRIBUTES if not hasattr(trainer, name)]:
-        raise ConfigError(
-            f"this TRL's GRPOTrainer has no {missing[0]}: use TRL 1.16, for which it was written"
-        )
+        raise ConfigError(f"the GRPOTrainer of this TRL has no {missing[0]}: install TRL 1.16")
     check_sharding(trainer)
     has_tools = any(
         getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")
@@ -50,6 +48,6 @@ def check_parameters(model: nn.Module, pattern: str | None) -> None:
         ) from None
     if not fits:
         raise ConfigError(
-            f"parameters={pattern!r} fits none of the model's {len(names)} trainable parameters, "
+            f"parameters={pattern!r} matches none of the {len(names)} trainable parameters, "
             f"such as {', '.join(names[:: max(1, len(names) // 3)][:3])}: use part of a name"
         )

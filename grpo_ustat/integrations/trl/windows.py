@@ -1,9 +1,9 @@
-"""Windows: the scored groups of consecutive generation batches, pooled until they are enough.
+"""Windows: scored groups of consecutive generation batches, pooled until there are enough.
 
-A generation batch of one prompt has no second one for comparison, and TRL's defaults make such
-batches. C2 and C3 are means over groups and belong to each group's own policy, whatever is pooled.
-C1 and ||grad J||^2 need products between groups; if a window pools batches of several policies they
-are of <grad J_s, grad J_t> for pairs of steps s and t, which a window keeps close together.
+With TRL's defaults a generation batch has one prompt, so no second prompt for comparison. C2 and C3
+are means over groups, each of the policy that wrote the group, so pooling does not affect them. C1
+and ||grad J||^2 need products between groups; if a window pools batches of several policies, they
+are means of <grad J_s, grad J_t> over pairs of steps s and t, which are close in a window.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from grpo_ustat.integrations.trl.generation import Group
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram
 from grpo_ustat.records import Array, Integers, Mask, ScorePool
 
-WINDOW_GROUPS = 16  # of a window, where a generation batch has fewer than MIN_UNITS groups
+# Groups of a window, if a generation batch has fewer than MIN_UNITS groups.
+WINDOW_GROUPS = 16
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group of a generation batch with what is kept of its scores."""
+    """A group of a generation batch with its scores, without tokens."""
 
     # Updates of the policy that wrote it.
     step: int
@@ -47,7 +48,7 @@ class OpenWindow:
 
     groups: list[ScoredGroup] = field(default_factory=list)
     batches: int = 0
-    # Groups that were left out, with a completion that no function rewarded.
+    # Groups left out because no function rewarded one of their completions.
     unknown: int = 0
     # The first group whose rewards differ, with its policy's log-probabilities.
     first: tuple[Group, Array] | None = None
@@ -68,9 +69,9 @@ class Window:
     first: int
     last: int
     terms: GroupTerms
-    # Groups that were left out, with a completion that no function rewarded.
+    # Groups left out because no function rewarded one of their completions.
     unknown: int
-    # Nats per completion from its first policy to its last, see `noise.policy_drift`.
+    # Nats per completion from its first policy to its last, see `groups.policy_drift`.
     drift: float = 0.0
 
 
@@ -80,8 +81,8 @@ def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredG
         step,
         group.rewards_G,
         group.rewards_GF,
-        np.array([one.length for one in group.completions]),
-        np.array([one.counted for one in group.completions]),
+        np.array([completion.length for completion in group.completions]),
+        np.array([completion.counted for completion in group.completions]),
         scores,
     )
 
@@ -96,14 +97,14 @@ def window_batches(groups: int) -> int:
 
 
 def window_of(
-    groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0, own: bool = True
+    groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0, same_policy: bool = True
 ) -> Window:
     """Compute the terms of pooled groups.
 
     Args:
         groups: at least two.
         unknown, drift: see `Window`.
-        own: the scored policy wrote the completions, so that its mean score is 0.
+        same_policy: the scored policy wrote the completions, so that its mean score is 0.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -118,14 +119,14 @@ def window_of(
     size = rewards_PG.shape[1]
     gram_PGG = np.stack([np.zeros((size, size)) if g.scores is None else g.scores.gram_GG
                          for g in groups])  # fmt: skip
-    terms = group_terms(rewards_PG, sq_norm_PG, gram_PP, None if own else gram_PGG)
+    terms = group_terms(rewards_PG, sq_norm_PG, gram_PP, None if same_policy else gram_PGG)
     return Window(groups[0].step, groups[-1].step, terms, unknown, drift)
 
 
 def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
     """Return the groups as a pool of N = G completions of each prompt, with functions' rewards.
 
-    Scores of groups that were not scored, which no loss weighs by another number than 0, are 0.
+    Groups that were not scored have scores 0, because every loss gives them weight 0.
     """
     size = len(groups[0].rewards_G)
     dimension = max(

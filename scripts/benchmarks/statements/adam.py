@@ -1,8 +1,9 @@
-"""The interval of G* in AdamW's metric, and the warning that v has not converged.
+"""Intervals of G* in AdamW's metric, and the warning that v has not converged.
 
-Synthetic prompts whose moments are sums: an outcome is a pair of a reward, 0 or 1, and a style of
-four, independent given the prompt, so that an entry of the score that the style alone moves has no
-gradient. Entries are common, which every completion moves, or rare: a prompt moves a few of many.
+Synthetic prompts whose moments are sums: an outcome is a pair of a reward, 0 or 1, and one of four
+styles, independent given the prompt, so that an entry of the score that depends only on the style
+has no gradient. Entries are common, changed by each completion, or rare: a prompt changes a few of
+many.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.mse.second_moments import GroupGradients, is_uncertain, shift
 from grpo_ustat.policy.scores.metric import adam_metric
 
-# Of the steps whose second moments v is.
+# Size of the steps whose second moments make v.
 ROLLOUTS, GROUP_SIZE = 256, 8
 STYLES, PROMPTS = 4, 3000
 
@@ -30,13 +31,13 @@ STYLES, PROMPTS = 4, 3000
 class Entries:
     """Numbers of entries of each kind."""
 
-    # Common ones, moved by reward and style together or by the style alone.
+    # Common entries, which depend on reward and style, or only on the style.
     reward: int = 20
     style: int = 0
-    # Rare ones, likewise.
+    # Rare entries of the same two kinds.
     rare_reward: int = 0
     rare_style: int = 0
-    # How many of the rare ones each outcome of a prompt moves, and their size there.
+    # Number of rare entries that each outcome of a prompt changes, and their size there.
     moved: int = 4
     loud: float = 1.0
 
@@ -56,7 +57,7 @@ POLICIES = {
 
 
 def population_of(kinds: Entries, count: int, rng: np.random.Generator) -> Population:
-    """So many prompts of 2 x 4 outcomes; chances, features and the scales of entries are drawn."""
+    """Draw prompts with 2 x 4 outcomes: chances, features and scales of entries."""
     value_P = rng.beta(1.5, 1.0, count)
     styles_PY = rng.dirichlet(np.full(STYLES, 2.0), count)
     right_P2 = np.stack([1 - value_P, value_P], axis=1)
@@ -64,7 +65,8 @@ def population_of(kinds: Entries, count: int, rng: np.random.Generator) -> Popul
     rewards_PY = np.tile(np.repeat([0.0, 1.0], STYLES), (count, 1))
     shape = (count, 2, STYLES)
     common = rng.normal(size=(*shape, kinds.reward))
-    common[:, 1, :, 0] += 0.5  # what right answers have in common
+    # Right answers have a common component.
+    common[:, 1, :, 0] += 0.5
     of_style = np.broadcast_to(
         rng.normal(size=(count, 1, STYLES, kinds.style)), (*shape, kinds.style)
     )
@@ -84,7 +86,7 @@ def population_of(kinds: Entries, count: int, rng: np.random.Generator) -> Popul
 def draw(
     population: Population, questions: int, completions: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards [P, N] and scores [P, N, D] of the completions of new questions."""
+    """Draw rewards [P, N] and scores [P, N, D] of the completions of new questions."""
     chosen = rng.choice(len(population.p_PY), questions, replace=False)
     outcome_PN = population.draw(chosen, completions, rng)
     scores_PND = np.take_along_axis(population.scores_PYD[chosen], outcome_PN[..., None], axis=1)
@@ -92,13 +94,13 @@ def draw(
 
 
 def second_moments(entries: dict[str, np.ndarray]) -> np.ndarray:
-    """E ghat_j^2 of a step of n rollouts in groups of G, [D]."""
+    """Compute E ghat_j^2 of a step of n rollouts in groups of G, [D]."""
     noise = GROUP_SIZE * entries["c1"] + entries["c2"] + entries["c3"] / (GROUP_SIZE - 1)
     return entries["grad_sq"] + noise / ROLLOUTS
 
 
 def halves(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> list[GroupGradients]:
-    """The sums of the gradients of each half of the questions."""
+    """Sum the gradients of each half of the questions."""
     groups, gradients = rewards_PN.shape[1] // GROUP_SIZE, []
     for half in range(2):
         gradients.append(GroupGradients(groups))
@@ -111,7 +113,7 @@ def halves(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> list[GroupGradient
 
 
 def study(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> tuple[ClosedForm, float]:
-    """The closed forms, each half of the questions in the metric of the other, and the shift."""
+    """Compute closed forms, each half of the questions in the other's metric, and the shift."""
     gradients, prompts = halves(rewards_PN, scores_PND), ROLLOUTS // GROUP_SIZE
     scores_PND = scores_PND.copy()
     for half in range(2):
@@ -132,7 +134,7 @@ def adam(name: str, asked: Asked) -> Iterator[Cell]:
     best, scale = truth.best_size(), truth.noise_scale(GROUP_SIZE).estimate
 
     def studies(questions: int, completions: int) -> Iterator[dict[str, bool | float]]:
-        """What studies say."""
+        """Yield statements of studies."""
         rng = np.random.default_rng(1)
         for _ in range(asked.studies):
             result, moved = study(*draw(population, questions, completions, rng))

@@ -1,9 +1,9 @@
 """Verdicts on published claims, as a study prints them.
 
-The truth of a claim is where its number lies that all prompts with 64 completions each give; of two
-findings on Assumption 2 it is the sign. "opposed" and "few loud" served no choice. "any" is any
-answer of a study. Claims on stale rollouts are judged by the same rule; the kind "stale" has their
-intervals.
+The truth of a claim follows from its number in all prompts with 64 completions each; for two
+findings on Assumption 2 it is the sign. The populations "opposed" and "few loud" were not used to
+choose the rules. "any" is any answer of a study. Claims on stale rollouts have the same rule for
+verdicts; the kind "stale" has their intervals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_ustat.measurements.verdicts import FAILS, HOLDS, ClaimVerdict, claim_v
 from grpo_ustat.records import ScorePool
 
 ROLLOUTS, SIZE = 64, 8
-# Findings of a study that say the sign of a number.
+# Findings of a study that state the sign of a number.
 SIGNS = {
     "right answers have the longer gradients": "corr",
     "vanilla beats GRPO": "av_minus_a0",
@@ -29,7 +29,7 @@ SIGNS = {
 
 
 def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict], ClosedForm]:
-    """What a study of this pool says, and its statistics for new questions."""
+    """Return the verdicts of a study of this pool, and its statistics for new questions."""
     request = Request([], {}, len(pool.rewards_PN), True, {})
     population = closed_form(pool, request, "questions")
     study = PoolStudy(
@@ -40,7 +40,7 @@ def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict]
 
 
 def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:
-    """The true answer to every claim, and its number, by a large pool."""
+    """Return the true answer to each claim, and its number, from a large pool."""
     rows, population = verdicts(pool, 2000, 1)
     answers: dict[str, str] = {}
     numbers: dict[str, float] = {}
@@ -55,31 +55,31 @@ def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:
     return answers, numbers
 
 
-def said_of(pool: ScorePool, draws: int, seed: int) -> dict[str, str]:
-    """The answers that a study of this pool gives, by claim."""
+def answers_of(pool: ScorePool, draws: int, seed: int) -> dict[str, str]:
+    """Return the answers of a study of this pool, by claim."""
     rows, population = verdicts(pool, draws, seed)
     answers = {row.claim: row.verdict for row in rows if row.verdict in (HOLDS, FAILS)}
     for claim, name in SIGNS.items():
         number = population[name]
-        is_said = is_correlated(number) if name == "corr" else number.low > 0 or number.high < 0
-        if is_said:
+        is_decided = is_correlated(number) if name == "corr" else number.low > 0 or number.high < 0
+        if is_decided:
             answers[claim] = HOLDS if number.estimate > 0 else FAILS
     return answers
 
 
 def claims(name: str, asked: Asked) -> Iterator[Cell]:
-    """Verdicts on published claims, and whether any of a study is wrong."""
+    """Judge verdicts on published claims, and "any" of a study."""
     population = POPULATIONS[name]()
-    every = np.arange(len(population.p_PY))
-    truth, numbers = truths_of(population.pool(every, 64, np.random.default_rng(9)))
+    indices = np.arange(len(population.p_PY))
+    truth, numbers = truths_of(population.pool(indices, 64, np.random.default_rng(9)))
 
     def studies(prompts: int, completions: int) -> Iterator[dict[str, bool]]:
-        """What studies say."""
+        """Yield wrong and right answers of studies."""
         rng = np.random.default_rng(10)
         for number in range(asked.studies):
-            pool = population.pool(rng.choice(every, prompts), completions, rng)
-            said = said_of(pool, asked.draws, number)
-            wrong = {claim: said[claim] != truth[claim] for claim in said if claim in truth}
+            pool = population.pool(rng.choice(indices, prompts), completions, rng)
+            answers = answers_of(pool, asked.draws, number)
+            wrong = {claim: answers[claim] != truth[claim] for claim in answers if claim in truth}
             yield wrong | {"any": any(wrong.values())}
 
     for prompts, completions in asked.cells:

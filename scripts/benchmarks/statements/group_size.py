@@ -1,15 +1,15 @@
 """Sentences on the group size and on the noise of a step.
 
-G                its error is not within the printed tolerance of the least one
+G                its error is not within the printed tolerance of the minimum
 G*               the interval misses it
-costs            an interval of the neighbours' extra errors misses the true one
-worse            a size of 2, 4 ... 64 is said to be worse than the size to take, and is not
+costs            an interval of the neighbours' extra errors misses the true extra error
+worse            a size of 2, 4 ... 64 is called worse than the recommended size, and is not
 at least         G* is below the printed lower bound
 noise            the interval of n_c(8) misses it
 noise at least   n_c(8) is below the printed lower bound
 share            the interval of the prompts' share of the noise at G = 8 misses it
 change           `advise` says raise or lower, from any of 4 to 64, to a size that is no better
-keep             `advise` keeps a size whose error is 30 % above the least one, or more
+keep             `advise` keeps a size whose error is 30 % above the minimum, or more
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZE = 8
 # Share of a step of 256 rollouts below which "at least so much is noise" is not worth printing.
 MIN_SHARE, STEP = 0.05, 256
 IN_USE = (4, 8, 16, 32, 64)
-# Of monitored runs: numbers of steps, rollouts of a step x group size.
+# Monitored runs: numbers of steps, rollouts of a step x group size.
 STEPS = (4, 8, 20)
 STEP_CELLS = ((64, 4), (64, 8), (64, 16), *((256, size) for size in IN_USE))
 MONITORED = (
@@ -53,7 +53,7 @@ MONITORED = (
 
 
 def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
-    """Each sentence that the study prints, and whether it is wrong."""
+    """Yield each sentence that the study prints, and True if it is wrong."""
     errors = {size: truth.n_mse(size) for size in USUAL_SIZES}
     gstar = truth.best_size()
     size, tolerance = study.decide(USUAL_SIZES)
@@ -87,7 +87,7 @@ def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
 
 
 def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
-    """Whether any advice on a size in use is wrong, for steps of 256 rollouts."""
+    """Yield True if any advice on a size in use is wrong, for steps of 256 rollouts."""
     verdicts = [judged_advice(truth, study, size, STEP) for size in IN_USE]
     for sentence, words in (("change", (RAISE, LOWER)), ("keep", (KEEP,))):
         wrong = [is_wrong for verdict, is_wrong in verdicts if verdict in words]
@@ -98,8 +98,10 @@ def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
 def judged_advice(
     truth: ScalingLaw, measured: ScalingLaw, size: int, rollouts: int
 ) -> tuple[str, bool]:
-    """The verdict of `advise` on a size in use, and whether it is wrong: "raise" or "lower" to a
-    size that is no better, "keep" of one whose error is 30 % above the least one, or more.
+    """Return the verdict of `advise` on a size in use, and True if it is wrong.
+
+    Wrong are "raise" or "lower" to a size that is no better, and "keep" of a size whose error is
+    30 % above the minimum, or more.
     """
     verdict, _, numbers = group_size_advice(measured, measured.gstar(), size, rollouts)
     error = truth.n_mse(size)
@@ -109,13 +111,13 @@ def judged_advice(
 
 
 def extra_error(truth: ScalingLaw, size: int, rollouts: int) -> float:
-    """The error of a size above the least one of the sizes that divide the rollouts."""
+    """Return the relative extra error of a size over the best size that divides the rollouts."""
     sizes = (other for other in range(2, rollouts + 1) if rollouts % other == 0)
     return truth.n_mse(size) / min(map(truth.n_mse, sizes)) - 1
 
 
 def sentences(name: str, asked: Asked) -> Iterator[Cell]:
-    """Every sentence of `mse` on the group size and on the noise of a step."""
+    """Judge the sentences of `mse` on the group size and on the noise of a step."""
     population = POPULATIONS[name]()
     gstar = round(population.law.best_size(), 2)
     for prompts, completions in asked.cells:
@@ -130,9 +132,9 @@ def sentences(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def needs(name: str, asked: Asked) -> Iterator[Cell]:
-    """Numbers of prompts that an undecided study prints, against those at which fresh ones decide.
+    """Compare numbers of prompts that an undecided study prints with those at which studies decide.
 
-    Half and nine in ten of fresh studies of 16 completions a prompt decide at the truth.
+    At the true numbers, half and nine in ten of new studies of 16 completions per prompt decide.
     """
     population = POPULATIONS[name]()
     rng = np.random.default_rng(7)
@@ -155,7 +157,7 @@ def needs(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def prompts_to_decide(study: ScalingLaw) -> dict[str, float]:
-    """What a study says that does not decide."""
+    """Return the numbers of prompts that an undecided study prints; empty if it decides."""
     if study.decide(USUAL_SIZES).tolerance is not None:
         return {}
     half, most = study.prompts_to_decide(USUAL_SIZES)
@@ -165,18 +167,18 @@ def prompts_to_decide(study: ScalingLaw) -> dict[str, float]:
 def monitored_runs(
     population: Population, prompts: int, size: int, steps: int, runs: int, rng: np.random.Generator
 ) -> Iterator[Array]:
-    """C1, C2, C3, ||grad J||^2 of every step of a run, [4, S]; NaN where no group has variance."""
-    every = population.studies(prompts, size, runs * steps, rng)
-    while values := [law.constants_4 for law in islice(every, steps)]:
+    """Yield C1, C2, C3, ||grad J||^2 of a run's steps, [4, S]; NaN if no group has variance."""
+    laws = population.studies(prompts, size, runs * steps, rng)
+    while values := [law.constants_4 for law in islice(laws, steps)]:
         values_4S = np.array(values).T
         yield np.where(values_4S[2] == 0, np.nan, values_4S)
 
 
 def advice(name: str, asked: Asked) -> Iterator[Cell]:
-    """Verdicts of `advise` on a training run of 4, 8 or 20 monitored steps; cells are n x G.
+    """Judge `advise` on training runs of 4, 8 or 20 monitored steps; cells are n x G.
 
-    A step's C1, C2 and C3 are those that `monitor.gradient_mse_every` measures, and the steps are
-    averaged as `advise` does.
+    C1, C2 and C3 of a step are as `monitor.gradient_mse_every` measures them, and steps are
+    averaged as in `advise`.
     """
     population = POPULATIONS[name]()
     for rollouts, size in asked.cells:
@@ -195,7 +197,7 @@ def advice(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def verdict_of(truth: ScalingLaw, run_4S: Array, size: int, rollouts: int) -> dict[str, bool]:
-    """The verdict on a run and whether it is wrong; none of too few steps."""
+    """Return the verdict on a run, and True if it is wrong; empty for too few steps."""
     measured_4S = run_4S[:, np.isfinite(run_4S[0])]
     if measured_4S.shape[1] < MIN_STEPS:
         return {}

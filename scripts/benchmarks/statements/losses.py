@@ -1,11 +1,11 @@
-"""Relative efficiency of a loss: its intervals, and what is said of smaller groups.
+"""Relative efficiency of a loss: its intervals, and statements on smaller groups.
 
-Of a loss at a G, where its mean points elsewhere than the gradient, too:
+Statements on a loss at a G, also if its mean points elsewhere than the gradient:
 
     efficiency_same_g   against the unbiased estimate at the same G
     efficiency_best_g   against the unbiased estimate at its best G
     direction, noise    cos^2 of its mean, and the share of its error that is noise
-    best G              the loss's best measured G is called worse, said once for each loss
+    best G              the loss's best measured G is called worse, once for each loss
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from counting import Asked, Cell, Kind, covers
 from populations import (
     LIGHT,
-    LONGEST,
+    MAX_LENGTH,
     OUTCOMES,
     POPULATIONS,
     PROMPTS,
@@ -42,50 +42,50 @@ from grpo_ustat.measurements.recipes import recipe_efficiencies
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, BaselineContext, ScorePool
 
-# What TRL's hooks compute needs no TRL: they ask for its version alone.
+# The computations of TRL's hooks need no TRL: only its version is checked.
 version = metadata.version
 with mock.patch.object(metadata, "version", lambda x: "1.16" if x == "trl" else version(x)):
     from grpo_ustat.integrations.trl.objective import OwnLoss, own_loss
 
 ROLLOUTS = 64
-# Of the unbiased estimate and the losses; of losses on rollouts of another policy.
+# Sizes of the unbiased estimate and the losses, and of losses on rollouts of another policy.
 SIZES, LAGGED_SIZES = (2, 4, 8, 16), (4, 8)
-# Draws of batches behind the truth.
+# Draws of batches for the truth.
 TRUE_DRAWS = 2000
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
 CALLBACK_CELLS = ((64, 8), (128, 8), (256, 8), (64, 16), (128, 16), (256, 16))
 STD = {"epsilon": 1e-4}
 CLIPPED = TokenWeights("token", "clip", 0.2, 0.2)
 LAGGED = [
-    Loss("no ratio, sum", "group_std", STD, "sum", LONGEST, tokens=TokenWeights()),
-    Loss("exact ratio, sum", "leave_one_out", {}, "sum", LONGEST, tokens=EXACT),
-    Loss("clipped, grpo", "group_std", STD, "grpo", LONGEST, tokens=CLIPPED),
-    Loss("clipped, dapo", "group_std", STD, "dapo", LONGEST, tokens=CLIPPED),
+    Loss("no ratio, sum", "group_std", STD, "sum", MAX_LENGTH, tokens=TokenWeights()),
+    Loss("exact ratio, sum", "leave_one_out", {}, "sum", MAX_LENGTH, tokens=EXACT),
+    Loss("clipped, grpo", "group_std", STD, "grpo", MAX_LENGTH, tokens=CLIPPED),
+    Loss("clipped, dapo", "group_std", STD, "dapo", MAX_LENGTH, tokens=CLIPPED),
 ]
-BY_TOKENS, TURNED_SIZE = Loss("by tokens", "leave_one_out", {}, "grpo", LONGEST), 8
+BY_TOKENS, TURNED_SIZE = Loss("by tokens", "leave_one_out", {}, "grpo", MAX_LENGTH), 8
 TRAINED = [
-    Loss("grpo", "group_std", STD, "grpo", LONGEST),
-    Loss("dr_grpo", "group_mean", {}, "dr_grpo", LONGEST),
+    Loss("grpo", "group_std", STD, "grpo", MAX_LENGTH),
+    Loss("dr_grpo", "group_mean", {}, "dr_grpo", MAX_LENGTH),
 ]
 SMALLER = (
     "opposed", "few loud", "light, G* 3.1", "light, G* 8.8", "Pareto, high", "sparse, high",
     "camps, lognormal", "opposite camps", "partly turned",
 )  # fmt: skip
 LOSSES = [
-    Loss("none, sum", "none", {}, "sum", LONGEST),
-    Loss("group_std, sum", "group_std", STD, "sum", LONGEST),
-    Loss("leave_one_out, grpo", "leave_one_out", {}, "grpo", LONGEST),
-    Loss("group_std, grpo", "group_std", STD, "grpo", LONGEST),
-    Loss("group_std, dapo", "group_std", STD, "dapo", LONGEST),
-    Loss("group_std, bnpo", "group_std", STD, "bnpo", LONGEST, micro_batch_size=8),
-    Loss("batch_std, sum", "batch_std", STD, "sum", LONGEST),
+    Loss("none, sum", "none", {}, "sum", MAX_LENGTH),
+    Loss("group_std, sum", "group_std", STD, "sum", MAX_LENGTH),
+    Loss("leave_one_out, grpo", "leave_one_out", {}, "grpo", MAX_LENGTH),
+    Loss("group_std, grpo", "group_std", STD, "grpo", MAX_LENGTH),
+    Loss("group_std, dapo", "group_std", STD, "dapo", MAX_LENGTH),
+    Loss("group_std, bnpo", "group_std", STD, "bnpo", MAX_LENGTH, micro_batch_size=8),
+    Loss("batch_std, sum", "batch_std", STD, "sum", MAX_LENGTH),
 ]
 # Prompts that are enumerated at once.
 BLOCK = 500
 
 
 def losses(name: str, asked: Asked) -> Iterator[Cell]:
-    """Intervals of the relative efficiency of losses, each and of all decided recipes at once.
+    """Judge intervals of the relative efficiency of losses, each and of all decided recipes.
 
     The truth is the estimate from all prompts of the population with 64 completions each.
     """
@@ -94,10 +94,12 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
     rows = loss_efficiencies(large, LOSSES, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1)
     truth = numbers_of(rows)
     best = {row.loss.name: row.group_size for row in rows if row.best}
-    recipes = against_best(recipe_efficiencies(large, LONGEST, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1))
+    recipes = against_best(
+        recipe_efficiencies(large, MAX_LENGTH, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1)
+    )
 
     def said(pool: ScorePool, number: int) -> Iterator[tuple[str, bool | float]]:
-        """What a study says of losses and of recipes."""
+        """Yield a study's statements on losses and recipes."""
         rows = loss_efficiencies(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number)
         yield from judged_efficiencies(rows, truth)
         for row in rows:
@@ -106,8 +108,10 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
             )
             if decided and row.group_size == best[row.loss.name]:
                 yield f"{place_of(row)}: best G", not row.may_be_best
-        found = recipe_efficiencies(pool, LONGEST, SIZES, ROLLOUTS, asked.draws, seed=number)
-        if efficiencies := against_best(found):
+        recipe_rows = recipe_efficiencies(
+            pool, MAX_LENGTH, SIZES, ROLLOUTS, asked.draws, seed=number
+        )
+        if efficiencies := against_best(recipe_rows):
             yield (
                 "all recipes",
                 any(not covers(efficiencies[x], recipes[x].estimate) for x in efficiencies),
@@ -127,19 +131,19 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
 def pools_of(
     population: Population, prompts: int, completions: int, studies: int, rng: np.random.Generator
 ) -> Iterator[ScorePool]:
-    """Pools of prompts drawn with replacement."""
+    """Draw pools of prompts with replacement."""
     for _ in range(studies):
         chosen = rng.integers(len(population.p_PY), size=prompts)
         yield population.pool(chosen, completions, rng)
 
 
 def place_of(row: LossRow) -> str:
-    """The loss and G of a row."""
+    """Name the loss and G of a row."""
     return f"{row.loss.name}, G = {row.group_size}"
 
 
 def numbers_of(rows: list[LossRow]) -> dict[str, float]:
-    """The finite estimates of all relative efficiencies, by loss, G and number."""
+    """Return the finite estimates of all relative efficiencies, by loss, G and number."""
     numbers = {
         f"{place_of(row)}: {field.name}": getattr(row.efficiency, field.name).estimate
         for row in rows if row.efficiency is not None
@@ -151,7 +155,7 @@ def numbers_of(rows: list[LossRow]) -> dict[str, float]:
 def judged_efficiencies(
     rows: list[LossRow], truth: Mapping[str, float]
 ) -> Iterator[tuple[str, bool]]:
-    """Each interval of an efficiency that has two ends, and whether it misses."""
+    """Yield each interval of an efficiency that has two ends, and True if it misses."""
     for row in rows:
         if row.efficiency is None:
             continue
@@ -163,29 +167,31 @@ def judged_efficiencies(
 
 
 def against_best(rows: list[LossRow]) -> dict[str, Interval]:
-    """Relative efficiencies against the unbiased estimate's best G, where they are decided."""
-    found = {
+    """Return decided relative efficiencies against the unbiased estimate's best G."""
+    efficiencies = {
         row.loss.name: row.efficiency.efficiency_best_g
         for row in rows
         if row.efficiency is not None
     }
     return {
-        name: efficiency for name, efficiency in found.items() if math.isfinite(efficiency.estimate)
+        name: efficiency
+        for name, efficiency in efficiencies.items()
+        if math.isfinite(efficiency.estimate)
     }
 
 
 def stale(name: str, asked: Asked) -> Iterator[Cell]:
-    """The efficiency of completions that another policy wrote, against as many fresh ones."""
+    """Judge the efficiency of another policy's completions, against as many of this policy."""
     population = POPULATIONS[name]()
-    every = np.arange(PROMPTS)
-    fresh, pools = lagged(population, every, 64, np.random.default_rng(9))
+    indices = np.arange(PROMPTS)
+    fresh, pools = lagged(population, indices, 64, np.random.default_rng(9))
     truth = numbers_of(
         loss_efficiencies(fresh, LAGGED, LAGGED_SIZES, ROLLOUTS, TRUE_DRAWS, 1, pools)
     )
     truth = {x: y for x, y in truth.items() if x.endswith((": efficiency_same_g", ": direction"))}
 
     def studies(prompts: int, completions: int) -> Iterator[dict[str, bool]]:
-        """What studies say."""
+        """Yield judged statements of studies."""
         rng = np.random.default_rng(10)
         for number in range(asked.studies):
             chosen = rng.integers(PROMPTS, size=prompts)
@@ -201,10 +207,10 @@ def stale(name: str, asked: Asked) -> Iterator[Cell]:
 def lagged(
     population: Population, chosen: Array, completions: int, rng: np.random.Generator
 ) -> tuple[ScorePool, dict[TokenWeights, ScorePool]]:
-    """A pool of the population, and for each way of weighing tokens a pool of another policy.
+    """Draw a pool of the population, and a pool of another policy for each weighting of tokens.
 
-    The other policy's chances of the outcomes are those of the population times a log-normal factor
-    (sigma .3); the prompts are the same, a completion is one token.
+    The other policy's chances of the outcomes are the chances of the population times a log-normal
+    factor (sigma .3); the prompts are the same, a completion is one token.
     """
     noise_PY = np.random.default_rng(11).normal(size=(PROMPTS, OUTCOMES)) * 0.3
     q_PY = population.p_PY * np.exp(np.concatenate([noise_PY, noise_PY], axis=1))
@@ -212,7 +218,7 @@ def lagged(
     fresh = population.pool(chosen, completions, rng)
     earlier = copy(population)
     earlier.ends_PY = q_PY.cumsum(axis=1)
-    # the outcomes themselves in place of lengths
+    # The outcomes are stored in place of lengths.
     earlier.lengths_PY = np.tile(np.arange(2 * OUTCOMES), (PROMPTS, 1))
     stale = earlier.pool(chosen, completions, rng)
     outcomes_PN = stale.lengths_PN
@@ -237,7 +243,7 @@ def lagged(
 
 
 def turned(name: str, asked: Asked) -> Iterator[Cell]:
-    """Efficiency and direction of a mean over each completion's tokens, which these turn."""
+    """Judge efficiency and direction of a mean over tokens, whose direction tokens change."""
     population = POPULATIONS[name]()
     truth = truth_by_tokens(population, TURNED_SIZE, ROLLOUTS)
     for count, completions in asked.cells:
@@ -252,7 +258,7 @@ def turned(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_by_tokens(pool: ScorePool, truth: Mapping[str, float], seed: int) -> dict[str, bool]:
-    """What a study prints of the mean over tokens, and whether it is wrong."""
+    """Return a study's statements on the mean over tokens, True if wrong."""
     (row,) = loss_efficiencies(pool, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, seed)
     printed = {name: getattr(row.efficiency, name) for name in truth}
     return {
@@ -261,10 +267,10 @@ def judged_by_tokens(pool: ScorePool, truth: Mapping[str, float], seed: int) -> 
 
 
 def smaller(name: str, asked: Asked) -> Iterator[Cell]:
-    """What TRL's callback says of smaller groups; cells are groups x their size.
+    """Judge statements of TRL's callback on smaller groups; cells are groups x their size.
 
     "any" is an interval of several sizes, "better" is wrong if the named size is truly no better,
-    "none better" if one is better by 30 %.
+    "none better" is wrong if a size is better by 30 %.
     """
     population = POPULATIONS[name]()
     for loss, (count, size) in product(TRAINED, asked.cells):
@@ -285,43 +291,43 @@ def smaller(name: str, asked: Asked) -> Iterator[Cell]:
         )
 
 
-def judged_sizes(found: OwnLoss, truth: Mapping[int, float]) -> Iterator[tuple[str, bool]]:
-    """Each thing that is said of smaller groups, and whether it is wrong.
+def judged_sizes(result: OwnLoss, truth: Mapping[int, float]) -> Iterator[tuple[str, bool]]:
+    """Yield each statement on smaller groups, and True if it is wrong.
 
     Args:
-        found: by the callback.
+        result: result of the callback.
         truth: the relative efficiency of a rollout in smaller groups, by g.
     """
-    decided = {g: x for g, x in found.against.items() if math.isfinite(x.estimate)}
-    if not (found.decided and decided):
+    decided = {g: x for g, x in result.against.items() if math.isfinite(x.estimate)}
+    if not (result.decided and decided):
         return
     missed = {g: not covers(interval, truth[g]) for g, interval in decided.items()}
     yield from ((f"groups of {g}", is_wrong) for g, is_wrong in missed.items())
     yield "any", any(missed.values())
-    if found.unbiased:
+    if result.unbiased:
         return
-    if (g := found.better) is not None:
+    if (g := result.better) is not None:
         yield "better", truth[g] <= 1
-    elif found.none_better:
+    elif result.none_better:
         yield "none better", max(truth.values()) > 1 + TOLERABLE_EXTRA_ERROR
 
 
 def group_moments(
     population: Population, vectors_PYD: Array, loss: Loss, size: int
 ) -> tuple[Array, float]:
-    """The mean of a group's `sum_i A_i u_i / G`, and its mean squared norm.
+    """Compute the mean of a group's `sum_i A_i u_i / G`, and its mean squared norm.
 
-    With k the counts of the rewards' levels in a group, of multinomial chance P(k), m_l the mean of
-    u over the outcomes of level l and V_l that of its squared norm,
+    With k the counts of the rewards' levels in a group, of multinomial chance P(k), and m_l and V_l
+    the means of u and of its squared norm over the outcomes of level l,
 
         G   E T      = sum_k P(k) sum_l a_l k_l m_l
         G^2 E||T||^2 = sum_k P(k) { sum_l a_l^2 k_l V_l
                                     + sum_lm a_l a_m k_l (k_m - 1(l=m)) <m_l, m_m> }
 
     Args:
-        population: of prompts and outcomes, which are enumerated.
+        population: prompts and outcomes, which are enumerated.
         vectors_PYD: u of every outcome.
-        loss: whose baseline gives equal rewards equal advantages a_l.
+        loss: loss with a baseline that gives equal rewards equal advantages a_l.
         size: G.
     """
     p_PY = population.p_PY
@@ -353,7 +359,7 @@ def group_moments(
 
 
 def true_error(population: Population, loss: Loss, size: int, rollouts: int) -> tuple[float, float]:
-    """The error of a loss's update of n rollouts and cos^2 of its mean, all outcomes enumerated."""
+    """Compute the error of a loss's update of n rollouts and cos^2 of its mean, by enumeration."""
     gradient, _ = group_moments(population, population.scores_PYD, UNBIASED, size)
     vectors_PYD = population.scores_PYD * loss.length_factors(population.lengths_PY)[..., None]
     mean, energy = group_moments(population, vectors_PYD, loss, size)
@@ -364,7 +370,7 @@ def true_error(population: Population, loss: Loss, size: int, rollouts: int) -> 
 
 
 def truth_by_tokens(population: Population, size: int, rollouts: int) -> dict[str, float]:
-    """Efficiency and direction of the mean over each completion's tokens, by enumeration."""
+    """Compute efficiency and direction of the mean over tokens, by enumeration."""
     error, direction = true_error(population, BY_TOKENS, size, rollouts)
     unbiased, _ = true_error(population, UNBIASED, size, rollouts)
     return {"efficiency_same_g": unbiased / error, "direction": direction}

@@ -2,8 +2,8 @@
 
 Questions in the plane: a score is `r u` with u a random direction and r the score norm, lognormal,
 Student or Pareto; the reward is 1 with probability `V + a <u, d> + b sign(r - median)`, with V, a,
-d and the scale of r different for every question. "norms differ" has log-normal scales of questions
-with sigma 1.2, the others .3.
+d and the scale of r different for each question. Scales of questions are log-normal, with sigma 1.2
+in "norms differ" and .3 in the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_ustat.records import Array, ScorePool
 
 GROUP_SIZE = 2
 BASELINES = ("none", "oracle", "leave_one_out", "optimal")
-# Questions behind the truth over questions.
+# Questions for the truth over questions.
 POPULATION = 100_000
 CELLS = tuple((questions, 16) for questions in (12, 25, 60, 120, 250, 500))
 
@@ -44,21 +44,21 @@ class Norm:
 
 
 def lognormal(sd: float) -> Norm:
-    """log r is normal with this standard deviation, that of log q is twice it."""
+    """Make the law in which log r is normal with this standard deviation, log q with twice it."""
     square = math.exp(2 * sd**2)
     upper = square * stats.norm.cdf(2 * sd)
     return Norm(lambda u: np.exp(sd * stats.norm.ppf(u)), math.exp(sd**2 / 2), square, upper)
 
 
 def pareto(index: float) -> Norm:
-    """q = r^2 of tail index `index`."""
+    """Make the law in which q = r^2 has tail index `index`."""
     square = index / (index - 1)
     mean, upper = 2 * index / (2 * index - 1), square * 0.5 ** (1 - 1 / index)
     return Norm(lambda u: (1 - u) ** (-1 / (2 * index)), mean, square, upper)
 
 
 def student(dof: float) -> Norm:
-    """r is the absolute value of a Student variable."""
+    """Make the law in which r is the absolute value of a Student variable."""
     law = stats.t(dof)
 
     def moment(power: int, above: float) -> float:
@@ -80,9 +80,9 @@ class Questions:
     Args:
         norm: law of the score norm.
         count: m.
-        link: b, how far the reward depends on the score norm; 0: Assumption 2 holds.
+        link: b, the dependence of the reward on the score norm; 0: Assumption 2 holds.
         spread: standard deviation of the logarithm of a question's scale.
-        rng: of V, a, d and the scales.
+        rng: draws V, a, d and the scales.
     """
 
     def __init__(self, norm, count, link, spread, rng):
@@ -95,7 +95,7 @@ class Questions:
         self.scale_P = np.exp(spread * rng.normal(size=count) - spread**2)
 
     def pool(self, completions: int, rng) -> ScorePool:
-        """Completions of every question."""
+        """Draw completions of each question."""
         shape = (self.count, completions)
         u = rng.random(shape)
         direction = rng.normal(size=(*shape, 2))
@@ -107,7 +107,7 @@ class Questions:
         return pool_of(z, scores)
 
     def truth(self, questions: int) -> dict[str, float]:
-        """Exact values; of curves for a batch of so many questions, each once."""
+        """Return exact values; curves are for a batch of so many questions, each once."""
         scale_sq = self.scale_P**2
         m0 = self.norm.square * scale_sq
         covariance = self.link_P * (2 * self.norm.upper - self.norm.square) * scale_sq
@@ -132,14 +132,14 @@ class Questions:
 
 
 def row_of(name: str, questions: int) -> CurvePoint:
-    """The error of a baseline, every question once in a batch."""
+    """Return the key of a baseline's error with each question once in a batch."""
     return CurvePoint(name, GROUP_SIZE, "all_questions_once", questions)
 
 
 def simulated(
     norm: Norm, cell: tuple[int, int], interval: str, count: int, **law: float
 ) -> Iterator[ClosedForm]:
-    """So many studies; given the questions all of the same ones."""
+    """Simulate studies; for intervals given the questions, all have the same questions."""
     questions, completions = cell
     rng = np.random.default_rng(1)
     fixed = Questions(norm, questions, rng=np.random.default_rng(7), **law)
@@ -151,7 +151,7 @@ def simulated(
 
 
 def constants(name: str, asked: Asked) -> Iterator[Cell]:
-    """Intervals of errors, constants, G* and noise, given the questions and for new ones."""
+    """Judge intervals of errors, constants, G* and noise, for given and for new questions."""
     tail, _, differ = name.partition(", ")
     law = {"link": -0.1, "spread": 1.2 if differ else 0.3}
     for interval in ("completions", "questions"):
@@ -160,7 +160,8 @@ def constants(name: str, asked: Asked) -> Iterator[Cell]:
             size = POPULATION if over else cell[0]
             exact = Questions(TAILS[tail], size, rng=np.random.default_rng(7), **law)
             truth = exact.truth(cell[0])
-            if not over:  # given the questions nothing is said of training
+            # Studies of given questions state nothing on training.
+            if not over:
                 of_training = ("gstar", "noise", "prompt_share")
                 truth = {x: y for x, y in truth.items() if not x.startswith(of_training)}
             results = simulated(TAILS[tail], cell, interval, asked.studies, **law)
@@ -172,7 +173,7 @@ def constants(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | float]:
-    """Which intervals of a study miss; whether it warns."""
+    """Return True for each interval of a study that misses, and its warnings."""
     said: dict[str, bool | float] = {
         name: not result[name].low <= value <= result[name].high
         for name, value in truth.items()
@@ -186,7 +187,7 @@ def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | f
 
 
 def gradient(name: str, asked: Asked) -> Iterator[Cell]:
-    """||grad J||^2 by the jackknife over questions, whose gradients are normal in D directions."""
+    """Judge ||grad J||^2 by the jackknife over questions with normal gradients in D directions."""
     rng = np.random.default_rng(0)
     for dimensions in (2, 30, 200):
         for questions in (12, 60):
@@ -198,9 +199,9 @@ def gradient(name: str, asked: Asked) -> Iterator[Cell]:
                 others -= np.square(estimates).sum(axis=2)
                 pairs = questions * (questions - 1)
                 deleted = (others.sum(axis=1)[:, None] - 2 * others) / (pairs - 2 * questions + 2)
-                whole = others.sum(axis=1) / pairs
+                square = others.sum(axis=1) / pairs
                 intervals = [
-                    jackknife_interval(x, d[None]) for x, d in zip(whole, deleted, strict=True)
+                    jackknife_interval(x, d[None]) for x, d in zip(square, deleted, strict=True)
                 ]
                 yield Cell(
                     {"dimensions": dimensions, "questions": questions, "signal / noise": signal},
@@ -211,14 +212,14 @@ def gradient(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_ends(interval: Interval, truth: float) -> dict[str, bool]:
-    """Whether an interval misses, on which side, and that the number is positive."""
+    """Return True if an interval misses, on which side, and if it states a positive number."""
     low, high = interval.low > truth, interval.high < truth
     said = {"||grad J||^2": low or high, "low end": low, "high end": high}
     return said | ({"||grad J||^2 > 0": False} if interval.low > 0 else {})
 
 
 def accuracy(name: str, asked: Asked) -> Iterator[Cell]:
-    """The accuracy over questions whose chances are of Beta(a, b)."""
+    """Judge the accuracy over questions whose chances have law Beta(a, b)."""
     rng = np.random.default_rng(0)
     for a, b in ((1, 2), (4, 8), (0.5, 2), (0.3, 6)):
         for questions in (4, 8, 12, 30, 60, 500):
@@ -238,20 +239,21 @@ def accuracy(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def noise_scale(name: str, asked: Asked) -> Iterator[Cell]:
-    """The noise scale of steps of 32 groups of 8, from scores and from norms of b groups.
+    """Judge the noise scale of steps of 32 groups of 8, from scores and from norms of b groups.
 
-    Norms are of every part of the step beside the whole, and of one more gradient a step, of other
+    The small norms belong to each part of the step, or to another gradient per step from other
     rollouts. Scores are normal in 30 dimensions, rewards linear in them plus noise, the questions'
-    slopes normal with variance 1/4 a dimension.
+    slopes normal with variance 1/4 per dimension.
     """
     rng, dimensions, prompts, size = np.random.default_rng(0), 30, 32, 8
     for grad_sq in (1.6, 0.36):
-        length = (dimensions + 1) * (grad_sq + dimensions / 4) + dimensions  # C2, and C3
+        # C2 and C3 are equal.
+        length = (dimensions + 1) * (grad_sq + dimensions / 4) + dimensions
         truth = (size * dimensions / 4 + length + length / (size - 1)) / grad_sq
         for steps in (10, 40, 160):
             studies = []
             for _ in range(asked.studies):
-                # as many steps again, for gradients of other rollouts
+                # Twice the steps: the second half gives gradients of other rollouts.
                 shape = (2 * steps, prompts, size)
                 slope = rng.standard_normal((2 * steps, prompts, 1, dimensions)) / 2
                 slope += math.sqrt(grad_sq / dimensions)
@@ -264,13 +266,12 @@ def noise_scale(name: str, asked: Asked) -> Iterator[Cell]:
 def judged_scales(
     rewards: Array, scores: Array, steps: int, truth: float
 ) -> Iterator[tuple[str, bool | float]]:
-    """Of each way to the noise scale whether its interval misses, its relative half-width and
-    whether it has an upper end.
+    """Yield, for each estimate of the noise scale, miss, relative half-width and upper end.
 
     Args:
         rewards: [steps, prompts, size], twice as many steps as are measured.
-        scores: of the same completions.
-        steps: that are measured.
+        scores: scores of the same completions.
+        steps: number of measured steps.
         truth: the noise scale.
     """
     prompts, size = rewards.shape[1:]
@@ -280,12 +281,12 @@ def judged_scales(
         for z, s, x in zip(rewards[:steps], scores, ghat, strict=False)
     ]
     scales = {"scores": noise_estimate(terms, size).intervals["noise_scale"]}
-    whole = np.square(ghat[:steps].mean(axis=1)).sum(axis=-1)
+    step_squares = np.square(ghat[:steps].mean(axis=1)).sum(axis=-1)
     for b in (1, 4, 8, 16):
         means = ghat.reshape(2 * steps, -1, b, ghat.shape[-1]).mean(axis=2)
         squares = np.square(means).sum(axis=-1)
         for kind, small in (("parts", squares[:steps]), ("others", squares[steps:, 0])):
-            scale = noise_scale_from_norms({b: small, prompts: whole}, size)
+            scale = noise_scale_from_norms({b: small, prompts: step_squares}, size)
             scales[f"b = {b}, {kind}"] = scale["noise_scale"]
     for name, scale in scales.items():
         yield name, not scale.low <= truth <= scale.high
@@ -297,7 +298,7 @@ class Softmax:
     """Questions with six outcomes and 0/1 rewards, `p = softmax(phi theta)` in 20 directions.
 
     Args:
-        shared: how far the reward depends on the first direction, the same for all questions.
+        shared: dependence of the reward on the first direction, the same for all questions.
     """
 
     def __init__(self, shared: float):
@@ -307,7 +308,7 @@ class Softmax:
         self.rewards_PY = (shared * self.phi_PYD[..., 0] + noise_PY > 0.5).astype(float)
 
     def policy(self, theta_RD):
-        """Chances [R, P, Y], mean features [R, P, D] and C1, C2, C3, ||grad J||^2 [R, 4]."""
+        """Return chances [R, P, Y], mean features [R, P, D], C1, C2, C3, ||grad J||^2 [R, 4]."""
         logits = np.einsum("pyd,rd->rpy", self.phi_PYD, theta_RD, optimize=True)
         p = np.exp(logits - logits.max(axis=2, keepdims=True))
         p /= p.sum(axis=2, keepdims=True)
@@ -324,9 +325,10 @@ class Softmax:
 
 
 def windows(name: str, asked: Asked) -> Iterator[Cell]:
-    """Windows of 32 batches of a group of 8, each after an update by the one before.
+    """Judge windows of 32 batches of a group of 8, with an update after each batch.
 
-    Against the means over their policies; one group, or one window, left out at a time.
+    The truth is the mean over their policies; intervals leave out one group, or one window, at a
+    time.
     """
     for rate in (0.0, 0.02, 0.05, 0.1, 0.2):
         for number in (1, 4, 8):
@@ -347,12 +349,12 @@ class Trained(NamedTuple):
     steps: list[list[GroupTerms]]
     # C1, C2, C3, ||grad J||^2, means over the policies, [R, 4].
     truth: Array
-    # In nats a completion within the first window.
+    # Drift within the first window, in nats per completion.
     drift: float
 
 
 def train(rate: float, number: int, count: int, size: int = 8, batches: int = 32) -> Trained:
-    """Train so many runs through a number of windows."""
+    """Train `count` runs through a number of windows."""
     problem, run_R1 = Softmax(0.8), np.arange(count)[:, None]
     rng, theta, drift = np.random.default_rng(7), np.zeros((count, 20)), 0.0
     values, exact, steps = np.empty((count, 4, number)), [], [[] for _ in range(count)]
@@ -369,23 +371,23 @@ def train(rate: float, number: int, count: int, size: int = 8, batches: int = 32
             ghat = np.einsum("rg,rgd->rd", pool_gradient_weights(rewards), scores)
             terms.append((rewards, np.square(scores).sum(axis=2), ghat))
             if len(exact) == 1:
-                asked = run_R1, question_R1, outcome_RG
-                before = np.log(p[asked])
+                outcomes = run_R1, question_R1, outcome_RG
+                before = np.log(p[outcomes])
             if len(exact) == batches:
-                after = np.log(p[asked])
+                after = np.log(p[outcomes])
                 drift = policy_drift(before.reshape(-1, 1), after.reshape(-1, 1))
             theta = theta + rate * ghat
         rewards, norms_sq, ghat = (np.stack(x, axis=1) for x in zip(*terms, strict=True))
         for run in range(count):
             step = group_terms(rewards[run], norms_sq[run], ghat[run] @ ghat[run].T)
             steps[run].append(step)
-            alone = noise_estimate([step], size).intervals
-            values[run, :, window] = [alone[x].estimate for x in CONSTANTS_AND_GRADIENT]
+            step_intervals = noise_estimate([step], size).intervals
+            values[run, :, window] = [step_intervals[x].estimate for x in CONSTANTS_AND_GRADIENT]
     return Trained(values, steps, np.mean(exact, axis=0), drift)
 
 
 def judged_run(trained: Trained, run: int, unit: str, size: int = 8) -> dict[str, bool | float]:
-    """Of a run the relative errors of estimates, which intervals miss, and their half-widths."""
+    """Return a run's relative errors of estimates, misses of intervals, and their half-widths."""
     if unit == "group":
         intervals = noise_estimate(trained.steps[run], size).intervals
     else:
@@ -400,9 +402,9 @@ def judged_run(trained: Trained, run: int, unit: str, size: int = 8) -> dict[str
     }
     numbers["noise_scale"] = truth.noise_scale(size).estimate
     for name, value in numbers.items():
-        found = intervals[name]
-        said[name] = not found.low <= value <= found.high
-        said[f"{name}: half-width"] = (found.high - found.low) / 2 / value
+        interval = intervals[name]
+        said[name] = not interval.low <= value <= interval.high
+        said[f"{name}: half-width"] = (interval.high - interval.low) / 2 / value
     return said
 
 

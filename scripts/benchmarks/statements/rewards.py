@@ -1,14 +1,14 @@
 """Correlations: of two reward functions within prompts, and of p (1-p) with a prompt's noise.
 
-Two functions: the first is 1 with a chance of Beta(a, b), another for each prompt. The second
-copies it with probability 0.3 and is 1 with a chance of its own else (`formats`, `rare`: a chance
-of Beta(40, 1)), or it is minus a length, lognormal with a scale of the prompt and 1.5 times as long
-where the first is 0 (`lengths`; `long tails`: the log's standard deviation is 1). The truth is
-enumerated, of the prompts themselves and of 200 000 others.
+Two functions: the first is 1 with a chance drawn from Beta(a, b) for each prompt. The second copies
+it with probability 0.3, and else is 1 with another chance (`formats`; `rare`: from Beta(40, 1)), or
+it is minus a length, lognormal with a scale of the prompt and 1.5 times as long if the first is 0
+(`lengths`; `long tails`: the log's standard deviation is 1). The truth is enumerated, for the same
+prompts and for 200 000 others.
 
-p (1-p): prompts are drawn anew for every pool, with chances of Beta(a, b), 40 outcomes and score
-norms that differ between prompts by a factor exp(2 spread N(0, 1) - 2 slope p). The truth is that
-of 12 000 prompts, by enumeration; "uncorrected" is the estimate of whole pools.
+p (1-p): each pool has new prompts, with chances drawn from Beta(a, b), 40 outcomes and score norms
+that differ between prompts by a factor exp(2 spread N(0, 1) - 2 slope p). The truth is enumerated
+from 12 000 prompts; "uncorrected" is the estimate from the pool without halves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from grpo_ustat.estimators.reward_correlation import reward_correlation
 from grpo_ustat.records import Array, ScorePool
 
 COPIES, LONGER = 0.3, 1.5
-REWARDS = {  # of the first chance; of the second, or the standard deviation of log length
+# a and b of the first chance; a and b of the second, or the standard deviation of log length.
+REWARDS = {
     "formats": ((1.0, 2.0), (2.0, 2.0)),
     "rare": ((1.0, 2.0), (40.0, 1.0)),
     "lengths": ((1.0, 2.0), 0.4),
@@ -36,7 +37,7 @@ Law = tuple[tuple[float, float], tuple[float, float] | float]
 
 
 def prompts(law: Law, count: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Chances of the first function, and of the second, or scales of lengths, [P] each."""
+    """Draw chances of the first function, and of the second or scales of lengths, [P] each."""
     first, second = law
     chance_P = rng.beta(*first, count)
     if isinstance(second, float):
@@ -45,7 +46,7 @@ def prompts(law: Law, count: int, rng: np.random.Generator) -> tuple[Array, Arra
 
 
 def moments(law: Law, chance_P: Array, other_P: Array) -> Array:
-    """Covariance and both variances within each prompt, [3, P], exact."""
+    """Return the exact covariance and both variances within each prompt, [3, P]."""
     variance_P = chance_P * (1 - chance_P)
     if not isinstance(law[1], float):
         mean_P = COPIES * chance_P + (1 - COPIES) * other_P
@@ -58,31 +59,31 @@ def moments(law: Law, chance_P: Array, other_P: Array) -> Array:
 
 
 def draw(law: Law, chance_P: Array, other_P: Array, size: int, rng: np.random.Generator) -> Array:
-    """Rewards of N completions of each prompt, [P, N, 2]."""
+    """Draw rewards of N completions of each prompt, [P, N, 2]."""
     shape = (len(chance_P), size)
     first_PN = rng.random(shape) < chance_P[:, None]
     if isinstance(law[1], float):
         lengths_PN = other_P[:, None] * np.exp(law[1] * rng.normal(size=shape))
         second_PN = -lengths_PN * np.where(first_PN, 1, LONGER)
     else:
-        own_PN = rng.random(shape) < other_P[:, None]
-        second_PN = np.where(rng.random(shape) < COPIES, first_PN, own_PN)
+        drawn_PN = rng.random(shape) < other_P[:, None]
+        second_PN = np.where(rng.random(shape) < COPIES, first_PN, drawn_PN)
     return np.stack([first_PN, second_PN], axis=-1).astype(float)
 
 
 def correlation(moments_3P: Array) -> float:
-    """Mean covariance over the root of both mean variances."""
+    """Divide the mean covariance by the root of both mean variances."""
     covariance, first, second = moments_3P.mean(axis=1)
     return float(covariance / math.sqrt(first * second))
 
 
 def reward_functions(name: str, asked: Asked) -> Iterator[Cell]:
-    """The correlation of two reward functions within prompts, of these prompts and of new ones."""
+    """Judge the correlation of two reward functions within prompts, of these and new prompts."""
     law, rng = REWARDS[name], np.random.default_rng(0)
     truth = correlation(moments(law, *prompts(law, 200_000, rng)))
 
     def studies(count: int, size: int) -> Iterator[dict[str, bool]]:
-        """Whether each interval misses."""
+        """Yield True for each interval that misses."""
         for _ in range(asked.studies):
             of_prompts = prompts(law, count, rng)
             rewards_PNF = draw(law, *of_prompts, size, rng)
@@ -98,7 +99,8 @@ def reward_functions(name: str, asked: Asked) -> Iterator[Cell]:
         yield Cell(facts, studies(count, size), {"new prompts": truth})
 
 
-PROXIES = {  # a, b, spread, slope
+# a, b, spread, slope.
+PROXIES = {
     "harder, larger scores": (1.5, 3.5, 0.25, 1.0),
     "much larger scores": (1.5, 3.5, 0.25, 3.0),
     "scores alike": (1.5, 3.5, 0.0, 0.0),
@@ -108,7 +110,7 @@ PROXIES = {  # a, b, spread, slope
 
 
 def draw_prompts(count: int, law: tuple[float, ...], rng: np.random.Generator) -> Population:
-    """Prompts of a law, softmax in 8 features."""
+    """Draw prompts of a law, softmax in 8 features."""
     a, b, spread, slope = law
     p_P1 = rng.beta(a, b, (count, 1))
     rewards_PY = (rng.random((count, 40)) < p_P1).astype(float)
@@ -119,7 +121,7 @@ def draw_prompts(count: int, law: tuple[float, ...], rng: np.random.Generator) -
 
 
 def proxies(name: str, asked: Asked) -> Iterator[Cell]:
-    """The correlation of p (1-p) with a prompt's noise at G = 8, corrected by halves of a pool."""
+    """Judge the correlation of p (1-p) with a prompt's noise at G = 8, corrected by halves."""
     law, rng = PROXIES[name], np.random.default_rng(0)
     parts = [draw_prompts(3000, law, rng).moments for _ in range(4)]
     variance_P, noise_P = np.concatenate(
@@ -137,12 +139,12 @@ def proxies(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_proxy(pool: ScorePool, truth: float) -> dict[str, bool | float]:
-    """Misses of the interval, estimates of halves and whole pool, zero-variance prompts."""
-    halves, whole = halves_of(pool)
-    noise, of_pool = (group_error(part["first"], part["second"], 8) for part in (halves, whole))
+    """Return misses of the interval, estimates of halves and pool, zero-variance prompts."""
+    halves, full = halves_of(pool)
+    noise, of_pool = (group_error(part["first"], part["second"], 8) for part in (halves, full))
     interval = corrected_correlation(halves["variance"], noise)
     said: dict[str, bool | float] = {
-        "uncorrected": float(np.corrcoef(whole["variance"], of_pool)[0, 1]),
+        "uncorrected": float(np.corrcoef(full["variance"], of_pool)[0, 1]),
         "zero-variance prompts": float((halves["variance"] == 0).mean()),
     }
     if math.isfinite(interval.estimate):

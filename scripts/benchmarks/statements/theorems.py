@@ -1,9 +1,9 @@
-"""Verdicts of theorems, shortened: false ones, and those that find a planted error.
+"""Verdicts of shortened tests of theorems: false ones, and those that detect a planted error.
 
-Every theorem is tested at many seeds: as it is, where "disagrees" is wrong, and at a tenth of the
-seeds with an error planted in what it predicts, which "disagrees" finds. Lemma 11 and Theorem 12
-predict what is enumerated, at no seed but their problem's, and are tested once. Each claim that
-disagreed has a row of its own.
+Each test is run at many seeds: unchanged, where "disagrees" is wrong, and at a tenth of the seeds
+with an error planted in its prediction, which "disagrees" detects. Lemma 11 and Theorem 12 predict
+enumerated numbers, with no seed except the seed of their problem, and are run once. Each claim that
+disagreed has a separate row.
 
 Limits are of T: at 400 steps the mean scaled gap of `theorem8` is still 1 to 3 % above its limit,
 so the shortened test has few replicates of many steps.
@@ -38,22 +38,22 @@ ONCE = {"lemma11": ["theorem=lemma11"], "theorem12": ["theorem=theorem12"]}
 
 
 def times(factor: float) -> Callable[[Callable], Callable]:
-    """A prediction, so many times larger."""
+    """Multiply a prediction by a factor."""
     return lambda real: lambda *arguments: factor * real(*arguments)
 
 
 def largest_size(real: Callable) -> Callable:
-    """Every theory predicts the largest group size."""
+    """Predict the largest group size by every theory."""
     return lambda problem, point, sizes: dict.fromkeys(real(problem, point, sizes), max(sizes))
 
 
 def other_group(real: Callable) -> Callable:
-    """The field of four times the group size."""
+    """Predict the field of four times the group size."""
     return lambda value, group_size, epsilon: real(value, 4 * group_size, epsilon)
 
 
 def one_optimum(real: Callable) -> Callable:
-    """Every replicate's limit is the maximiser next to 0."""
+    """Predict the maximiser next to 0 as every replicate's limit."""
     return lambda problem, estimator, rate, u_KR: real(problem, estimator, rate, 0 * u_KR)
 
 
@@ -74,7 +74,7 @@ PLANTED: dict[str, dict[str, tuple[str, Callable]]] = {
 
 @contextmanager
 def planted(name: str, error: Callable[[Callable], Callable]) -> Iterator[None]:
-    """What a module of `grpo_ustat.gap` predicts by, wrong for a while."""
+    """Replace a prediction of a module of `grpo_ustat.gap` by a wrong one within the block."""
     module_name, attribute = name.split(".")
     module = importlib.import_module(f"grpo_ustat.gap.{module_name}")
     real = getattr(module, attribute)
@@ -86,12 +86,12 @@ def planted(name: str, error: Callable[[Callable], Callable]) -> Iterator[None]:
 
 
 def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, bool | float]]:
-    """The verdict at each seed, and the claims that disagreed.
+    """Yield the verdict at each seed, and the claims that disagreed.
 
     Args:
-        words: of the configuration.
-        seeds: of the runs.
-        wrong: whether it is wrong to disagree.
+        words: overrides of the configuration.
+        seeds: seeds of the runs.
+        wrong: True if it is wrong to disagree.
     """
     config = compose_config("gap", [*words, "launch.workers=1"])
     for seed in seeds:
@@ -104,7 +104,7 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
 
 
 def theorems(name: str, asked: Asked) -> Iterator[Cell]:
-    """Verdicts of theorems: false disagreements, and planted errors that are found."""
+    """Judge verdicts of studies of theorems: false disagreements, and detected planted errors."""
     if name in ONCE:
         studies = verdicts(ONCE[name], range(1), True)
         yield Cell({"case": "as it is, enumerated"}, studies, statements=("disagrees",))

@@ -1,1 +1,1 @@
-"""Programs whose seconds and memory `speed.py` compares, a module for each case."""
+"""Programs that `speed.py` compares in seconds and memory, a module for each case."""

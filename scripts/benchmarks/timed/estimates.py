@@ -1,4 +1,4 @@
-"""`dry_run=true` beside the runs that it estimates: memory, and time after a short run.
+"""Compare `dry_run=true` with the runs that it estimates: memory, and time after a short run.
 
     python scripts/benchmarks/speed.py estimates --model FOLDER
 
@@ -22,7 +22,8 @@ from grpo_ustat.costs.cost import total
 from grpo_ustat.costs.duration import duration, one_after_the_other
 
 SMALL = ("dataset=plus_one", "prompt=plain", "max_completion_length=24", "study.questions=4")
-COMMANDS = {  # name: verb, words, words of the short run before it
+# Verb, words, and words of the short run before it, by name.
+COMMANDS = {
     "train, seconds": ("train", ["debug=train"], None),
     "train": (
         "train",
@@ -44,19 +45,19 @@ COMMANDS = {  # name: verb, words, words of the short run before it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model of a study, and which commands run."""
+    """Add the model of a study, and the choice of commands."""
     parser.add_argument("--model", help="a folder, for the study of another model")
     parser.add_argument("--only", nargs="*", default=list(COMMANDS))
     parser.set_defaults(turns=1)
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """Commands that can run."""
+    """List the commands that can run."""
     return [name for name in asked.only if asked.model or name != "mse, another model"]
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Run the short command and estimate the other; a run is that one."""
+    """Run the short command and estimate the long one, which a run executes."""
     verb, words, before = COMMANDS[program]
     folder = tempfile.TemporaryDirectory()
 
@@ -76,13 +77,13 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, f
 
 
 def execute(verb: str, words: list[str]) -> None:
-    """Run a command in a process of its own."""
+    """Run a command in a separate process."""
     command = [sys.executable, "-m", "grpo_ustat", verb, *words]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def estimated(verb: str, words: list[str]) -> tuple[float, float]:
-    """Seconds and MB, NaN where nothing is known."""
+    """Return estimated seconds and MB, NaN if unknown."""
     planner = import_module(f"grpo_ustat.{verb}.plan")
     plans = [planner.plan(planned) for planned in parse(verb, words).planned_runs]
     seconds = one_after_the_other([duration(plan) for plan in plans])

@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """All."""
+    """List all programs."""
     return list(PROGRAMS)
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
-    """Build the test problem; a run is all replicates."""
+    """Build the test problem; a run simulates all replicates."""
     name, estimator = PROGRAMS[program]
     problem = build_problem(compose_config("gap", [f"problem={name}"]).problem)
     simulation = Simulation(estimator, Rate("constant", 0.05), (asked.steps,))

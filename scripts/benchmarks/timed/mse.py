@@ -1,4 +1,4 @@
-"""Seconds until every curve of a study is known to +-5 %: closed forms against brute force.
+"""Time until all curves of a study are known to +-5 %: closed forms against brute force.
 
     python scripts/benchmarks/speed.py mse
 
@@ -8,11 +8,11 @@ The curves of none, leave_one_out and oracle at every group size, of the same qu
     ordinary     fresh rollouts and a backward for every (baseline, group)
     weighted     the same with all gradients of a replicate from one backward, as monte_carlo does
 
-until the 95 % interval of every curve is within the target; in the two of brute force a curve that
-is there is no longer computed. A replicate of these draws the largest group of every question and
-splits it into disjoint groups for the smaller sizes; reference gradient and V come from streams of
-their own. The oracle's V costs `ordinary` an error of about 1/K of its curve, K =
-budget.value_completions; in `weighted` it is subtracted.
+until the 95 % interval of every curve is within the target; the two brute-force programs stop a
+curve once it is. A replicate draws the largest group of each question and splits it into disjoint
+groups for the smaller sizes; reference gradient and V have separate streams. The oracle's V causes
+an error of about 1/K of its curve in `ordinary`, K = budget.value_completions; `weighted` subtracts
+it.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ PROGRAMS = ("closed_form", "ordinary", "weighted")
 BASELINES = ("none", "leave_one_out", "oracle")
 MAX_POOL_COMPLETIONS = 8192
 # Replicates before a curve may count as known.
-LEAST = 4
-# Of one baseline at one group size.
+MIN_REPLICATES = 4
+# A baseline and a group size.
 Key = tuple[str, int]
 Curves = Mapping[Key, Interval]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The study and the target."""
+    """Add the study and the target."""
     parser.add_argument("overrides", nargs="*", help="of the configuration, key=value")
     parser.add_argument("--model", default="tiny", help="embedded, or a folder")
     parser.add_argument("--questions", type=int, default=25)
@@ -75,12 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """All ways."""
+    """List all programs."""
     return list(PROGRAMS)
 
 
 def configured(asked: argparse.Namespace) -> MseConfig:
-    """The configuration of the study."""
+    """Compose the configuration of the study."""
     model = [f"model={asked.model}"]
     if Path(asked.model).is_dir():
         model = ["model=hub", f"model.model_name_or_path={asked.model}"]
@@ -113,22 +113,22 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, A
 
 
 def halfwidth(point: Interval) -> float:
-    """Relative half-width of an interval."""
+    """Return the relative half-width of an interval."""
     return (point.high - point.low) / 2 / point.estimate if point.estimate > 0 else math.inf
 
 
 def by_pools(
     config: MseConfig, policy: Policy, prompts: list[Prompt], target: float
 ) -> tuple[dict[str, int], Curves]:
-    """Counts and curves of a pool that is extended until all widths are within the target."""
+    """Extend a pool until all widths are within the target; return counts and curves."""
     pool.configured_policy = lambda *_: policy
     facts, size = pool.model_facts(config.policy_options, prompts), config.budget.pool_completions
     with tempfile.TemporaryDirectory() as folder:
         while True:
             scored, _ = pool.build_pool(config, prompts, Path(folder), size)
             request = closed_form_request(config, scored, facts)
-            found = closed_form(scored, request, config.study.interval)
-            points = [x for name, x in found.statistics.items() if name.startswith("mse/")]
+            statistics = closed_form(scored, request, config.study.interval)
+            points = [x for name, x in statistics.statistics.items() if name.startswith("mse/")]
             worst = max(map(halfwidth, points))
             if worst <= target or size >= MAX_POOL_COMPLETIONS:
                 break
@@ -139,9 +139,9 @@ def by_pools(
 
 
 def next_pool_size(worst: float, target: float, size: int) -> int:
-    """Completions a question that should bring the worst relative half-width to the target.
+    """Predict the completions per question that bring the worst half-width to the target.
 
-    A half-width falls like 1/sqrt(N); a tenth more makes up for the pilot's own error.
+    A half-width falls like 1/sqrt(N); a tenth more compensates for the error of the pilot.
     """
     factor = min(4.0, 1.1 * (worst / target) ** 2) if math.isfinite(worst) else 4.0
     return int(np.ceil(size * max(factor, 1.2)))
@@ -149,28 +149,28 @@ def next_pool_size(worst: float, target: float, size: int) -> int:
 
 @dataclass
 class Sums:
-    """Of one baseline and group size: ||ghat_r||^2, <ghat_r, ref_h> and sum_r ghat_r."""
+    """Sums of a baseline and group size: ||ghat_r||^2, <ghat_r, ref_h> and sum_r ghat_r."""
 
     squared: list[float] = field(default_factory=list)
     products_H: list[np.ndarray] = field(default_factory=list)
     total_D: np.ndarray | float = 0.0
 
     def add(self, gradients_CD: np.ndarray, blocks_HD: np.ndarray) -> None:
-        """Groups of one replicate."""
+        """Add the groups of a replicate."""
         self.squared.extend(np.square(gradients_CD).sum(axis=1))
         self.products_H.extend(gradients_CD @ blocks_HD.T)
         self.total_D = self.total_D + gradients_CD.sum(axis=0)
 
 
 class BruteForce:
-    """Values, then reference blocks, then replicates.
+    """Brute-force study: values, then reference blocks, then replicates.
 
     Args:
         way: `ordinary` or `weighted`, see the module; also the name of the draws' streams.
-        config: of the study.
-        prompts: of the study.
-        policy: that samples and is scored.
-        task: that rewards.
+        config: configuration of the study.
+        prompts: prompts of the study.
+        policy: the sampled and scored policy.
+        task: gives the rewards.
     """
 
     def __init__(self, way: str, config: MseConfig, prompts: list[Prompt], policy: Policy, task):
@@ -181,7 +181,7 @@ class BruteForce:
         self.counts = {"rollouts": 0, "gradients": 0}
 
     def run(self, target: float) -> tuple[dict[str, int], Curves]:
-        """Counts, and curves that are all within the target."""
+        """Run until all curves are within the target; return counts and curves."""
         budget = self.config.budget
         _, rewards_PK = self._draw("value", budget.value_completions)
         self.value_P = rewards_PK.mean(axis=1)
@@ -193,12 +193,12 @@ class BruteForce:
         while left:
             self._replicate(left, replicates)
             replicates += 1
-            if replicates >= LEAST:
+            if replicates >= MIN_REPLICATES:
                 left = [key for key, x in self.curves().items() if halfwidth(x) > target]
         return self.counts, self.curves()
 
     def curves(self) -> Curves:
-        """Mean squared errors so far."""
+        """Return the mean squared errors so far."""
         gram_HH = self.blocks_HD @ self.blocks_HD.T
         curves = {}
         for (name, size), sums in self.sums.items():
@@ -215,7 +215,7 @@ class BruteForce:
         return rollouts, summed_rewards(self.task, rollouts)
 
     def _block(self, h: int, size: int) -> tuple[np.ndarray, float]:
-        """A reference gradient, and the excess of the squared norms that V's error causes."""
+        """Compute a reference gradient, and the excess of squared norms from V's error."""
         rollouts, rewards_PN = self._draw("reference", size, first=h * size)
         weights_PN = pool_gradient_weights(rewards_PN) / len(self.prompts)
         gradients, q_PN = self._form(rollouts, weights_PN[None], size)
@@ -241,8 +241,10 @@ class BruteForce:
 
 
 def ordinary(policy, rollouts, weights_CPG: np.ndarray, temperature: float, width: int):
-    """Plain autograd: a forward for every `width` completions of each question, and for every
-    gradient a backward through those that it weighs. Sketches beyond `SKETCH_SIZE` parameters.
+    """Compute gradients by plain autograd.
+
+    There is a forward for every `width` completions of each question, and for each gradient a
+    backward through the completions with a weight. Sketches beyond `SKETCH_SIZE` parameters.
 
     Returns:
         Gradients [C, D], and None in place of squared score norms, which autograd does not yield.
@@ -257,8 +259,8 @@ def ordinary(policy, rollouts, weights_CPG: np.ndarray, temperature: float, widt
         inside = [c for c in range(len(weights_CPG)) if weighed_CG[c, block].any()]
         _add_block(policy, rollouts, weights_CPG, temperature, block, inside, parameters, open_sums)
         for c in [c for c in inside if last_C[c] in block]:
-            whole = dict(zip(names, open_sums.pop(c), strict=True))
-            result[c] = sketch.of(whole).numpy()
+            gradient = dict(zip(names, open_sums.pop(c), strict=True))
+            result[c] = sketch.of(gradient).numpy()
     return result, None
 
 
@@ -276,20 +278,20 @@ def _add_block(
         for c in inside:
             weights_B = torch.from_numpy(weights_CPG[c][np.ix_(questions, block)].ravel())
             loss = (weights_B.to(logprob_B) * logprob_B).sum()
-            found = torch.autograd.grad(loss, parameters, retain_graph=c != inside[-1])
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=c != inside[-1])
             if c in open_sums:
-                torch._foreach_add_(open_sums[c], found)
+                torch._foreach_add_(open_sums[c], gradients)
             else:
-                open_sums[c] = list(found)
+                open_sums[c] = list(gradients)
 
 
 def weighted(policy, rollouts, weights_CPG: np.ndarray, temperature: float, width: int):
-    """All gradients from one backward through `completion_scores`, and squared score norms."""
+    """Compute all gradients and squared score norms in one backward of `completion_scores`."""
     return _gradients(policy, rollouts, weights_CPG, temperature)
 
 
 def compare(measured: Mapping[str, list[dict[str, Any]]]) -> None:
-    """closed_form - brute force in units of their standard error, and the simultaneous limit."""
+    """Print closed_form - brute force in standard errors, and the simultaneous limit."""
     curves = {
         name: {tuple(row[:2]): Interval(*row[2:]) for row in turns[0]["rows"][0]["curves"]}
         for name, turns in measured.items()
@@ -297,16 +299,17 @@ def compare(measured: Mapping[str, list[dict[str, Any]]]) -> None:
     closed = curves.pop("closed_form")
     limit = stats.norm.ppf(1 - 0.025 / len(closed))
     for name, brute in curves.items():
-        apart = [
+        differences = [
             (x.estimate - brute[key].estimate) / np.hypot(error_of(x), error_of(brute[key]))
             for key, x in closed.items()
         ]
         print(
             f"closed_form - {name}, in standard errors of the difference: largest "
-            f"{max(map(abs, apart)):.2f}, simultaneous 95 % limit of {len(apart)}: {limit:.2f}"
+            f"{max(map(abs, differences)):.2f}, simultaneous 95 % limit of {len(differences)}: "
+            f"{limit:.2f}"
         )
 
 
 def error_of(point: Interval) -> float:
-    """The standard error behind an interval."""
+    """Return the standard error of an interval."""
     return (point.high - point.low) / 2 / 1.96

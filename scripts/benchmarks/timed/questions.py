@@ -1,11 +1,11 @@
-"""What follows the pool of a study, by the number of its questions.
+"""Time of all that a study does after its pool, by the number of its questions.
 
     python scripts/benchmarks/speed.py questions --folder FOLDER --questions 500 2000 6000
 
 The pools are written, not sampled: 8 completions of each question, 0/1 rewards and normal numbers
 in place of scores, with sketches of the default size. On such a pool the command `mse` samples and
-scores nothing; its CPU seconds are those of reading, statistics, files, figures and page. Imports
-are not counted.
+scores nothing; its CPU seconds are for reading, statistics, files, figures and page. Imports are
+not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOSSES = (
 
 
 def overrides(asked: argparse.Namespace, questions: int, name: str) -> list[str]:
-    """The study of so many questions on the pool written for it."""
+    """Return overrides of the study of so many questions, on the pool written for it."""
     return [
         f"study.questions={questions}", f"dataset.study_size={questions}",
         "dataset.max_term=999", "dataset.max_factor=9999",
@@ -47,7 +47,7 @@ def overrides(asked: argparse.Namespace, questions: int, name: str) -> list[str]
 
 
 def write_pool(asked: argparse.Namespace, questions: int) -> None:
-    """Parts of every question in the store's format."""
+    """Write parts of all questions in the store's format."""
     config = compose_config("mse", overrides(asked, questions, "none"))
     store = PoolStore(Path(config.pool), draws_of(config))
     store.open()
@@ -77,7 +77,7 @@ def write_pool(asked: argparse.Namespace, questions: int) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the pools are, and what is asked of them."""
+    """Add the folder of the pools, and the sizes of the study."""
     parser.add_argument("--folder", type=Path, required=True, help="of the pools and the runs")
     parser.add_argument("--questions", type=int, nargs="+", default=[500, 2000, 6000])
     parser.add_argument("--losses", type=int, default=0, help="beside Algorithm 1's, 0 to 10")
@@ -85,12 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """Numbers of questions."""
+    """List the numbers of questions."""
     return list(map(str, asked.questions))
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Write the pool unless it is there; a run is the study."""
+    """Write the pool unless it exists; a run is the study."""
     asked.folder = asked.folder.resolve()
     questions = int(program)
     write_pool(asked, questions)

@@ -1,11 +1,11 @@
-"""`rollout=local`: completions of unequal lengths, of one length, of the model's own.
+"""Time `rollout=local`: completions of given lengths, of equal length, or as the model ends them.
 
     python scripts/benchmarks/speed.py sampling --model FOLDER --lengths gsm8k \\
         --questions gsm8k/train.jsonl --prompts 8 --rows 8
 
-Every completion is as long as a reference answer of the questions in tokens of the model
-(`gsm8k`), as the longest allowed (`equal`), or ends where the model ends it (`own`, on arithmetic).
-`check` is a sum of the tokens, which another checkout should draw too.
+A completion has the length of a reference answer of the questions in tokens of the model (`gsm8k`),
+the maximal length (`equal`), or ends where the model ends it (`own`, on arithmetic). `check` is a
+sum over the tokens, which another checkout must reproduce.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_ustat.rollout import local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, questions and shape of the batch."""
+    """Add model, questions and shape of the batch."""
     parser.add_argument("--model", default="embedded:tiny", help="embedded:NAME or a folder")
     parser.add_argument("--lengths", choices=["gsm8k", "equal", "own"], default="own")
     parser.add_argument("--questions", type=Path, help="gsm8k/train.jsonl")
@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """A single one."""
+    """List the only program."""
     return [asked.lengths]
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Load the model and sample a little; a run is one call of `sample`."""
+    """Load the model and sample a little; a run is a call of `sample`."""
     torch.set_num_threads(asked.threads)
     policy = load_policy(asked.model)
     if asked.lengths == "own":
@@ -69,7 +69,7 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, f
 
 
 def ending(asked: argparse.Namespace, lengths: list[int]) -> Callable[..., np.ndarray]:
-    """Uniforms that draw token 0, which ends a completion, at its length and never before it."""
+    """Make uniforms that draw token 0, which ends a completion, at its length and not before."""
     uniforms = local.uniforms
 
     def until_the_end(*arguments: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Exact scores against an ordinary forward and backward of the same batch.
+"""Time exact scores against an ordinary forward and backward of the same batch.
 
     python scripts/benchmarks/speed.py scores FOLDER --rows 8 --prompt 40 --completion 88
     python scripts/benchmarks/speed.py scores FOLDER --rows 32 --completion 256 --spread 0.6 \\
@@ -7,9 +7,9 @@
 Programs are `ordinary` (log-probabilities of the completions, backward to all parameters), `scores`
 (squared norms and one pooled gradient), `gram` (with the Gram matrix), `study` (with the Gram
 matrix, 2 pooled gradients and the sketches that a study keeps) and `layers` (as `study`, each layer
-computed twice). `passes` and `passes-layers` are as these with completions of similar length in a
-pass, as studies do; with `--spread` lengths are log-normal of this sigma, the longest
-`--completion`.
+computed twice). `passes` and `passes-layers` are like `study` and `layers`, with completions of
+similar length in a pass, as in studies; with `--spread` lengths are log-normal of this sigma, the
+longest has `--completion` tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROGRAMS = ("ordinary", "scores", "gram", "study", "layers", "passes", "passes-l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, shape of the batch and programs."""
+    """Add model, shape of the batch and programs."""
     parser.add_argument("model", help="embedded:NAME or a folder")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=40, help="tokens")
@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """Those that are asked for."""
+    """List the chosen programs."""
     return list(asked.programs)
 
 
 def batch(asked: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
-    """Tokens, attention and completion masks of rows with the same prompt."""
+    """Draw tokens, attention and completion masks of rows with the same prompt."""
     generator = torch.Generator().manual_seed(0)
     shape = (asked.rows, asked.prompt + asked.completion)
     ids = torch.randint(0, vocabulary, shape, generator=generator)
@@ -61,7 +61,7 @@ def batch(asked: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
-    """Load the model; a run is one batch."""
+    """Load the model; a run is a batch."""
     torch.set_num_threads(asked.threads)
     model = load_policy(asked.model, dtype=asked.dtype).model.to(asked.device)
     rows = batch(asked, model.config.vocab_size)

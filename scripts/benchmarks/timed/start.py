@@ -22,12 +22,12 @@ BASE = "import hydra"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Turns, as many as a median of short times needs."""
+    """Set as many turns as a median of short times needs."""
     parser.set_defaults(turns=7)
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """The import, and the command lines."""
+    """Return the import and the command lines."""
     return [BASE, *LINES]
 
 

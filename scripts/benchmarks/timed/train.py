@@ -1,15 +1,15 @@
-"""A training step of ours against one of TRL's GRPOTrainer with transformers generation.
+"""Time a training step of ours against a step of TRL's GRPOTrainer with transformers generation.
 
     python scripts/benchmarks/speed.py train --model FOLDER --questions gsm8k/train.jsonl
 
 Same model, questions, group size, completion length, sampling (temperature 1, whole vocabulary),
 optimizer (AdamW) and learning rate; rewards are drawn at random, so no advantage is zero. A turn
-loads the model, takes `--warm` steps and `--repeats` timed ones. TRL runs in an environment of its
-own, with the project's versions of torch and transformers, once for each micro-batch given by
+loads the model, takes `--warm` steps and `--repeats` timed steps. TRL runs in a separate
+environment, with the project's versions of torch and transformers, once for each micro-batch of
 --trl, in completions; --ours gives `micro_batch_tokens`. `8c` is 8 with gradient checkpointing,
 TRL's default.
 
-Each side has PyTorch's AdamW as it comes (TRL's is fused). Objective: ours leave_one_out and
+Each side uses its default AdamW of PyTorch (TRL's is fused). Objective: ours leave_one_out and
 algorithm1, TRL's dr_grpo without scaling: the same gradient up to a constant, see `compare_trl.py`.
 `generate` is wall and CPU seconds of generation, `tokens` completion tokens of a step.
 """
@@ -38,7 +38,7 @@ TEMPLATE = "Question: {question}\nAnswer:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, questions, shape of a step, and the micro-batches of both sides."""
+    """Add model, questions, shape of a step, and the micro-batches of both sides."""
     add_environment_argument(parser)
     parser.add_argument("--model", help="folder in save_pretrained layout")
     parser.add_argument("--questions", type=Path, help="GSM8K as .jsonl or .parquet")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def micro_batch(text: str) -> str:
-    """8 or 8c: how much, and whether gradients are checkpointed.
+    """Check a micro-batch: 8, or 8c with gradient checkpointing.
 
     >>> micro_batch("8"), micro_batch("16c")
     ('8', '16c')
@@ -67,18 +67,14 @@ def micro_batch(text: str) -> str:
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """The side and micro-batch of each."""
+    """List side and micro-batch of each program."""
     check(asked)
     asked_questions(asked)
     return [f"ours {x}" for x in asked.ours] + [f"TRL {x}" for x in asked.trl]
 
 
 def check(asked: argparse.Namespace) -> None:
-    """Refuse what one side could not do.
-
-    Raises:
-        SystemExit: naming the values.
-    """
+    """Refuse options that a side cannot run."""
     count = asked.prompts * asked.group_size
     for micro in asked.trl:
         if count % int(micro.removesuffix("c")):
@@ -97,57 +93,54 @@ def check(asked: argparse.Namespace) -> None:
 
 
 def read_questions(file: Path, count: int) -> list[str]:
-    """The first `count` rendered prompts of a file with a `question` in every row.
-
-    Raises:
-        SystemExit: there are fewer.
-    """
+    """Read the first `count` rendered prompts of a file with a `question` in every row."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
-        found = pyarrow.parquet.read_table(file, columns=["question"])["question"].to_pylist()
+        questions = pyarrow.parquet.read_table(file, columns=["question"])["question"].to_pylist()
     else:
-        found = [json.loads(line)["question"] for line in file.read_text().splitlines()]
-    if len(found) < count:
-        raise SystemExit(f"error: {file} has {len(found)} questions, {count} are needed")
-    return [TEMPLATE.format(question=question) for question in found[:count]]
+        questions = [json.loads(line)["question"] for line in file.read_text().splitlines()]
+    if len(questions) < count:
+        raise SystemExit(f"error: {file} has {len(questions)} questions, {count} are needed")
+    return [TEMPLATE.format(question=question) for question in questions[:count]]
 
 
 class Questions:
-    """The task: questions of a file with drawn rewards."""
+    """Task of a file's questions with drawn rewards."""
 
     def __init__(self, job: dict):
         self.given = [Prompt(p["id"], p["text"], p["text"], "", "drawn") for p in job["prompts"]]
         self.drawn = DrawnRewards(job["seed"], job["silent"])
 
     def prompts(self, split: str) -> list[Prompt]:
-        """The same for every split."""
+        """Return the same prompts for every split."""
         return self.given
 
     def extract(self, completion: str) -> str | None:
-        """Nothing: there are no answers."""
+        """Return None, because there are no answers."""
         return None
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Whatever the completions say."""
+        """Draw rewards without regard to the completions."""
         return [self.drawn.draw(prompt.id) for prompt in prompts]
 
     def take_counts(self) -> dict[str, int]:
-        """Nothing goes wrong."""
+        """Return no counts of failures."""
         return {}
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Nothing."""
+        """Counts of dropped questions: none."""
         return {}
 
-    note = ""  # there is nothing to say of them
+    # The task has no remarks.
+    note = ""
     reward_funcs: ClassVar[dict] = {}
     reward_weights_F = np.ones(1)
 
 
 def our_configuration(job: dict) -> TrainConfig:
-    """The project's own configuration of a job."""
+    """Compose this project's configuration of a job."""
     return compose_config("train", [
         "model=hub", f"model.model_name_or_path={job['model']}", f"model.dtype={job['dtype']}",
         f"launch.device={job['device']}", f"launch.num_threads={job['threads']}",
@@ -162,7 +155,7 @@ def our_configuration(job: dict) -> TrainConfig:
 
 
 def job_of(program: str, asked: argparse.Namespace, questions: list[str], turn: int) -> dict:
-    """What a program is told; prompts in the order of the steps."""
+    """Describe the job of a program, with prompts in the order of the steps."""
     side, micro = program.split()
     steps = asked.warm + asked.repeats
     job = {
@@ -186,12 +179,12 @@ def job_of(program: str, asked: argparse.Namespace, questions: list[str], turn: 
 
 
 def asked_questions(asked: argparse.Namespace) -> list[str]:
-    """As many as all steps need."""
+    """Read as many questions as all steps need."""
     return read_questions(asked.questions, asked.prompts * (asked.warm + asked.repeats))
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Set up our trainer; a run is a step."""
+    """Set up our trainer; a run is a training step."""
     job = job_of(program, asked, asked_questions(asked), asked.number)
     sample_batch, generation = trainer.sample_batch, {}
 
@@ -220,7 +213,7 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, f
 
 
 def turn_elsewhere(asked: argparse.Namespace, program: str, turn: int) -> dict | None:
-    """A turn of TRL in its own environment; None of ours."""
+    """Run a turn of TRL in its environment; None for our programs."""
     if program.startswith("ours"):
         return None
     job = job_of(program, asked, asked_questions(asked), turn)
