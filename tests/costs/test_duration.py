@@ -89,7 +89,8 @@ def test_training_takes_its_tokens_by_the_rate_of_an_earlier_run(tmp_path):
     left(tmp_path / "outputs/train/x/seed-3", planned(seed=3), wall=56)
     found = of(planned())
     assert (found.seconds, found.start, found.gpus) == (pytest.approx(120), 4, 0)
-    assert found.basis == "50 tokens/s in outputs/train/x/seed-3, 25 tokens a completion"
+    for words in ("50 tokens/s", "outputs/train/x/seed-3", "25 tokens a completion"):
+        assert words in found.basis
 
 
 def test_evaluations_take_what_sampling_takes(tmp_path):
@@ -190,7 +191,7 @@ def test_the_newest_run_counts(tmp_path):
 def test_nothing_is_learnt_from_other_models_devices_machines_or_damage(tmp_path, spoil):
     spoil(tmp_path / "outputs/train/x/seed-0")
     assert of(planned()).seconds is None
-    assert of(planned()).basis.startswith("no finished run of tiny_base on cpu")
+    assert "tiny_base on cpu" in of(planned()).basis
 
 
 @pytest.mark.parametrize("cost", [{"rollouts": "200"}, {"seconds_score": None}, [], "x", -1])
@@ -218,10 +219,7 @@ LARGE = ("model=qwen2_5_math_7b", "dataset=math", "prompt=qwen_math_cot", "launc
 def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(entry, words, capsys):
     show_costs([plan_of(planned(entry))])
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "Wall time unknown: no finished run of tiny_base on cpu. "
-        f"Run once with {words} to calibrate." in text
-    )
+    assert "tiny_base on cpu" in text and words in text
     assert "Wall time is rough" not in text
 
 
@@ -253,24 +251,30 @@ def test_a_dry_run_of_gpus_shows_their_hours(tmp_path, capsys):
     left(tmp_path / "outputs/train/x/seed-0", four, wall=1000, seconds=800.0)
     show_costs([plan_of(four)])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Wall time about 43 min, 2.8 GPU hours: 2.5 tokens/s in outputs/train/x/seed-0" in text
+    for words in ("about 43 min", "2.8 GPU hours", "2.5 tokens/s", "outputs/train/x/seed-0"):
+        assert words in text
     assert "Wall time is rough: half to twice that" in text
 
 
 def test_batches_are_said_in_words():
     """16 384 // 96 padded tokens: 256 of 96 are two passes; PPO's minibatches are updates."""
     (text,) = batch_lines([plan_of(planned(budget__rollouts=256, group_size=8))])
-    assert text == (
-        "Batch: n = 256 completions a step = 32 prompts x G = 8; 1 update a step, each of 256 "
-        "completions in at most about 2 backward passes of 16384 padded tokens, not counting "
-        "prompts."
+    numbers = (
+        "n = 256",
+        "32 prompts x G = 8",
+        "1 update",
+        "256 completions",
+        "2 backward",
+        "16384",
     )
+    for words in numbers:
+        assert words in text
     several = planned(
         objective__num_iterations=2, objective__minibatch_size=8, launch__num_processes=3
     )
     (text,) = batch_lines([plan_of(several)])
-    assert "= 4 prompts x G = 4; up to 2 prompts on each of 3 processes; 4 updates a step" in text
-    assert "each of 8 completions in at most about 1 backward pass of" in text
+    for words in ("4 prompts x G = 4", "2 prompts on each of 3", "4 updates", "1 backward"):
+        assert words in text
     many = [plan_of(planned(budget__rollouts=4 * n)) for n in range(2, 10)]
     assert batch_lines(many)[-1] == "and 2 other batches" and len(batch_lines(many)) == 7
 

@@ -222,7 +222,7 @@ def test_an_interrupt_ends_everything_in_one_line(tmp_path):
 def assert_interrupted(code, out, err):
     assert (code, out) == (130, "")
     *plan, last = err.splitlines()  # a run begins with a line of what it does
-    assert last == "interrupted; the same command goes on from there"
+    assert last.startswith("interrupted")
     assert not plan or (len(plan) == 1 and plan[0].startswith("mse: tiny_base on arithmetic: "))
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from golden import naming
 from prompt_pools import pool_with_lengths, prompts
 from tabular import TabularPolicy
 from ustatistics import pairwise
@@ -41,7 +42,7 @@ def test_the_plan_is_the_least_of_all_allocations():
         if sum(sizes) == 14
     }
     assert tuple(found) == min(errors, key=lambda sizes: errors[sizes])
-    with pytest.raises(ValueError, match="5 completions for 3 prompts: 6 are needed"):
+    with pytest.raises(ValueError, match=naming("5 completions", "3 prompts", 6)):
         allocate(lambda sizes: sizes, 3, 5)
 
 

@@ -465,13 +465,11 @@ def test_a_rule_of_ones_own_that_cannot_be_called_is_refused_when_it_is_loaded(m
         monkeypatch.setattr(registry, "entry_points", lambda group: {"mine": point})
         return registry._Baselines()["mine"]
 
-    with pytest.raises(
-        TypeError, match=r"mine takes \(rewards\): write it as \(rewards_PG, context\)"
-    ):
+    with pytest.raises(TypeError, match=r"mine .*\(rewards\).*\(rewards_PG, context\)"):
         offered(lambda rewards: rewards)
-    with pytest.raises(TypeError, match=r"mine takes \(rewards, context, epsilon\): write it as"):
+    with pytest.raises(TypeError, match=r"mine .*\(rewards, context, epsilon\)"):
         offered(lambda rewards, context, epsilon: rewards)
-    with pytest.raises(TypeError, match="option kind of mine is 'wide': its default is a number"):
+    with pytest.raises(TypeError, match="kind of mine is 'wide'"):
         offered(lambda rewards, context, *, kind="wide": rewards)
     taken = offered(lambda r, c, decay=0.5, *, level=1: r, memory={"rho": 0.25})
     assert list(taken.options.items()) == [("decay", 0.5), ("level", 1), ("rho", 0.25)]
@@ -494,11 +492,11 @@ def test_a_declared_rule_is_the_function_itself(monkeypatch):
 
 def test_options_are_exactly_the_rules():
     z = np.array([[1.0, 0.0]])
-    with pytest.raises(ValueError, match="group_std: missing epsilon; it takes epsilon"):
+    with pytest.raises(ValueError, match="group_std: .*epsilon"):
         advantages("group_std", z, BaselineContext())
     with pytest.raises(ValueError, match="none: unknown epsilon; it takes none"):
         advantages("none", z, BaselineContext(), {"epsilon": 1.0})
-    with pytest.raises(ValueError, match="needs groups of at least 2 completions, got group_size"):
+    with pytest.raises(ValueError, match="at least 2 completions, got group_size"):
         advantages("opo", z[:, :1], BaselineContext())
     with pytest.raises(ValueError, match="needs at least 3 prompts, got 1"):
         advantages("james_stein", z, BaselineContext(), {"epsilon": 0.0})

@@ -318,7 +318,4 @@ def test_what_drifting_policies_say_is_withheld(rng):
     assert withheld(few, 4, 1.4 * limit) == {}
     everything = withheld(many, 4, 1.1)
     assert set(everything) == names | {"c1", "gstar", "prompt_share"}
-    assert (
-        "1.1 nats a completion within a window, so c1 may be too large by 0.0"
-        in everything["gstar"]
-    )
+    assert "1.1 nats" in everything["gstar"] and "c1" in everything["gstar"]

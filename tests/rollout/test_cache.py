@@ -199,7 +199,7 @@ def test_a_cache_is_handed_over_by_the_models_name_for_it(name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "rwkv"])
 def test_a_model_that_ignores_what_it_has_read_is_refused(kind):
-    with pytest.raises(ConfigError, match="does not continue a text from a cache: use rollout"):
+    with pytest.raises(ConfigError, match="cache: use rollout"):
         LocalEngine(Policy(build(kind, tied=False), Letters(), frozenset({1}), 0))
 
 
@@ -244,7 +244,7 @@ def test_a_model_that_reads_or_draws_otherwise_than_alone_is_refused_at_the_star
 def test_a_model_that_others_sample_is_read_in_batches_too(monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "roberta", REFUSED["roberta"][:2])
     policy = Policy(build("roberta", False, torch.float32), Letters(), frozenset({1}), 0)
-    with pytest.raises(ConfigError, match="reads rows of a batch otherwise than alone"):
+    with pytest.raises(ConfigError, match="rows of a batch"):
         check_rows(policy)
     check_rows(random_policy())
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands import compose
 from fakes import LetterTokenizer, letter_prompts, random_policy
+from golden import naming
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.draws import generator, uniforms
@@ -112,7 +113,7 @@ class PairTokenizer(LetterTokenizer):
 def test_every_token_that_contains_the_stop_string_stops():
     assert stop_tokens(PairTokenizer(), "x") == {25, 28, 29}
     assert stop_tokens(PairTokenizer(), "xa") == {28}
-    with pytest.raises(ConfigError, match="prompt.stop='ab' is in none of the tokenizer's 30"):
+    with pytest.raises(ConfigError, match=naming("prompt.stop='ab'", 30)):
         stop_tokens(PairTokenizer(), "ab")
 
 
@@ -223,7 +224,7 @@ def test_logits_that_are_not_finite_are_refused(monkeypatch):
         return torch.full_like(original(self), torch.nan)
 
     monkeypatch.setattr(local.DecodingBatch, "read", diverged)
-    with pytest.raises(FloatingPointError, match="logits are not finite: lower learning_rate"):
+    with pytest.raises(FloatingPointError, match=naming("logits", "learning_rate")):
         sample(policy, PROMPTS, 2, SAMPLING)
 
 

@@ -12,6 +12,7 @@ import torch
 from commands import compose
 from fake_vllm import FakeLLM, install
 from fakes import letter_prompts, random_policy
+from golden import naming
 
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError
@@ -216,24 +217,22 @@ def test_under_a_launcher_every_rank_has_an_engine(policy, monkeypatch):
 
 def test_what_vllm_would_change_silently_is_refused(policy):
     engine = engine_of(policy, max_model_len=12)
-    with pytest.raises(ConfigError, match="a prompt of 7 tokens .* use rollout.max_model_len=16"):
+    with pytest.raises(ConfigError, match=naming("7 tokens", "rollout.max_model_len=16")):
         engine.sample(PROMPTS, 2, SAMPLING)
     engine.sample(PROMPTS[:2], 2, SAMPLING)
-    with pytest.raises(ConfigError, match="temperature=0.005: vLLM would sample at 0.01"):
+    with pytest.raises(ConfigError, match=naming("temperature=0.005", 0.01)):
         engine.sample(PROMPTS[:2], 2, dataclasses.replace(SAMPLING, temperature=0.005))
 
 
 def test_what_vllm_cannot_run_is_refused(policy, monkeypatch):
-    with pytest.raises(ConfigError, match="model.dtype=float64 with rollout=vllm, which has"):
+    with pytest.raises(ConfigError, match=naming("model.dtype=float64", "rollout=vllm")):
         engine_of(random_policy())
 
     def refuse(*_, **__):
         raise ValueError("Available memory\n is less than desired")
 
     monkeypatch.setattr(sys.modules["vllm"], "LLM", refuse)
-    with pytest.raises(
-        ConfigError, match="cannot run this model .Available memory is less than desired"
-    ):
+    with pytest.raises(ConfigError, match="Available memory is less than desired"):
         engine_of(policy)
 
 
