@@ -33,18 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(turns=1)
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List all programs."""
     return list(PROGRAMS)
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], object]:
     """Build the test problem; a run simulates all replicates."""
     bed, estimator = PROGRAMS[program]
     testbed = build_testbed(compose_config("gap", [f"bed={bed}"]).bed)
-    simulation = Simulation(estimator, Rate("constant", 0.05), (asked.steps,))
+    simulation = Simulation(estimator, Rate("constant", 0.05), (options.steps,))
 
     def run() -> None:
-        run_simulations([simulation], testbed, asked.replicates, asked.number, asked.workers)
+        run_simulations([simulation], testbed, options.replicates, options.number, options.workers)
 
     return run
