@@ -52,9 +52,7 @@ def batch(options: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
     shape = (options.rows, options.prompt + options.completion)
     ids = torch.randint(0, vocabulary, shape, generator=generator)
     ids[:, : options.prompt] = ids[0, : options.prompt]
-    lengths = (
-        torch.empty(options.rows).log_normal_(0, options.spread, generator=generator).sort()[0]
-    )
+    lengths = (options.spread * torch.randn(options.rows, generator=generator)).exp().sort()[0]
     lengths = (options.completion * lengths / lengths[-1]).ceil()
     columns = torch.arange(shape[1]) - options.prompt
     attention = (columns < lengths[:, None]).long()
