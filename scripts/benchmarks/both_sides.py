@@ -17,17 +17,17 @@ class DrawnRewards:
 
     Args:
         seed: seed of the draws.
-        silent: ids of prompts whose completions all get 0.
+        zero_variance: ids of prompts whose completions all get 0.
     """
 
-    def __init__(self, seed: int, silent: list[str]):
-        self.seed, self.silent, self.drawn = seed, set(silent), Counter()
+    def __init__(self, seed: int, zero_variance: list[str]):
+        self.seed, self.zero_variance, self.drawn = seed, set(zero_variance), Counter()
 
     def draw(self, prompt_id: str) -> float:
         """Draw the next completion's reward."""
         self.drawn[prompt_id] += 1
         key = f"{self.seed}/{prompt_id}/{self.drawn[prompt_id]}"
-        return 0.0 if prompt_id in self.silent else random.Random(key).random()
+        return 0.0 if prompt_id in self.zero_variance else random.Random(key).random()
 
 
 def now(device: str) -> tuple[float, float]:

@@ -172,7 +172,7 @@ def steps(job: dict, folder: Path) -> None:
     """Write `result.json`: a row for each step, warm-up steps first, and the peak of memory."""
     if job["device"] == "cpu":
         torch.set_num_threads(job["threads"])
-    rows, drawn = Rows(job["device"]), DrawnRewards(job["seed"], job["silent"])
+    rows, drawn = Rows(job["device"]), DrawnRewards(job["seed"], job["zero_variance"])
     prompts = [{"prompt": p["text"], "id": p["id"]} for p in job["prompts"]]
     micro, count = job["micro_batch"], job["group_size"] * job["prompts_per_step"]
     arguments = GRPOConfig(

@@ -98,7 +98,7 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
         recipe_efficiencies(large, MAX_LENGTH, SIZES, ROLLOUTS, TRUE_DRAWS, seed=1)
     )
 
-    def said(pool: ScorePool, number: int) -> Iterator[tuple[str, bool | float]]:
+    def judged_study(pool: ScorePool, number: int) -> Iterator[tuple[str, bool | float]]:
         """Yield a study's statements on losses and recipes."""
         rows = loss_efficiencies(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number)
         yield from judged_efficiencies(rows, truth)
@@ -123,7 +123,7 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
         pools = pools_of(population, prompts, completions, asked.studies, rng)
         yield Cell(
             {"prompts": prompts, "completions": completions},
-            (dict(said(pool, number)) for number, pool in enumerate(pools)),
+            (dict(judged_study(pool, number)) for number, pool in enumerate(pools)),
             truth,
         )
 

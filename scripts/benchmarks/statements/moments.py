@@ -174,16 +174,16 @@ def constants(name: str, asked: Asked) -> Iterator[Cell]:
 
 def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | float]:
     """Return True for each interval of a study that misses, and its warnings."""
-    said: dict[str, bool | float] = {
+    statements: dict[str, bool | float] = {
         name: not result[name].low <= value <= result[name].high
         for name, value in truth.items()
         if not math.isnan(result[name].low)
     }
-    said["warning: heavy tails"] = float(result.tails.heavy)
+    statements["warning: heavy tails"] = float(result.tails.heavy)
     if "gstar" in truth:
-        said["gstar: no upper end"] = float(math.isinf(result["gstar"].high))
-        said["gstar: relative bias"] = result["gstar"].estimate / truth["gstar"] - 1
-    return said
+        statements["gstar: no upper end"] = float(math.isinf(result["gstar"].high))
+        statements["gstar: relative bias"] = result["gstar"].estimate / truth["gstar"] - 1
+    return statements
 
 
 def gradient(name: str, asked: Asked) -> Iterator[Cell]:
@@ -214,8 +214,8 @@ def gradient(name: str, asked: Asked) -> Iterator[Cell]:
 def judged_ends(interval: Interval, truth: float) -> dict[str, bool]:
     """Return True if an interval misses, on which side, and if it states a positive number."""
     low, high = interval.low > truth, interval.high < truth
-    said = {"||grad J||^2": low or high, "low end": low, "high end": high}
-    return said | ({"||grad J||^2 > 0": False} if interval.low > 0 else {})
+    statements = {"||grad J||^2": low or high, "low end": low, "high end": high}
+    return statements | ({"||grad J||^2 > 0": False} if interval.low > 0 else {})
 
 
 def accuracy(name: str, asked: Asked) -> Iterator[Cell]:
@@ -396,16 +396,16 @@ def judged_run(trained: Trained, run: int, unit: str, size: int = 8) -> dict[str
     numbers = dict(zip(CONSTANTS_AND_GRADIENT, truth.constants_4, strict=True))
     off = trained.values[run].mean(axis=1) - trained.truth[run]
     means = trained.truth.mean(axis=0)
-    said: dict[str, bool | float] = {
+    statements: dict[str, bool | float] = {
         f"{name}: relative error": float(error)
         for name, error in zip(CONSTANTS_AND_GRADIENT, off / means, strict=True)
     }
     numbers["noise_scale"] = truth.noise_scale(size).estimate
     for name, value in numbers.items():
         interval = intervals[name]
-        said[name] = not interval.low <= value <= interval.high
-        said[f"{name}: half-width"] = (interval.high - interval.low) / 2 / value
-    return said
+        statements[name] = not interval.low <= value <= interval.high
+        statements[f"{name}: half-width"] = (interval.high - interval.low) / 2 / value
+    return statements
 
 
 TAIL_NAMES = [*TAILS, *(f"{name}, norms differ" for name in TAILS)]

@@ -143,14 +143,14 @@ def judged_proxy(pool: ScorePool, truth: float) -> dict[str, bool | float]:
     halves, full = halves_of(pool)
     noise, of_pool = (group_error(part["first"], part["second"], 8) for part in (halves, full))
     interval = corrected_correlation(halves["variance"], noise)
-    said: dict[str, bool | float] = {
+    statements: dict[str, bool | float] = {
         "uncorrected": float(np.corrcoef(full["variance"], of_pool)[0, 1]),
         "zero-variance prompts": float((halves["variance"] == 0).mean()),
     }
     if math.isfinite(interval.estimate):
-        said["correlation"] = not interval.low <= truth <= interval.high
-        said["estimate"] = interval.estimate
-    return said
+        statements["correlation"] = not interval.low <= truth <= interval.high
+        statements["estimate"] = interval.estimate
+    return statements
 
 
 QUESTIONS, COMPLETIONS = (12, 60, 500), (4, 8, 32)

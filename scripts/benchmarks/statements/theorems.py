@@ -97,10 +97,10 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
     for seed in seeds:
         evidence = theorem(config.theorem.kind).run(replace(config, seed=seed).experiment)
         disagree = [claim.what for claim in evidence.claims if claim.verdict == "disagrees"]
-        said: dict[str, bool | float] = dict.fromkeys(disagree, wrong)
+        statements: dict[str, bool | float] = dict.fromkeys(disagree, wrong)
         if evidence.verdict == "disagrees":
-            said["disagrees"] = wrong
-        yield said | {"not decided": float(evidence.verdict == "not decided")}
+            statements["disagrees"] = wrong
+        yield statements | {"not decided": float(evidence.verdict == "not decided")}
 
 
 def theorems(name: str, asked: Asked) -> Iterator[Cell]:

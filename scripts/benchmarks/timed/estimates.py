@@ -51,18 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(turns=1)
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List the commands that can run."""
-    return [name for name in asked.only if asked.model or name != "mse, another model"]
+    return [name for name in options.only if options.model or name != "mse, another model"]
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
     """Run the short command and estimate the long one, which a run executes."""
     verb, words, before = COMMANDS[program]
     folder = tempfile.TemporaryDirectory()
 
     def typed(words: list[str]) -> list[str]:
-        return [word.format(model=asked.model) for word in words] + [f"output_root={folder.name}"]
+        return [word.format(model=options.model) for word in words] + [f"output_root={folder.name}"]
 
     if before is not None:
         execute(verb, typed(before))

@@ -74,37 +74,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(turns=1)
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List all programs."""
     return list(PROGRAMS)
 
 
-def configured(asked: argparse.Namespace) -> MseConfig:
+def configured(options: argparse.Namespace) -> MseConfig:
     """Compose the configuration of the study."""
-    model = [f"model={asked.model}"]
-    if Path(asked.model).is_dir():
-        model = ["model=hub", f"model.model_name_or_path={asked.model}"]
+    model = [f"model={options.model}"]
+    if Path(options.model).is_dir():
+        model = ["model=hub", f"model.model_name_or_path={options.model}"]
     overrides = [
-        *model, f"study.questions={asked.questions}", f"baselines=[{','.join(BASELINES)}]",
-        f"group_sizes={asked.group_sizes}", "launch.workers=1", "launch.num_threads=1",
+        *model, f"study.questions={options.questions}", f"baselines=[{','.join(BASELINES)}]",
+        f"group_sizes={options.group_sizes}", "launch.workers=1", "launch.num_threads=1",
         "study.methods=[closed_form,monte_carlo]",
     ]  # fmt: skip
-    return compose_config("mse", [*overrides, *asked.overrides])
+    return compose_config("mse", [*overrides, *options.overrides])
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, Any]]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, Any]]:
     """Load the model; a run brings all curves to the target."""
-    config = configured(asked)
+    config = configured(options)
     policy = configured_policy(config.policy_options)
     task = configured_task(config.task_options, config.model)
     prompts = task.prompts("study")[: config.study.questions]
 
     def run() -> dict[str, Any]:
         if program == "closed_form":
-            counts, curves = by_pools(config, policy, prompts, asked.target)
+            counts, curves = by_pools(config, policy, prompts, options.target)
         else:
             brute = BruteForce(program, config, prompts, policy, task)
-            counts, curves = brute.run(asked.target)
+            counts, curves = brute.run(options.target)
         worst = max(map(halfwidth, curves.values()))
         kept = [[*key, *x] for key, x in curves.items()]
         return {**counts, "worst half-width": worst, "curves": kept}

@@ -33,7 +33,7 @@ LOSSES = (
 )  # fmt: skip
 
 
-def overrides(asked: argparse.Namespace, questions: int, name: str) -> list[str]:
+def overrides(options: argparse.Namespace, questions: int, name: str) -> list[str]:
     """Return overrides of the study of so many questions, on the pool written for it."""
     return [
         f"study.questions={questions}", f"dataset.study_size={questions}",
@@ -41,14 +41,14 @@ def overrides(asked: argparse.Namespace, questions: int, name: str) -> list[str]
         f"budget.pool_completions={COMPLETIONS}", f"budget.feature_sketch={FEATURES}",
         f"budget.gradient_sketch={GRADIENT}", f"group_sizes={[2, 4, 8]}", "study.rollouts=64",
         "launch.workers=1", "launch.num_threads=1", "on_existing=overwrite",
-        f"pool={asked.folder / f'pool_{questions}'}", f"output_root={asked.folder / name}",
-        f"objectives=[{','.join(LOSSES[: asked.losses])}]",
+        f"pool={options.folder / f'pool_{questions}'}", f"output_root={options.folder / name}",
+        f"objectives=[{','.join(LOSSES[: options.losses])}]",
     ]  # fmt: skip
 
 
-def write_pool(asked: argparse.Namespace, questions: int) -> None:
+def write_pool(options: argparse.Namespace, questions: int) -> None:
     """Write parts of all questions in the store's format."""
-    config = compose_config("mse", overrides(asked, questions, "none"))
+    config = compose_config("mse", overrides(options, questions, "none"))
     store = PoolStore(Path(config.pool), draws_of(config))
     store.open()
     if any(store.folder.glob("*.safetensors")):
@@ -84,17 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(turns=1)
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List the numbers of questions."""
-    return list(map(str, asked.questions))
+    return list(map(str, options.questions))
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
     """Write the pool unless it exists; a run is the study."""
-    asked.folder = asked.folder.resolve()
+    options.folder = options.folder.resolve()
     questions = int(program)
-    write_pool(asked, questions)
-    sys.argv[1:] = overrides(asked, questions, f"run_{questions}")
+    write_pool(options, questions)
+    sys.argv[1:] = overrides(options, questions, f"run_{questions}")
 
     def run() -> dict[str, float]:
         try:
@@ -102,6 +102,6 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, f
         except SystemExit as end:
             if end.code:
                 raise
-        return {"losses": asked.losses + 1}
+        return {"losses": options.losses + 1}
 
     return run

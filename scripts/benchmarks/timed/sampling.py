@@ -36,31 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longest", type=int, default=300)
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List the only program."""
-    return [asked.lengths]
+    return [options.lengths]
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
     """Load the model and sample a little; a run is a call of `sample`."""
-    torch.set_num_threads(asked.threads)
-    policy = load_policy(asked.model)
-    if asked.lengths == "own":
-        texts = [f"{i % 89 + 10}+{i % 7 + 2}*3=" for i in range(asked.prompts)]
+    torch.set_num_threads(options.threads)
+    policy = load_policy(options.model)
+    if options.lengths == "own":
+        texts = [f"{i % 89 + 10}+{i % 7 + 2}*3=" for i in range(options.prompts)]
     else:
-        rows = [json.loads(line) for line in asked.questions.read_text().splitlines()]
-        rows = rows[: asked.prompts * asked.group]
-        texts = [row["question"] for row in rows[: asked.prompts]]
-        texts = [text[: len(text) // asked.letters] for text in texts]
+        rows = [json.loads(line) for line in options.questions.read_text().splitlines()]
+        rows = rows[: options.prompts * options.group]
+        texts = [row["question"] for row in rows[: options.prompts]]
+        texts = [text[: len(text) // options.letters] for text in texts]
         ids = policy.encode([row["answer"] for row in rows])
         policy = Policy(policy.model, policy.tokenizer, frozenset({0}), 0)
-        local.uniforms = ending(asked, [len(row) // asked.letters + 1 for row in ids])
+        local.uniforms = ending(options, [len(row) // options.letters + 1 for row in ids])
     prompts = [Prompt(str(i), text, text, "", "") for i, text in enumerate(texts)]
-    sampling = local.Sampling(0, "benchmark", asked.longest, rows=asked.rows)
+    sampling = local.Sampling(0, "benchmark", options.longest, rows=options.rows)
     local.sample(policy, prompts[:1], 2, local.Sampling(0, "warm", 4, rows=2))
 
     def run() -> dict[str, float]:
-        rollouts = local.sample(policy, prompts, asked.group, sampling)
+        rollouts = local.sample(policy, prompts, options.group, sampling)
         lengths, tokens = rollouts.lengths_PG, rollouts.tokens_PGT
         check = int((tokens % 9973).sum())
         return {"tokens": int(lengths.sum()), "longest": int(lengths.max()), "check": check}
@@ -68,7 +68,7 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, f
     return run
 
 
-def ending(asked: argparse.Namespace, lengths: list[int]) -> Callable[..., np.ndarray]:
+def ending(options: argparse.Namespace, lengths: list[int]) -> Callable[..., np.ndarray]:
     """Make uniforms that draw token 0, which ends a completion, at its length and not before."""
     uniforms = local.uniforms
 
@@ -77,9 +77,9 @@ def ending(asked: argparse.Namespace, lengths: list[int]) -> Callable[..., np.nd
             np.maximum(uniforms(*arguments), 0.02), arguments[3], arguments[4]
         )  # fmt: skip
         for row, i in zip(draws, completions, strict=True):
-            length = lengths[(int(prompt) * asked.group + i) % len(lengths)]
-            if asked.lengths == "gsm8k":
-                row[min(length, asked.longest, len(row)) - 1] = 0
+            length = lengths[(int(prompt) * options.group + i) % len(lengths)]
+            if options.lengths == "gsm8k":
+                row[min(length, options.longest, len(row)) - 1] = 0
         return draws
 
     return until_the_end

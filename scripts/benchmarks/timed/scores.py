@@ -41,36 +41,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(warm=1, turns=5)
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List the chosen programs."""
-    return list(asked.programs)
+    return list(options.programs)
 
 
-def batch(asked: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
+def batch(options: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
     """Draw tokens, attention and completion masks of rows with the same prompt."""
     generator = torch.Generator().manual_seed(0)
-    shape = (asked.rows, asked.prompt + asked.completion)
+    shape = (options.rows, options.prompt + options.completion)
     ids = torch.randint(0, vocabulary, shape, generator=generator)
-    ids[:, : asked.prompt] = ids[0, : asked.prompt]
-    lengths = torch.empty(asked.rows).log_normal_(0, asked.spread, generator=generator).sort()[0]
-    lengths = (asked.completion * lengths / lengths[-1]).ceil()
-    columns = torch.arange(shape[1]) - asked.prompt
+    ids[:, : options.prompt] = ids[0, : options.prompt]
+    lengths = (options.spread * torch.randn(options.rows, generator=generator)).exp().sort()[0]
+    lengths = (options.completion * lengths / lengths[-1]).ceil()
+    columns = torch.arange(shape[1]) - options.prompt
     attention = (columns < lengths[:, None]).long()
     completion = attention * (columns >= 0)
-    return [x.to(asked.device) for x in (ids, attention, completion)]
+    return [x.to(options.device) for x in (ids, attention, completion)]
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], object]:
     """Load the model; a run is a batch."""
-    torch.set_num_threads(asked.threads)
-    model = load_policy(asked.model, dtype=asked.dtype).model.to(asked.device)
-    rows = batch(asked, model.config.vocab_size)
-    weights = torch.linspace(-1, 1, asked.rows, device=asked.device)
+    torch.set_num_threads(options.threads)
+    model = load_policy(options.model, dtype=options.dtype).model.to(options.device)
+    rows = batch(options, model.config.vocab_size)
+    weights = torch.linspace(-1, 1, options.rows, device=options.device)
     if program == "ordinary":
 
         def backward() -> None:
             model.zero_grad(set_to_none=True)
-            packed = Rows(*rows, width=asked.completion)
+            packed = Rows(*rows, width=options.completion)
             (completion_logprobs(model, packed) * weights).sum().backward()
 
         return backward

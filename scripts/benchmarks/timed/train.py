@@ -66,30 +66,30 @@ def micro_batch(text: str) -> str:
     return text
 
 
-def programs(asked: argparse.Namespace) -> list[str]:
+def programs(options: argparse.Namespace) -> list[str]:
     """List side and micro-batch of each program."""
-    check(asked)
-    asked_questions(asked)
-    return [f"ours {x}" for x in asked.ours] + [f"TRL {x}" for x in asked.trl]
+    check(options)
+    asked_questions(options)
+    return [f"ours {x}" for x in options.ours] + [f"TRL {x}" for x in options.trl]
 
 
-def check(asked: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
     """Refuse options that a side cannot run."""
-    count = asked.prompts * asked.group_size
-    for micro in asked.trl:
+    count = options.prompts * options.group_size
+    for micro in options.trl:
         if count % int(micro.removesuffix("c")):
             raise SystemExit(
-                f"error: --trl {micro} does not divide {asked.prompts} x {asked.group_size} = "
+                f"error: --trl {micro} does not divide {options.prompts} x {options.group_size} = "
                 f"{count} completions a step"
             )
-    if asked.bf16 and asked.dtype != "float32":
+    if options.bf16 and options.dtype != "float32":
         raise SystemExit(
-            f"error: --bf16 computes over float32 weights: leave out --dtype {asked.dtype}"
+            f"error: --bf16 computes over float32 weights: leave out --dtype {options.dtype}"
         )
-    if not asked.model or not asked.questions:
+    if not options.model or not options.questions:
         raise SystemExit("error: --model FOLDER and --questions FILE are needed")
-    if not (Path(asked.model) / "tokenizer.json").is_file():
-        raise SystemExit(f"error: --model {asked.model} is not a folder with a tokenizer.json")
+    if not (Path(options.model) / "tokenizer.json").is_file():
+        raise SystemExit(f"error: --model {options.model} is not a folder with a tokenizer.json")
 
 
 def read_questions(file: Path, count: int) -> list[str]:
@@ -110,7 +110,7 @@ class Questions:
 
     def __init__(self, job: dict):
         self.given = [Prompt(p["id"], p["text"], p["text"], "", "drawn") for p in job["prompts"]]
-        self.drawn = DrawnRewards(job["seed"], job["silent"])
+        self.drawn = DrawnRewards(job["seed"], job["zero_variance"])
 
     def prompts(self, split: str) -> list[Prompt]:
         """Return the same prompts for every split."""
@@ -154,20 +154,21 @@ def our_configuration(job: dict) -> TrainConfig:
     ])  # fmt: skip
 
 
-def job_of(program: str, asked: argparse.Namespace, questions: list[str], turn: int) -> dict:
+def job_of(program: str, options: argparse.Namespace, questions: list[str], turn: int) -> dict:
     """Describe the job of a program, with prompts in the order of the steps."""
     side, micro = program.split()
-    steps = asked.warm + asked.repeats
+    steps = options.warm + options.repeats
     job = {
-        "model": asked.model, "dtype": asked.dtype, "device": asked.device, "bf16": asked.bf16,
-        "threads": asked.threads, "group_size": asked.group_size,
-        "prompts_per_step": asked.prompts, "max_completion_length": asked.length,
-        "learning_rate": asked.learning_rate, "micro_batch": int(micro.removesuffix("c")),
-        "steps": steps, "gradient_checkpointing": micro.endswith("c"), "seed": turn, "silent": [],
+        "model": options.model, "dtype": options.dtype, "device": options.device,
+        "bf16": options.bf16, "threads": options.threads, "group_size": options.group_size,
+        "prompts_per_step": options.prompts, "max_completion_length": options.length,
+        "learning_rate": options.learning_rate, "micro_batch": int(micro.removesuffix("c")),
+        "steps": steps, "gradient_checkpointing": micro.endswith("c"), "seed": turn,
+        "zero_variance": [],
     }  # fmt: skip
     prompts = [
         {"id": f"question-{i}", "text": text}
-        for i, text in enumerate(questions[: asked.prompts * steps])
+        for i, text in enumerate(questions[: options.prompts * steps])
     ]
     job["prompts"] = prompts
     if side == "ours":
@@ -178,20 +179,20 @@ def job_of(program: str, asked: argparse.Namespace, questions: list[str], turn: 
     return job | {"prompts": order}
 
 
-def asked_questions(asked: argparse.Namespace) -> list[str]:
+def asked_questions(options: argparse.Namespace) -> list[str]:
     """Read as many questions as all steps need."""
-    return read_questions(asked.questions, asked.prompts * (asked.warm + asked.repeats))
+    return read_questions(options.questions, options.prompts * (options.warm + options.repeats))
 
 
-def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
+def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
     """Set up our trainer; a run is a training step."""
-    job = job_of(program, asked, asked_questions(asked), asked.number)
+    job = job_of(program, options, asked_questions(options), options.number)
     sample_batch, generation = trainer.sample_batch, {}
 
     def timed_sample_batch(*arguments: Any) -> Any:
-        start = now(asked.device)
+        start = now(options.device)
         batch = sample_batch(*arguments)
-        wall, cpu = np.subtract(now(asked.device), start)
+        wall, cpu = np.subtract(now(options.device), start)
         generation.update({"generate": float(wall), "generate CPU": float(cpu)})
         generation["tokens"] = int(batch.lengths_PG.sum())
         return batch
@@ -212,13 +213,13 @@ def prepare(asked: argparse.Namespace, program: str) -> Callable[[], dict[str, f
     return step
 
 
-def turn_elsewhere(asked: argparse.Namespace, program: str, turn: int) -> dict | None:
+def turn_elsewhere(options: argparse.Namespace, program: str, turn: int) -> dict | None:
     """Run a turn of TRL in its environment; None for our programs."""
     if program.startswith("ours"):
         return None
-    job = job_of(program, asked, asked_questions(asked), turn)
+    job = job_of(program, options, asked_questions(options), turn)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
-        run_worker(environment(asked.environment), "steps", Path(folder))
+        run_worker(environment(options.environment), "steps", Path(folder))
         result = json.loads((Path(folder) / "result.json").read_text())
-    return result | {"rows": result["rows"][asked.warm :]}
+    return result | {"rows": result["rows"][options.warm :]}
