@@ -104,7 +104,7 @@ def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | N
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
     def gradient_of(p: int) -> GroupGradient:
-        """Compute the gradient of prompt `p`, with as many completions at once as fit the budget."""
+        """Compute the gradient of prompt `p`, as many completions at once as fit the budget."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
         scores = group_scores(run.policy, rollouts, p, run.config.temperature, sketch, at_once)

@@ -174,7 +174,7 @@ def test_gradients_of_another_model_are_refused(policy, packed):
     name = next(iter(gradients))
     with pytest.raises(ConfigError, match=f"1 of .* the first is {name}: give "):
         gu.audit(policy.model, {n: g for n, g in gradients.items() if n != name}, rows)
-    with pytest.raises(ConfigError, match=f"{name} has shape .* give whole gradients"):
+    with pytest.raises(ConfigError, match=f"{name} has shape .* give full gradients"):
         gu.audit(policy.model, gradients | {name: gradients[name][:1]}, rows)
     with pytest.raises(ConfigError, match=r"rewards of shape \(2, 8\) for 32 rows"):
         gu.UpdateRows.of_loss(

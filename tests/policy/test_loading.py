@@ -286,7 +286,7 @@ NORM, UP = "model.layers.2.input_layernorm.weight", "model.layers.0.mlp.up_proj"
 @pytest.mark.parametrize(
     "change_weights, config, message",
     [
-        (lambda w: w.pop(NORM), {}, f"the checkpoint lacks {NORM}, which config.json asks for"),
+        (lambda w: w.pop(NORM), {}, f"the checkpoint lacks {NORM}, which config.json needs"),
         (lambda w: w.pop("model.embed_tokens.weight"), {},
          "lacks model.embed_tokens.weight and 1 more"),
         (None, {"tie_word_embeddings": False}, "lacks lm_head.weight, .*tie_word_embeddings=true"),
@@ -328,7 +328,7 @@ def test_buffers_that_a_checkpoint_keeps_are_no_weights(tmp_path, recwarn):
     load_policy(altered(tmp_path / "model", lambda w: w.update(kept)))
     assert not [one for one in recwarn if "checkpoint" in str(one.message)]
     mask = {"model.layers.0.self_attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}
-    with pytest.warns(UserWarning, match="left out of the checkpoint: model.layers.0.self_attn"):
+    with pytest.warns(UserWarning, match="not used from the checkpoint: model.layers.0.self_attn"):
         load_policy(altered(tmp_path / "masks", lambda w: w.update(mask)))
     torch.manual_seed(0)
     config = GPTNeoXConfig(vocab_size=99, hidden_size=16, intermediate_size=32,
@@ -494,7 +494,7 @@ def test_no_architecture_as_it_is_saved_is_refused(tied, tmp_path, recwarn):
         checkpoint = _model(str(tmp_path / kind), revision=None, merge=True)
         shutil.rmtree(tmp_path / kind)
         assert list(checkpoint.parameters()), kind
-    assert not [one for one in recwarn if "left out of the checkpoint" in str(one.message)]
+    assert not [one for one in recwarn if "not used from the checkpoint" in str(one.message)]
 
 
 def local(folder):

@@ -210,14 +210,14 @@ _DECODER = dict(
 _ROWS = dict(intermediate_size=24, is_decoder=True)
 _LINEAR = ["linear_attention", "full_attention"]
 REFUSED = {  # models, and what is said of them
-    "roberta": ("roberta", _ROWS, "reads rows of a batch otherwise than alone"),
-    "xlm-roberta": ("xlm-roberta", _ROWS, "reads rows of a batch otherwise than alone"),
-    "bart": ("bart", _DECODER, "reads rows of a batch otherwise than alone"),
-    "mbart": ("mbart", _DECODER, "reads rows of a batch otherwise than alone"),
+    "roberta": ("roberta", _ROWS, "reads rows of a batch differently from sep"),
+    "xlm-roberta": ("xlm-roberta", _ROWS, "reads rows of a batch differently from sep"),
+    "bart": ("bart", _DECODER, "reads rows of a batch differently from sep"),
+    "mbart": ("mbart", _DECODER, "reads rows of a batch differently from sep"),
     "doge": (
         "doge",
         dict(intermediate_size=24, num_key_value_heads=2, keep_window_size=6),
-        "otherwise than",
+        "differ",
     ),
     "minimax": (
         "minimax",
@@ -244,7 +244,7 @@ def test_a_model_that_reads_or_draws_otherwise_than_alone_is_refused_at_the_star
 def test_a_model_that_others_sample_is_read_in_batches_too(monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "roberta", REFUSED["roberta"][:2])
     policy = Policy(build("roberta", False, torch.float32), Letters(), frozenset({1}), 0)
-    with pytest.raises(ConfigError, match="reads rows of a batch otherwise than alone"):
+    with pytest.raises(ConfigError, match="reads rows of a batch differently from sep"):
         check_rows(policy)
     check_rows(random_policy())
 

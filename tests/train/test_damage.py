@@ -90,7 +90,7 @@ def test_where_all_are_damaged_nothing_starts_anew(stopped, capsys, name):
     before = contents(stopped)
     with pytest.raises(ConfigError, match="no checkpoint in .* can be used .checkpoint-3, "):
         newest_whole(stopped)
-    assert unwrapped(capsys).count(f"{name} does not have") == 3
+    assert unwrapped(capsys).count(f"{name} does not match") == 3
     assert contents(stopped) == before
 
 
