@@ -343,7 +343,7 @@ def _smaller(size: int) -> list[int]:
 def _reason(found: Refusal, size: int, rollouts: int) -> str:
     """Phrase a refusal in the terms of training."""
     if found.kind in ("questions", "coupled questions"):
-        return f"not decided yet, {found.needed} groups are needed, {found.found} measured"
+        return f"not decided yet, {found.needed} groups are needed, {found.available} measured"
     if found.kind == "no multiple":
         return f"an update of {rollouts} rollouts has no whole number of groups of {size}"
     return f"it cannot be measured here ({found.kind})"
