@@ -1,22 +1,23 @@
-r"""Effect of groups of equal rewards on advantages: the value is misjudged, the gradient is not.
+r"""Effect of groups of equal rewards: the value of a prompt is biased, the gradient is not.
 
-A group of G has 0/1 rewards of chance p and mean `m`. Let M be the event that its rewards differ,
-and `h = p^G + (1-p)^G` the chance that they do not. Over all groups m has mean p. Over mixed groups
+A group of G has 0/1 rewards of probability p and mean `m`. Let M be the event that its rewards
+differ, and `h = p^G + (1-p)^G` the probability that they do not. Over all groups m has mean p. Over
+mixed groups
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-It is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m`
-is too low, and an easy prompt looks harder (arXiv 2601.08521). But advantages of a group of
-equal rewards are 0, so nothing is left out of the gradient's mean, whatever the baseline:
+This is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m`
+is too low, and an easy prompt looks harder (arXiv 2601.08521). But the advantages of a group of
+equal rewards are 0, so dropping it removes nothing from the gradient's mean, for any baseline:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
-A kept group's gradient is longer by 1/(1 - h), exactly as the group is kept less often. With the
-mean of the others as baseline ghat has mean g, with the group's own mean (G-1)/G g, for easy and
-hard prompts equally.
+The mean gradient of kept groups is longer by 1/(1 - h), which compensates that groups are kept less
+often. With the mean of the other completions as baseline ghat has mean g, with the group mean
+(G-1)/G g, for easy and hard prompts equally.
 
-Another group that was all wrong shows that a prompt is hard: over prompts, training sees
-E[ (1-p)^G x(p) ] after such a group, for a mean x of a prompt's groups.
+A group that was all wrong marks a hard prompt: over prompts, training after such a group has the
+mean E[ (1-p)^G x(p) ], for a mean x of a prompt's groups.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
-# Least number of prompts whose shift is not 0: with fewer a jackknife gives no error.
+# Least number of prompts whose shift is not 0, for a jackknife.
 MIN_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
-    """Mixed groups of prompts of some difficulty, each a mean over prompts times its weight."""
+    """Mixed groups of prompts of a difficulty, each prompt with the weight w(p)."""
 
-    # Unbiased estimates of w(p), the chance that another group was all wrong, or all right.
+    # Unbiased estimates of w(p), the probability that another group was all wrong, or all right.
     weight_P: Array
     # Unbiased estimates of w(p) E[(m - p) 1(M)].
     shift_P: Array
@@ -49,7 +50,7 @@ class MixedGroups(NamedTuple):
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """Return 1/P(M), by which the mean gradient of mixed groups is longer than that of all."""
+        """Return 1/P(M), the factor by which the mean gradient of mixed groups is longer."""
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
@@ -57,10 +58,10 @@ class MixedGroups(NamedTuple):
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
     """Return mixed groups of prompts with another group all wrong, `hard`, or all right, `easy`.
 
-    A difficulty is left out if fewer than `MIN_PROMPTS` prompts tell of it. One half of a
-    prompt's completions says whether another group would be so, the other what its groups are like,
-    both ways: the same ones would make hard prompts look harder than they are, and a prompt that is
-    called hard by its share of few completions may not be.
+    A difficulty is missing if fewer than `MIN_PROMPTS` prompts have a shift other than 0. One half
+    of a prompt's completions estimates the weight, the other half the groups, in both directions.
+    With the same completions hard prompts would look harder than they are, and a prompt that is
+    hard by its share among few completions may not be hard.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions.
@@ -68,19 +69,19 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
     """
     half = rewards_PN.shape[1] // 2
     halves = rewards_PN[:, :half], rewards_PN[:, half : 2 * half]
-    found: dict[str, MixedGroups] = {}
+    groups_by_difficulty: dict[str, MixedGroups] = {}
     for name, reward in (("hard", 0.0), ("easy", 1.0)):
         orders: list[Array] = []
-        for one_PN, other_PN in (halves, halves[::-1]):
-            alike_P = _choose((one_PN == reward).sum(axis=1), group_size)
-            weight_P = alike_P / math.comb(half, group_size)
-            mixed_P = 1 - zero_variance_share(other_PN, group_size)
-            shift_P = mean_shift(other_PN, group_size)
+        for deciding_PN, judged_PN in (halves, halves[::-1]):
+            equal_groups_P = _choose((deciding_PN == reward).sum(axis=1), group_size)
+            weight_P = equal_groups_P / math.comb(half, group_size)
+            mixed_P = 1 - zero_variance_share(judged_PN, group_size)
+            shift_P = mean_shift(judged_PN, group_size)
             orders.append(weight_P * np.stack([np.ones_like(mixed_P), shift_P, mixed_P]))
         groups = MixedGroups(*np.mean(orders, axis=0))
         if np.count_nonzero(groups.shift_P) >= MIN_PROMPTS:
-            found[name] = groups
-    return found
+            groups_by_difficulty[name] = groups
+    return groups_by_difficulty
 
 
 def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
@@ -93,8 +94,8 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each is the mean of `-(m - z) 1(all alike)` over all groups of G of a pool and a completion
-    outside.
+    Each is the mean of `-(m - z) 1(rewards equal)` over all groups of G of a pool and a completion
+    outside the group.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions.

@@ -1,20 +1,21 @@
-r"""Unequal group sizes: how much error a plan saves at the same number of rollouts.
+r"""Unequal group sizes: the error that a plan saves at the same number of rollouts.
 
 The gradient of m prompts, prompt x with a group of G_x, is the mean of the groups' leave-one-out
-gradients. It is unbiased whatever the G_x >= 2 are, and given the prompts its error is
+gradients. It is unbiased for any G_x >= 2, and given the prompts its error is
 
     1/m^2 sum_x e_x(G_x)        e_x(G) = A_x/G + B_x / (G (G-1))
 
 with `A = A_V - ||g||^2`, `B = D + ||g||^2` (`estimators.moments`). With A, B >= 0 every e_x is
-convex, and one more completion saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))` at prompt x. So the least
-sum at a fixed total takes, from G_x = 2 on, the largest savings one after the other (exact, as
-savings at a prompt only fall). For large G that is Neyman's (1934) `G_x ~ sqrt(A_x)`.
+convex, and one more completion saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))` at prompt x. So the
+smallest sum at a fixed total takes, from G_x = 2 on, the largest savings one after the other. This
+is exact, because the savings at a prompt fall with G. For large G it is Neyman's (1934) `G_x ~
+sqrt(A_x)`.
 
-A_x and B_x are not known. A plan that is judged by the completions that made it appears to save too
-much, since it follows their errors. So half of the pool plans and the other half judges, both ways,
-over random halvings; the judge's estimates are unbiased and independent of the plan. The best plan
-with known A and B saves at least as much as a held-out plan, and at most about as much as the whole
-pool's own plan saves in sample.
+A_x and B_x are unknown. A plan that is judged by the completions that made it appears to save too
+much, because it follows their errors. So one half of the pool plans and the other half judges, in
+both directions, over random halvings; the judge's estimates are unbiased and independent of the
+plan. The best plan with known A and B saves at least as much as a held-out plan, and at most about
+as much as the plan of the full pool saves in sample.
 
 Plans, from estimates of half of the pool:
 
@@ -25,8 +26,8 @@ Plans, from estimates of half of the pool:
     shrunken ... x score norm  the same times the mean squared score norm
     Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G), measured p (2509.25849, as in
                                public code; without its fallback)
-    G = 2 for zero-variance prompts, whose rewards in the half are all equal; the others share the
-                               rest equally
+    G = 2 for zero-variance prompts (all rewards in the half are equal); the others share the rest
+                               equally
 
 Reinforce-Ada (2510.04996) draws until a prompt has enough right answers and estimates the gradient
 of another objective, so it has no error here.
@@ -60,7 +61,7 @@ MIN_GROUP_SIZE = 2
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED_NOISE = "measured noise"
-# A plan gives one prompt at most so many times the mean group size.
+# A plan gives a prompt at most this many times the mean group size.
 MAX_TIMES_MEAN = 16
 
 
@@ -71,10 +72,10 @@ class AllocationSaving:
     plan: str
     # Mean G.
     group_size: int
-    # Error over that of equal groups, less 1, planned by one half of the pool and judged by the
-    # other. Intervals are for other prompts, and of all plans at a mean G together.
+    # Error over the error of equal groups, minus 1, planned by one half of the pool and judged by
+    # the other. Intervals are for new prompts, and simultaneous for all plans at a mean G.
     change: Interval
-    # The same, planned and judged by the whole pool; None except for measured noise.
+    # The same, planned and judged by the full pool; None except for measured noise.
     in_sample: float | None
 
 
@@ -82,8 +83,8 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
     """Return the group sizes, [P], that take the largest savings one after the other.
 
     Args:
-        savings: from group sizes, [1, K], what one more completion saves at every prompt, [P, K];
-            it falls with the group size. Of equal ones those of smaller groups come first.
+        savings: maps group sizes, [1, K], to the savings of one more completion at every prompt,
+            [P, K]; they fall with the group size. Among equal savings smaller groups come first.
         count: P.
         total: sum of the group sizes, at least 2 P.
 
@@ -115,14 +116,14 @@ def allocation_savings(
     """Estimate the effect of every plan; return [] for fewer than 10 prompts or 6 completions.
 
     Args:
-        pool: N completions of each of P prompts. Plans that need p are left out unless all rewards
+        pool: N completions of each of P prompts. Plans that need p are made only if all rewards
             are 0 or 1.
         group_sizes: mean G, at least 3.
     """
     count, size = pool.rewards_PN.shape
     if count < MIN_PROMPTS or size < MIN_COMPLETIONS:
         return []
-    halves, whole = halves_of(pool)
+    halves, full_pool = halves_of(pool)
     binary = is_binary(pool.rewards_PN)
     rows: list[AllocationSaving] = []
     for group_size in group_sizes:
@@ -136,13 +137,19 @@ def allocation_savings(
                 sizes_P = allocate(savings, count, total)
                 errors_P = group_error(first_P, second_P, sizes_P)
                 errors_by_plan[name] = errors_by_plan.get(name, 0.0) + errors_P
-        own_P = allocate(plans_of(whole, size, binary)[MEASURED_NOISE], count, total)
-        own, equal = (
-            float(group_error(whole["first"], whole["second"], sizes).sum())
-            for sizes in (own_P, group_size)
+        in_sample_sizes_P = allocate(
+            plans_of(full_pool, size, binary)[MEASURED_NOISE], count, total
+        )
+        in_sample_error, equal_error = (
+            float(group_error(full_pool["first"], full_pool["second"], sizes).sum())
+            for sizes in (in_sample_sizes_P, group_size)
         )
         for name, errors_P in errors_by_plan.items():
-            in_sample = own / equal - 1 if name == MEASURED_NOISE and equal > 0 else None
+            in_sample = (
+                in_sample_error / equal_error - 1
+                if name == MEASURED_NOISE and equal_error > 0
+                else None
+            )
             rows.append(
                 AllocationSaving(
                     name, group_size, _change(errors_P, equal_P, len(errors_by_plan)), in_sample
@@ -152,7 +159,7 @@ def allocation_savings(
 
 
 def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
-    """Return the ratio of the sums less 1, leaving out one prompt at a time; for all plans at once.
+    """Return the ratio of the sums minus 1, with an interval that leaves out one prompt at a time.
 
     The level is shared among the plans (Bonferroni).
     """
@@ -171,7 +178,7 @@ def plans_of(
     """Return the savings of every plan, from estimates of half a pool.
 
     Args:
-        half: the estimates of `halves_of`, each [P].
+        half: estimates of `halves_of`, [P] each.
         size: number of completions behind them.
         binary: True if rewards are 0 or 1.
     """

@@ -6,9 +6,9 @@ d the declared gradient, `sum_i W_i s_i` with the weights of `row_weights` and t
     ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
 
 p = d has ratio 1 and cosine 1. Another factor leaves the cosine at 1; other weights of the rows
-change both, and their gradients can be compared with p as well. Rounding errs in each row by a
-share of its W_i s_i, of which d is what does not cancel; the share is small where scores and loss
-are computed in the same precision. So two gradients are the same where
+change both, and the gradients of such weights can also be compared with p. The rounding error of
+each row is a share of its W_i s_i, also if the rows' terms cancel in d. The share is small if
+scores and loss are computed in the same precision. So two gradients count as equal if
 
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 
@@ -31,14 +31,12 @@ from grpo_ustat.records import Array, BaselineContext, Integers
 
 NO_CAUSE = "no known cause"
 NOT_OF_ROWS = (
-    "no weights of these rows give it: dropout, another term of the loss (a penalty, a bonus for "
-    "entropy), or other tokens, masks or parameters than declared"
+    "no weights of these rows give it: check for dropout, another term of the loss (a penalty, an "
+    "entropy bonus), and tokens, masks or parameters other than declared"
 )
-# Tolerance from which on a gradient is 0 except for rounding.
+# Tolerance above which a gradient is 0 up to rounding.
 VANISHES = 1.0
-
-
-# epsilon if all is float32, measured by scripts/benchmarks/audit_tolerances.py.
+# epsilon if everything is float32, measured by scripts/benchmarks/audit_tolerances.py.
 FULL = 1e-3
 # epsilon if scores and loss are in the same bfloat16, float16 or TF32, from the same script.
 REDUCED = 0.1
@@ -57,7 +55,7 @@ class Agreement(NamedTuple):
         """Relative difference, ||p - d|| / ||d||."""
         if math.isnan(self.cosine):
             return 1.0 if self.ratio == 0 else math.nan
-        # It is made of two parts, so that a small one is not a difference of large numbers.
+        # Computed from two parts, because a small value must not be a difference of large numbers.
         return math.hypot(self.ratio - 1, self.ratio * self.tangent)
 
     @property
@@ -81,9 +79,9 @@ def agreement(applied_declared: float, declared_sq: float, applied_sq: float) ->
 
 
 class Fault(NamedTuple):
-    """A known fault that multiplies the whole gradient."""
+    """Known fault that multiplies the gradient."""
 
-    # Applied over declared.
+    # Applied gradient over declared gradient.
     ratio: float
     # Description of the fault, as the end of a sentence.
     says: str
@@ -105,7 +103,7 @@ def divided(by: int, what: str) -> list[Fault]:
 
 @dataclass(frozen=True)
 class GradientAudit:
-    """An applied gradient beside the declared one."""
+    """Comparison of an applied gradient with the declared one."""
 
     # Ratio and cosine, see `Agreement`.
     ratio: float
@@ -119,7 +117,7 @@ class GradientAudit:
 
     @property
     def agrees(self) -> bool:
-        """True if rounding explains all of the difference."""
+        """True if rounding explains the difference."""
         return not self.cause
 
     def sentence(self) -> str:
@@ -129,7 +127,7 @@ class GradientAudit:
         'applied = 0.200 x declared, cosine 1.000: every weight is capped at 0.2'
         """
         if self.agrees and not self.tolerance < VANISHES:
-            return "The declared gradient is 0 but for rounding: there is nothing to compare"
+            return "The declared gradient is 0 up to rounding: there is nothing to compare"
         if self.agrees and math.isnan(self.cosine):
             return "The applied gradient is the declared one: both are 0"
         if self.agrees:
@@ -145,7 +143,7 @@ def rounding(epsilon: float, declared_sq: float, rows_sq: float) -> float:
     """Return the ||p - d|| / ||d|| that rounding explains; infinite if the scores cancel to 0.
 
     Args:
-        epsilon: of the precision, `FULL` or `REDUCED`.
+        epsilon: `FULL` or `REDUCED`, by the precision.
         declared_sq: ||d||^2.
         rows_sq: sum_i W_i^2 ||s_i||^2, which is ||d||^2 if the scores are orthogonal.
     """
@@ -166,16 +164,16 @@ def judged(
 
     Args:
         applied_R, declared_R: p and d.
-        others: gradients of other weights of the rows, by their description; the likelier first.
+        others: gradients of other weights of the rows, by description, the likelier first.
         tolerance: the difference that rounding explains.
-        faults: faults that multiply the whole gradient, before those that are always possible.
-        hints: causes of a lower cosine here that do not concern the rows' weights.
+        faults: faults that multiply the gradient, checked before those that are always possible.
+        hints: possible causes of a lower cosine other than the weights of rows.
     """
-    found = compared(applied_R, declared_R)
-    if (settled := without_cause(found, tolerance, bool(applied_R.any()))) is not None:
+    comparison = compared(applied_R, declared_R)
+    if (settled := without_cause(comparison, tolerance, bool(applied_R.any()))) is not None:
         return settled
     cause = cause_of(applied_R, declared_R, others, tolerance, faults) or " or ".join(hints)
-    return GradientAudit(*found, found.difference, tolerance, cause or NO_CAUSE)
+    return GradientAudit(*comparison, comparison.difference, tolerance, cause or NO_CAUSE)
 
 
 def compared(applied_R: Array, other_R: Array) -> Agreement:
@@ -184,27 +182,27 @@ def compared(applied_R: Array, other_R: Array) -> Agreement:
     return agreement(*map(float, products))
 
 
-def without_cause(found: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
-    """Return the audit if it needs no search for a cause; None if a cause is to be found.
+def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
+    """Return the audit if it needs no search for a cause, else None.
 
     No search is needed if p is d, or if one of them is 0 or not finite. If the scores of a declared
-    gradient cancel, rounding decides what is left, and nothing is compared.
+    gradient cancel, only rounding remains, and nothing is compared.
 
     Args:
-        found: their ratio and cosine.
+        comparison: ratio and cosine of p and d.
         tolerance: the difference that rounding explains.
         applied: True if p has an entry that is not 0.
     """
-    difference = found.difference
-    none = math.isnan(found.ratio) and not applied
-    if difference <= tolerance or tolerance >= VANISHES or none:
-        return GradientAudit(*found, difference, tolerance)
-    if not math.isnan(found.cosine):
+    difference = comparison.difference
+    nothing = math.isnan(comparison.ratio) and not applied
+    if difference <= tolerance or tolerance >= VANISHES or nothing:
+        return GradientAudit(*comparison, difference, tolerance)
+    if not math.isnan(comparison.cosine):
         return None
     cause = "The declared gradient is 0 or not finite, or the applied one is not finite"
-    if found.ratio == 0:
+    if comparison.ratio == 0:
         cause = "The applied gradient is 0, the declared one is not"
-    return GradientAudit(*found, difference, tolerance, cause)
+    return GradientAudit(*comparison, difference, tolerance, cause)
 
 
 def cause_of(
@@ -218,22 +216,22 @@ def cause_of(
 
     Arguments are as in `judged`.
     """
-    found = compared(applied_R, declared_R)
-    factor = factor_text(found.ratio, tolerance, faults)
-    if found.tangent <= tolerance and factor:
+    comparison = compared(applied_R, declared_R)
+    factor = factor_text(comparison.ratio, tolerance, faults)
+    if comparison.tangent <= tolerance and factor:
         return factor
     candidates = [(says, compared(applied_R, other_R)) for says, other_R in others.items()]
-    candidates = [(says, one) for says, one in candidates if one.tangent <= tolerance]
-    for says, one in candidates:
-        if one.difference <= tolerance:
+    candidates = [(says, other) for says, other in candidates if other.tangent <= tolerance]
+    for says, other in candidates:
+        if other.difference <= tolerance:
             return f"it is the gradient of {says}"
-    if found.tangent <= tolerance:
-        return "the direction is right, the factor has no known cause"
-    for says, one in candidates:
-        if text := factor_text(one.ratio, tolerance, faults):
-            return f"it is {one.ratio:.3g} x the gradient of {says}: {text}"
-    for says, one in candidates:
-        return f"it is {one.ratio:.3g} x the gradient of {says}"
+    if comparison.tangent <= tolerance:
+        return "the direction is right, but the factor has no known cause"
+    for says, other in candidates:
+        if text := factor_text(other.ratio, tolerance, faults):
+            return f"it is {other.ratio:.3g} x the gradient of {says}: {text}"
+    for says, other in candidates:
+        return f"it is {other.ratio:.3g} x the gradient of {says}"
     return ""
 
 
@@ -270,9 +268,9 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
 def advantages_by_baseline(
     loss: Loss, rewards_PG: Array, context: BaselineContext
 ) -> dict[str, Array]:
-    """Compute the advantages of a batch by the loss's baseline and those it may be mistaken for.
+    """Compute the advantages of a batch by the loss's baseline and by similar ones, [P, G] each.
 
-    They are [P, G] each; the baseline of the loss comes first.
+    The baseline of the loss comes first.
     """
     baselines: dict[str, Mapping[str, float]] = {loss.baseline: loss.options}
     baselines |= {
@@ -289,29 +287,29 @@ def advantages_by_baseline(
 def other_losses(
     loss: Loss, advantage_N: Mapping[str, Array], weight_N: Array, lengths_N: Integers
 ) -> dict[str, Array]:
-    """Return the row weights of losses that the declared one may be mistaken for.
+    """Return the row weights of losses that are similar to the declared one.
 
-    These have another token normaliser or other advantages, and then both.
+    They differ in the token normaliser or in the advantages, the last ones in both.
 
     Args:
         loss: the declared loss.
         advantage_N: advantages of the rows by baseline, see `advantages_by_baseline`.
-        weight_N: the declared weights of their tokens.
-        lengths_N: number of tokens that count, 0 for a row that is left out.
+        weight_N: declared weights of the rows' tokens.
+        lengths_N: number of tokens that count, 0 for an excluded row.
     """
     same = ALIASES.get(loss.loss_type, loss.loss_type)
     kinds = {loss.loss_type: weight_N}
     for kind in OTHER_KINDS:
         if kind != same:
             kinds[kind] = token_weights(kind, lengths_N, loss.max_completion_length)
-    found: list[tuple[list[str], Array]] = []
+    variants: list[tuple[list[str], Array]] = []
     for baseline, advantage in advantage_N.items():
         for kind, weight in kinds.items():
             changes = [f"loss_type={kind}"] if kind != loss.loss_type else []
             changes += [f"advantages {baseline}"] if baseline != loss.baseline else []
-            found.append((changes, advantage * weight))
-    found.sort(key=lambda one: len(one[0]))
-    return {" with ".join(changes): weights for changes, weights in found if changes}
+            variants.append((changes, advantage * weight))
+    variants.sort(key=lambda variant: len(variant[0]))
+    return {" with ".join(changes): weights for changes, weights in variants if changes}
 
 
 OTHER_KINDS = ("sum", "dr_grpo", "grpo", "dapo")
@@ -327,9 +325,9 @@ OTHER_BASELINES: dict[str, Mapping[str, float]] = {
 
 
 def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: float) -> str:
-    """Describe the rows that an applied gradient leaves out, adds or weighs otherwise.
+    """Describe the rows that an applied gradient lacks, adds or weighs differently.
 
-    Least squares find the weights c with p = sum_i c_i s_i; equal rows count together.
+    The weights c with p = sum_i c_i s_i come from least squares; equal rows count together.
 
     Args:
         applied_R: the sketch of p.
@@ -338,8 +336,8 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
         tolerance: the difference that rounding explains.
 
     Returns:
-        The rows in words, or a statement that p is no sum of these scores; empty if the sketches
-        are too short to tell.
+        The rows in words, or a statement that p is not a sum of these scores; empty if the sketches
+        are too short to decide.
 
     >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
     '1 of 3 rows is missing (2)'
@@ -354,15 +352,15 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
     counts_U = declared_U != 0
     factor_C = weight_U[counts_U] / declared_U[counts_U]
     present_C = np.abs(factor_C) > 0.1 * np.quantile(np.abs(factor_C), 0.9)
-    usual = float(np.median(factor_C[present_C]))
-    if np.abs(factor_C[present_C] / usual - 1).max() > 0.1:
+    common_factor = float(np.median(factor_C[present_C]))
+    if np.abs(factor_C[present_C] / common_factor - 1).max() > 0.1:
         low, high = np.quantile(factor_C, (0.1, 0.9))
         return (
             "it is a sum of the same scores with other weights, mostly "
             f"{low:.2f} to {high:.2f} of the declared ones"
         )
     missing = np.sort(first_U[counts_U][~present_C])
-    typical = abs(usual) * float(np.abs(declared_U[counts_U]).mean())
+    typical = abs(common_factor) * float(np.abs(declared_U[counts_U]).mean())
     added = np.sort(first_U[~counts_U & (np.abs(weight_U) > 0.1 * typical)])
     parts: list[str] = []
     if len(missing):
@@ -374,7 +372,7 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
 
 
 def _places(rows: Integers) -> str:
-    """List the numbers of rows in words, a run of them as its first and last.
+    """List the numbers of rows in words, consecutive ones as first and last.
 
     >>> _places(np.array([1, 2, 3, 7]))
     '1 to 3, 7'

@@ -1,24 +1,26 @@
-r"""From a score pool to curves, scaling law and Assumption 2, each with its interval.
+r"""Curves, scaling law and Assumption 2 from a score pool, with intervals.
 
 The errors of none, oracle, leave_one_out, group_mean, constant, running_mean and remax have
-unbiased estimates. That of optimal needs A_{b*} = A_V - E[Cov(q, Z)^2 / M_0], a ratio: it is
-consistent, not unbiased (see `moments.covariance_excess`).
+unbiased estimates. The error of optimal needs A_{b*} = A_V - E[Cov(q, Z)^2 / M_0], a ratio, whose
+estimate is consistent but not unbiased (see `moments.covariance_excess`).
 
 Every statistic is a function of means over questions of unbiased per-question moments and of
 `S = sum_{x != y} <ghat_x, ghat_y>`, inner products of different questions' pool gradients:
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
-Of a pool in several metrics, S has the products within a metric, times the share that they are of
-all pairs: everything is then the mean over the metrics, of questions that are independent of each.
+In a pool with several metrics, S has the products within a metric, scaled to all pairs. Every
+number is then the mean over the metrics, whose questions are independent of each other.
 
 Intervals given the questions leave out one completion of one question at a time (delete-one
 jackknife; the variances of independent questions add up), intervals over questions one question at
-a time. Never a bootstrap over completions: its duplicates turn U-statistics into V-statistics.
+a time. A bootstrap over completions is never used, because its duplicates turn U-statistics into
+V-statistics.
 
-What training is asked of (C1, C2, C3, G*, the noise scale) is of the population that the questions
-are a sample of, for a training step draws others: the mean gradient of m questions has the squared
-length ||grad J||^2 + C1/m, so that their own noise scale would grow with m by construction.
+Numbers for training (C1, C2, C3, G*, the noise scale) are of the population from which the
+questions are a sample, because a training step draws other questions. The mean gradient of m given
+questions has the squared length ||grad J||^2 + C1/m, so their noise scale would grow with m by
+construction.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 2
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One point of a curve: an estimator in a setting."""
+    """Point of a curve: an estimator in a setting."""
 
     baseline: str
     group_size: int
@@ -74,15 +76,15 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for closed forms: points of curves, and the population that they are of."""
+    """Request for closed forms: points of curves, and their population."""
 
     points: list[CurvePoint]
-    # The options of every baseline, by the baseline's name.
+    # Options of the baselines, by the baseline's name.
     options: Mapping[str, Mapping[str, float]]
-    # m, the number of questions of the whole pool.
+    # m, the number of questions of the pool.
     questions: int
-    # True if the questions are a sample: C1 and ||grad J||^2 are then the population's, C1 with
-    # divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
+    # True if the questions are a sample: C1 and ||grad J||^2 are then those of the population, C1
+    # with divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
     sample: bool
     # The costs of a prompt and of a completion, by the name of their unit; each gives a best group
     # size at a fixed budget.
@@ -91,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """All statistics of a pool by name, each with its interval; plain numbers beside them."""
+    """All statistics of a pool by name, with intervals, and numbers without intervals."""
 
     # See `_statistics`. `mse/...` are the curves' points, see `CurvePoint.key`, and `ratio/...`
     # their errors over the oracle's. Both errors of a ratio are from the same delete-one pools, so
@@ -104,7 +106,7 @@ class ClosedForm:
     parts: dict[CurvePoint, tuple[float, ...]]
     # C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
     law: ScalingLaw
-    # Of the squared score norms, and of A_0, A_V and C3, whose parts decide the curves.
+    # Tails of the squared score norms, and of A_0, A_V and C3, which determine the curves.
     tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
@@ -120,7 +122,8 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
             fewer than 4 questions tell nothing: NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
-    # each question's unbiased estimates by name, [m]: every statistic is of their means
+    # Unbiased estimates of each question by name, [m]; every statistic is a function of their
+    # means.
     per_question = {f.name: getattr(moments, f.name) for f in fields(moments)}
     per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     per_question |= _fixed_baselines(pool, request, moments)
@@ -191,18 +194,18 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 def _decided(best: Interval) -> float:
     """Return G* if its interval has both ends, else NaN.
 
-    Where the place of G* is not known, the least error is understated.
+    Otherwise the smallest error would be underestimated, because the place of G* is uncertain.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 
 
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
-    """Compute A_b of constant, ReMax and running mean: baselines that a completion hardly moves.
+    """Compute A_b of constant, ReMax and running mean, which hardly depend on a single completion.
 
-    A running mean settles, at a fixed policy, at b = mean over questions of V. With o the part of b
-    from the other questions, `b = o + V/m`: products with this question's own V are those of its
-    moments, and the variance of o's estimate is taken off its square. Leaving completions out
-    leaves o as it is.
+    At a fixed policy a running mean converges to b = mean over questions of V. With o the part of b
+    from the other questions, `b = o + V/m`. Products with this question's V come from its moments,
+    and the variance of o's estimate is subtracted from its square. Leaving completions out does not
+    change o.
     """
     column = (-1,) + (1,) * (moments.m0.ndim - 1)
     names = {point.baseline for point in request.points}

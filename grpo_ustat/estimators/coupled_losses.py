@@ -1,20 +1,21 @@
 r"""Moments of losses whose row weights depend on the whole batch, from batches drawn from a pool.
 
-A draw is two batches of B prompts that have none in common, with a group of G of each prompt's
-pool. With ghat and ghat' their updates and g_y the pool gradients of the prompts of neither batch
+A draw is two batches of B different prompts, with a group of G from each prompt's pool. With ghat
+and ghat' their updates and g_y the pool gradients of the prompts in neither batch
 
     E||ghat||^2      Gram matrices within prompts, sketches between them
     ||E ghat||^2     <ghat, ghat'>
     <E ghat, grad J> <ghat, mean of g_y>
 
-are unbiased, but few batches have large errors. So only the effect of the coupling is drawn. The
-control variate of each batch is the update of an additive loss, the same except for the coupling,
-times the factor alpha that fits best. Its moments are known from all groups
-(`estimators.group_terms`), and the mean difference of the two over the draws is added to them.
-Without a prompt the mean is over the draws that lack it, which are draws from the other prompts.
+are unbiased, but with few batches their errors are large. So only the effect of the coupling is
+estimated from draws. The control variate of each batch is the update of an additive loss, the same
+loss without the coupling, times the factor alpha that fits best. Its moments are known from all
+groups (`estimators.group_terms`), and the mean difference of the two over the draws is added to
+them. The value without a prompt is the mean over the draws that lack it, which are draws from the
+other prompts.
 
-If groups are replaced, prompts are taken until B of them have a group whose rewards differ, and
-those that were tried in vain belong to the draw as well: g_y is of prompts that were not tried.
+If groups are replaced, prompts are tried until B of them have a group whose rewards differ. The
+prompts tried in vain also belong to the draw: g_y is of prompts that were not tried.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -39,20 +41,21 @@ from grpo_ustat.estimators.row_weights import (
 )
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
-# Questions for each prompt of a batch: a draw has two batches, and leaves out as many questions.
+# Questions for each prompt of a batch: a draw has two batches, and as many questions are in
+# neither.
 QUESTIONS_A_PROMPT = 3
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a draw."""
+    """Batch of a draw."""
 
     prompt_B: Integers
     # Places of each group's members in the prompt's pool.
     place_BG: Integers
     # Order of the rows in which micro-batches are cut from them.
     order_N: Integers
-    # The batch's prompts and those whose groups were replaced.
+    # Prompts of the batch, and prompts whose groups were replaced.
     tried: Integers
 
 
@@ -87,7 +90,7 @@ def prompts_needed(prompts: int, kept: float = 1.0) -> int:
 def drawn_batches(
     questions: int, completions: int, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches without a common prompt; they depend only on the arguments."""
+    """Yield draws of two batches without a common prompt, which depend only on the arguments."""
     for draw in range(draws):
         rng = generator(seed, "losses", draw, str(group_size))
         order_M = rng.permutation(questions)[: 2 * prompts]
@@ -105,31 +108,31 @@ def drawn_batches(
 def drawn_mixed_batches(
     rewards_PN: Array, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches of groups whose rewards differ; they depend only on the arguments.
+    """Yield draws of two batches of groups of mixed rewards, which depend only on the arguments.
 
-    A prompt is tried once in a draw. Prompts and their groups are independent, so those of mixed
-    rewards have their conditional law however many were tried; a draw that finds too few is drawn
-    again, which changes no law.
+    A prompt is tried once in a draw. Prompts and their groups are independent, so the groups of
+    mixed rewards have their conditional distribution, independently of the number of tries. A draw
+    with too few of them is repeated, which does not change the distribution.
     """
     questions, completions = rewards_PN.shape
-    every_N = np.arange(completions, dtype=np.int64)
+    place_N = np.arange(completions, dtype=np.int64)
     for draw in range(draws):
         rng = generator(seed, "mixed losses", draw, str(group_size))
         while True:
             order_P = rng.permutation(questions)
-            place_PN = rng.permuted(np.tile(every_N, (questions, 1)), axis=1)
+            place_PN = rng.permuted(np.tile(place_N, (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
-            found = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
+            mixed = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
             # Of the prompts that were not tried, another one may still be left out.
-            if len(found) >= 2 * prompts and found[2 * prompts - 1] < questions - 2:
+            if len(mixed) >= 2 * prompts and mixed[2 * prompts - 1] < questions - 2:
                 break
-        ends = 0, found[prompts - 1] + 1, found[2 * prompts - 1] + 1
+        ends = 0, mixed[prompts - 1] + 1, mixed[2 * prompts - 1] + 1
         first, second = (
             Batch(
-                order_P[own], place_PG[own], rng.permutation(prompts * group_size),
+                order_P[members], place_PG[members], rng.permutation(prompts * group_size),
                 order_P[ends[half] : ends[half + 1]],
             )
-            for half, own in enumerate((found[:prompts], found[prompts : 2 * prompts]))
+            for half, members in enumerate((mixed[:prompts], mixed[prompts : 2 * prompts]))
         )  # fmt: skip
         yield first, second
 
@@ -139,10 +142,10 @@ def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batc
 
     Args:
         loss: a loss whose baseline reads only rewards.
-        draws: pairs of batches, as of `drawn_batches`.
+        draws: pairs of batches, see `drawn_batches`.
     """
     shares: list[float] = []
-    for batch in (one for both in draws for one in both):
+    for batch in chain.from_iterable(draws):
         rewards_BG = pool.rewards_PN[batch.prompt_B[:, None], batch.place_BG]
         advantage_BG = advantages(loss.baseline, rewards_BG, BaselineContext(), loss.options)
         shares.append(float(rows_that_count(loss.rows, rewards_BG, advantage_BG).mean()))
@@ -187,16 +190,16 @@ def coupled_moments(
     lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
     outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
-    # A part that is 0 in every draw, as if no drawn group has two rewards, takes nothing off.
+    # If the additive part is 0 in every draw, because no drawn group has two rewards, alpha is 0.
     alphas = np.divide(products, squares, out=np.zeros(len(losses)), where=squares > 0)
     for number, (alpha, plain) in enumerate(zip(alphas, additive, strict=True)):
-        own = energy[0, number] - alpha**2 * energy[1, number]
+        energy_change = energy[0, number] - alpha**2 * energy[1, number]
         pair = between[0, number] - alpha**2 * between[1, number]
         toward = along_DP[0, number] - alpha * along_DP[1, number]
-        own_D = _mean_and_without(own.ravel(), lacks_DP)
+        energy_change_D = _mean_and_without(energy_change.ravel(), lacks_DP)
         moments.append(
             UpdateMoments(
-                energy_D=alpha**2 * plain.energy_D + own_D,
+                energy_D=alpha**2 * plain.energy_D + energy_change_D,
                 mean_sq_D=alpha**2 * plain.mean_sq_D + _mean_and_without(pair, outside_DP),
                 cross_D=alpha * plain.cross_D + _toward_others(toward, outside_DP),
                 scale=None,
@@ -239,7 +242,7 @@ def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
 
 
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
-    """Return mean products with gradients of prompts of neither batch, whole and without each."""
+    """Return mean products with gradients of prompts in neither batch, then without each prompt."""
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
     without_DP = (total_D[:, None] - outside) / (count_D[:, None] - 1)
@@ -249,21 +252,21 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
 
 
 def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
-    """Return a mean over draws and those without each prompt, [1 + P].
+    """Return a mean over draws, then the means without each prompt, [1 + P].
 
-    Leaving a prompt out changes which draws count, and that alone moves the mean: with v the
-    variance of a draw, by v (1/D_x - 1/D) in the square. The changes are shrunk so that the sum of
-    their squares, the jackknife's variance, is that of the prompts plus v/D, that of the drawing.
+    Leaving a prompt out also changes the set of draws. With v the variance of a draw, this adds
+    v (1/D_x - 1/D) to the squared change of the mean. The changes are shrunk so that the sum of
+    their squares, the jackknife's variance, is the variance from prompts plus v/D from the draws.
 
     Args:
         values_D: value of every draw.
         sums_P: sums of the values without the prompt, over the draws that lack it.
         lacks_DP: True for a draw that lacks the prompt; a prompt in every draw changes nothing.
     """
-    whole, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
+    mean, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
     lacks_P = lacks_DP.sum(axis=0)
-    change_P = np.where(lacks_P > 0, sums_P / np.maximum(lacks_P, 1) - whole, 0.0)
+    change_P = np.where(lacks_P > 0, sums_P / np.maximum(lacks_P, 1) - mean, 0.0)
     noise = variance * (1 / np.maximum(lacks_P, 1) - 1 / count).sum()
     total = np.square(change_P).sum()
     share = (max(0.0, total - noise) + variance / count) / total if total > 0 else 1.0
-    return np.concatenate([[whole], whole + np.sqrt(min(1.0, share)) * change_P])
+    return np.concatenate([[mean], mean + np.sqrt(min(1.0, share)) * change_P])

@@ -1,28 +1,29 @@
 r"""Relative efficiency of a loss: its gradient's error against that of the unbiased estimate.
 
 A loss's update is a random vector ghat of mean `mu = E ghat`. The learning rate sets its length, so
-it is judged by the multiple of it that is as long as the true gradient along it,
+the error is that of the multiple whose mean has the component grad J along the true gradient,
 
     kappa = <mu, grad J> / ||grad J||^2
     error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
 
-For an unbiased estimate it is the mean squared error. Along ghat, where the curvature of J is the
-same in all directions, the best step gains `e = ||grad J||^2 / (||grad J||^2 + error)` of what the
-true gradient's would; so two losses of one error serve alike. With the error of n rollouts of the
-unbiased estimate, `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` of leave-one-out,
+For an unbiased estimate it is the mean squared error. If the curvature of J is the same in all
+directions, the best step along ghat gains `e = ||grad J||^2 / (||grad J||^2 + error)` of the gain
+of the true gradient, so losses with equal errors are equally good. The unbiased estimate,
+leave-one-out, has the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` with n rollouts, and
 
     relative efficiency = MSE(n, G) / error
 
-rollouts of the unbiased estimate at the same G do what one rollout of the loss does; with the least
-of the measured `MSE(n, G)`, at its best G. Two parts of the error are given separately:
+rollouts of it at the same G are as good as one rollout of the loss. With the smallest measured
+`MSE(n, G)` this is the efficiency at its best G. Two parts of the error are given separately:
 
     direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n corrects
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
-If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, no signal
-is needed, and the efficiency is a ratio of variances. Inner products of means are taken over pairs
-of different prompts, whose terms are independent; second moments are exact within a prompt. Every
-number is a function of such means and has a delete-one-prompt jackknife, paired among losses.
+If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, and the
+efficiency is a ratio of variances that needs no estimate of grad J. Inner products of means are
+averages over pairs of different prompts, whose terms are independent; second moments are exact
+within a prompt. Every number is a function of such means and has a delete-one-prompt jackknife,
+paired among losses.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ from grpo_ustat.records import Array
 if TYPE_CHECKING:
     from grpo_ustat.estimators.group_terms import GroupTerms
 
-# Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
+# Axis D: a statistic of all prompts, then without each prompt in turn, [1 + P]. Axis h: the prompts
+# of one metric, P / K of them.
 # Prompts whose products are computed at once.
 BLOCK = 256
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
-# Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`: with few prompts the
-# direction looks sharp mostly where those that turn it were not drawn. Chosen on populations of
-# `scripts/benchmarks/error_rates.py turned`.
+# Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`. With few prompts the
+# direction has a short interval mostly if the prompts that change it were not drawn. Chosen on
+# populations of `scripts/benchmarks/error_rates.py turned`.
 UNDRAWN_VARIANCE = 0.5
 
 
@@ -71,14 +73,14 @@ class UpdateMoments:
     mean_sq_D: Array
     # <mu, grad J>.
     cross_D: Array
-    # c with mu = c grad J for any policy; c / K, [D], if groups are replaced; None for other
-    # losses.
+    # c with mu = c grad J for any policy; c over the share of groups that are kept, [D], if groups
+    # are replaced; None for other losses.
     scale: float | Array | None
 
 
 @dataclass(frozen=True)
 class LossError:
-    """The error of a loss's update and its parts, see the module's docstring."""
+    """Error of a loss's update and its parts, see the module's docstring."""
 
     # E||ghat / kappa - grad J||^2.
     error_D: Array
@@ -88,7 +90,7 @@ class LossError:
     mean_sq_D: Array
     # E||ghat||^2.
     energy_D: Array
-    # True if kappa differs from 0 significantly, or is known.
+    # True if kappa is known or significantly above 0.
     kappa_known: bool
     # Numerator and denominator of an estimated kappa; None if kappa is known.
     cross_D: Array | None = None
@@ -99,9 +101,9 @@ class LossError:
 class RelativeEfficiency:
     """Relative efficiency of a loss at one group size."""
 
-    # Rollouts of the unbiased estimate at the same G that do as much as one rollout of the loss.
+    # Rollouts of the unbiased estimate at the same G that are as good as one rollout of the loss.
     efficiency_same_g: Interval
-    # Rollouts of the unbiased estimate at its own best G.
+    # The same at the best G of the unbiased estimate.
     efficiency_best_g: Interval
     # cos^2 of the loss's mean and the gradient.
     direction: Interval
@@ -110,7 +112,7 @@ class RelativeEfficiency:
 
 
 def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
-    """Return the mean of the prompts' values and that without each of them, [D].
+    """Return the mean of the prompts' values, then without each prompt, [D].
 
     >>> mean_over_prompts(np.array([0.0, 3.0, 6.0])).tolist()
     [3.0, 4.5, 3.0, 1.5]
@@ -122,7 +124,7 @@ def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
 
 
 def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
-    """Estimate <E left, E right> over pairs of different prompts, all and without each, [D].
+    """Estimate <E left, E right> over pairs of different prompts, then without each prompt, [D].
 
     Args:
         left_PR, right_PR: sketches of the prompts' vectors.
@@ -131,7 +133,7 @@ def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array
     >>> product_of_means(np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [1.0], [2.0]])).round(3)
     array([2.5, 3.5, 2.5, 1.5])
     """
-    own: list[Array] = []
+    by_metric: list[Array] = []
     for metric in range(metrics):
         left_hR, right_hR = left_PR[metric::metrics], right_PR[metric::metrics]
         left_R, right_R = left_hR.sum(axis=0), right_hR.sum(axis=0)
@@ -140,13 +142,13 @@ def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array
             left, right = left_hR[first : first + BLOCK], right_hR[first : first + BLOCK]
             both = (right_R - right) * left + (left_R - left) * right
             with_others.append(both.sum(axis=1) / 2)
-        own.append(np.concatenate(with_others))
-    with_others_hK = np.stack(own, axis=1)
+        by_metric.append(np.concatenate(with_others))
+    with_others_hK = np.stack(by_metric, axis=1)
     count, sums_K = len(with_others_hK), with_others_hK.sum(axis=0)
     of_metric_K = sums_K / (count * (count - 1))
     without_hK = (sums_K - 2 * with_others_hK) / ((count - 1) * (count - 2))
-    whole = of_metric_K.mean()
-    return np.concatenate([[whole], (whole + (without_hK - of_metric_K) / metrics).ravel()])
+    mean = of_metric_K.mean()
+    return np.concatenate([[mean], (mean + (without_hK - of_metric_K) / metrics).ravel()])
 
 
 def update_moments(
@@ -161,23 +163,23 @@ def update_moments(
     Args:
         terms: terms of every prompt, at one G.
         gradient_PR: unbiased sketches of the prompts' gradients.
-        prompts: B = n / G; it need not be whole.
+        prompts: B = n / G, which may be a fraction.
         scale: c, see `Loss.scale`.
         metrics: K, see `ScorePool.metrics`.
     """
     mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR, metrics)
     cross_D = product_of_means(terms.mean_PR, gradient_PR, metrics)
     energy_D = mean_over_prompts(terms.energy_P, metrics)
-    own_scale: float | Array | None = scale
+    update_scale: float | Array | None = scale
     if terms.kept_P is not None:
         kept_D = mean_over_prompts(terms.kept_P, metrics)
         mean_sq_D, cross_D, energy_D = mean_sq_D / kept_D**2, cross_D / kept_D, energy_D / kept_D
-        own_scale = None if scale is None else scale / kept_D
-    if own_scale is not None:
+        update_scale = None if scale is None else scale / kept_D
+    if update_scale is not None:
         signal_D = product_of_means(gradient_PR, gradient_PR, metrics)
-        mean_sq_D, cross_D = own_scale**2 * signal_D, own_scale * signal_D
+        mean_sq_D, cross_D = update_scale**2 * signal_D, update_scale * signal_D
     energy_D = mean_sq_D + (energy_D - mean_sq_D) / prompts
-    return UpdateMoments(energy_D, mean_sq_D, cross_D, own_scale)
+    return UpdateMoments(energy_D, mean_sq_D, cross_D, update_scale)
 
 
 def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> LossError:
@@ -222,23 +224,24 @@ def relative_efficiency(
 ) -> RelativeEfficiency:
     """Estimate the relative efficiency of a loss.
 
-    The best G of the unbiased estimate is chosen by the data that judge it, so a loss of low
-    efficiency looks better. The interval against its best G therefore reaches down to the
-    lowest of the intervals against any G that may be its best.
+    The same data choose and judge the best G of the unbiased estimate, which overestimates the
+    efficiency at that G. So the lower end is the lowest one against any G that may be the best.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
         group_size: that G.
-        unbiased: errors of the unbiased estimate at n rollouts by G, this one among them.
+        unbiased: errors of the unbiased estimate at n rollouts, by G, including this G.
         metrics: K, see `ScorePool.metrics`.
         level: coverage of each interval.
     """
-    against = {size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()}
+    efficiencies = {
+        size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()
+    }
     best, others = best_sizes(unbiased, metrics)
-    at_best = against[best]._replace(low=min(against[size].low for size in others))
+    at_best = efficiencies[best]._replace(low=min(efficiencies[size].low for size in others))
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
     return RelativeEfficiency(
-        efficiency_same_g=against[group_size] if loss.kappa_known else UNKNOWN,
+        efficiency_same_g=efficiencies[group_size] if loss.kappa_known else UNKNOWN,
         efficiency_best_g=at_best if loss.kappa_known else UNKNOWN,
         direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
@@ -250,11 +253,11 @@ def relative(
 ) -> Interval:
     """Estimate the error of the unbiased estimate over that of a loss.
 
-    It is given only if an estimated kappa is above 0, so mostly if that is overestimated; the
-    jackknife's interval then misses up to one in five. It is therefore made to contain the ratios
-    at both ends of kappa's one-sided intervals, all else as estimated; if kappa's interval has no
-    lower end, the result is `UNKNOWN`. `scripts/benchmarks/error_rates.py turned` checks the
-    coverage.
+    It is shown only if an estimated kappa is above 0, so mostly if kappa is overestimated; the
+    jackknife's interval then misses up to one in five. So the interval also contains the ratios at
+    both ends of kappa's one-sided intervals, with the other numbers as estimated. If kappa's
+    interval has no lower end, the result is `UNKNOWN`. `scripts/benchmarks/error_rates.py turned`
+    checks the coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
@@ -263,28 +266,28 @@ def relative(
         level: coverage of the interval, and of each end of kappa's.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = positive(unbiased_D / loss.error_D, metrics, level)
+        efficiency = positive(unbiased_D / loss.error_D, metrics, level)
     if loss.cross_D is None or loss.signal_D is None:
-        return found
+        return efficiency
     kappa = ratio(loss.cross_D, loss.signal_D, metrics, max(0.0, 2 * level - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         most, least = loss.energy_D[0] / np.square(kappa[1:]) - loss.signal_D[0]
     if not least > 0:
         return UNKNOWN
     low, high = float(unbiased_D[0] / most), float(unbiased_D[0] / least)
-    return Interval(found.estimate, min(found.low, low), max(found.high, high))
+    return Interval(efficiency.estimate, min(efficiency.low, low), max(efficiency.high, high))
 
 
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss over its own in smaller groups, the efficiency in these.
+    """Estimate the error of a loss over its error in smaller groups.
 
-    The interval is on the log scale, with Student's t of the effective number of prompts behind the
-    standard error: if few of them carry the signal, the standard error is too short, and with t of
-    all of them the interval missed 9 % (`scripts/benchmarks/error_rates.py smaller`, 64 groups).
-    The result is `UNKNOWN` if either kappa may be 0, or if the ratio is not above 0 without some
-    prompt.
+    This is the efficiency of smaller groups. The interval is on the log scale, with Student's t of
+    the effective number of prompts behind the standard error: if few prompts carry the signal, the
+    standard error is too short, and with t of all prompts the interval missed 9 %
+    (`scripts/benchmarks/error_rates.py smaller`, 64 groups). The result is `UNKNOWN` if either
+    kappa may be 0, or if the ratio without some prompt is not above 0.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
@@ -305,12 +308,12 @@ def between_sizes(
 def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
     """Estimate cos^2 of a loss's mean and the gradient.
 
-    The interval reaches from the lower to the upper ends of two. Fieller's set of the share of
-    ||mu||^2 off the gradient's direction is right if cos^2 is near 1, where its estimate is skewed.
-    If the mean truly has another direction, it ends too low, since a sample of little ||mu||^2 has
-    a short standard error; the jackknife of cos^2 itself, with Student's t of the effective number
-    of prompts, reaches high enough there and not low enough. The result is `UNKNOWN_DIRECTION` if
-    they allow every direction.
+    The interval joins two. Fieller's set of the share of ||mu||^2 off the gradient's direction is
+    right if cos^2 is near 1, where its estimate is skewed. If the mean truly has another direction,
+    its upper end is too low, because a sample with small ||mu||^2 has a short standard error. The
+    jackknife of cos^2 itself, with Student's t of the effective number of prompts, has a right
+    upper end there, but its lower end is too high. The result is `UNKNOWN_DIRECTION` if they allow
+    every direction.
 
     Args:
         loss: moments of the loss.
@@ -319,24 +322,25 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
     """
     if not loss.off_direction_sq_D.any():
         return Interval(1.0, 1.0, 1.0)
-    off = ratio(loss.off_direction_sq_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
+    off_share = ratio(loss.off_direction_sq_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
     with np.errstate(divide="ignore", invalid="ignore"):
         square_D = 1 - loss.off_direction_sq_D / loss.mean_sq_D
-    if not (math.isfinite(off.estimate) and np.isfinite(square_D).all()):
+    if not (math.isfinite(off_share.estimate) and np.isfinite(square_D).all()):
         return UNKNOWN_DIRECTION
     variance, dof = effective_variance(square_D, metrics)
-    whole = t_interval(square_D[0], variance, dof, level)
-    low = max(0.0, min(1 - off.high, whole.low))
-    high = min(1.0, max(1 - off.low, whole.high))
+    jackknifed = t_interval(square_D[0], variance, dof, level)
+    low = max(0.0, min(1 - off_share.high, jackknifed.low))
+    high = min(1.0, max(1 - off_share.low, jackknifed.high))
     if low <= 0 and high >= 1:
         return UNKNOWN_DIRECTION
-    return Interval(min(1.0, max(0.0, 1 - off.estimate)), low, high)
+    return Interval(min(1.0, max(0.0, 1 - off_share.estimate)), low, high)
 
 
 def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
     """Return the jackknife variance of a statistic and its degrees of freedom.
 
-    These are those of the effective number of prompts that carry the variance, at least 1.
+    The degrees of freedom are those of the effective number of prompts that carry the variance, at
+    least 1.
     """
     values_Kh = without(values_D, metrics)
     variance = float(jackknife_variance(values_Kh, axis=1).sum())
@@ -347,8 +351,8 @@ def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]
 def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
     """Return the G of the smallest error, and all G that are not significantly worse.
 
-    A G is worse if the paired interval of its error less the smallest one's is above 0, the level
-    shared among the sizes (Bonferroni). The best one is chosen by the same data.
+    A G is worse if the paired interval of its error minus the smallest error is above 0. The level
+    is shared among the sizes (Bonferroni). The same data choose the best G.
 
     Args:
         errors: error_D by G.

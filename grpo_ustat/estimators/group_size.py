@@ -1,21 +1,21 @@
-r"""Decision on the group size: a G whose error is close to the least one, or "not decided".
+r"""Decision on the group size: a G whose error is close to the smallest one, or "not decided".
 
 At a fixed number of rollouts the error at G, relative to that at another size, depends on the data
 through the ratio k = C3/C1 and, weakly, through C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 
-C1 is hard to estimate. A statement that requires C1 to be significantly above 0 is made mostly if
-C1 came out wrong, so k has a posterior instead. Its likelihood is that of Fieller's
-(1954) statistic C1 - C3/k, Student's t. Its prior is weak and stated, and a statement is made only
-where it holds under every prior of a class (Berger 1985, section 4.7): for pi = 2 C1/C3, which lies
-in (0, 1] for any policy, the densities `a pi^(a-1)` with a = 1/4 and a = 3/4. The medians of G* are
-6.7 and 3.2, and 17 and 0.5 % of the prior lie above G* = 48.
+C1 is hard to estimate. If a statement required C1 to be significantly above 0, it would be made
+mostly when C1 is overestimated. So k has a posterior instead. Its likelihood is that of Fieller's
+(1954) statistic C1 - C3/k, Student's t. A statement is made only if it holds under every prior of a
+class of weak ones (Berger 1985, section 4.7): for pi = 2 C1/C3, which is in (0, 1] for any policy,
+the densities `a pi^(a-1)` with a = 1/4 and a = 3/4. The medians of G* are 6.7 and 3.2, and 17 and
+0.5 % of the prior are above G* = 48.
 
-Prompts that were not drawn are not seen. If few prompts carry the signal, C1 and its standard error
-are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
-`kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts behind C3,
-`1 / (1/m + Var(C3)/C3^2)`, since prompts with rewards that hardly vary tell nothing of C1 either.
+The sample does not show prompts that were not drawn. If few prompts carry the signal, C1 and its
+standard error are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
+`kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts for C3,
+`1 / (1/m + Var(C3)/C3^2)`, because prompts whose rewards hardly vary give no information on C1.
 
 `scripts/benchmarks/error_rates.py group_size` counts the wrong statements, on populations with G*
 from 2.5 to 48; its table is in docs/benchmarks.md.
@@ -42,23 +42,23 @@ TOLERANCES = (0.05, 0.10)
 PROBABILITY = 0.95
 # Probability that an error said to be within .10 is within .05.
 CLOSE_PROBABILITY = 0.80
-# Sizes for which G* is decided, whatever the number of rollouts.
+# Sizes for which G* is decided, for any number of rollouts.
 USUAL_SIZES = tuple(2**power for power in range(1, 9))
 # TRL's default G.
 USUAL_SIZE = 8
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
-# Studies are simulated with up to so many prompts, at so many numbers of them.
+# Largest number of prompts of simulated studies, and how many numbers are simulated.
 MAX_PROMPTS, COUNTS = 10**6, 50
 SIMULATED_STUDIES = 200
 
 
 class Decision(NamedTuple):
-    """The group size to take."""
+    """Chosen group size, with a bound of its error."""
 
-    # The admissible size whose expected extra error is least under the prior that is worst for it.
+    # The admissible size whose expected extra error, under its worst prior, is smallest.
     group_size: int
-    # Distance of its error from the least one, at most, as a share of the latter: .05 or .10, with
-    # a probability of .95 under every prior, and within .05 with .80; None: not decided.
+    # Largest distance of its error from the smallest one, as a share of that: .05 or .10, with a
+    # probability of .95 under every prior, and within .05 with .80; None: not decided.
     tolerance: float | None
 
 
@@ -93,7 +93,7 @@ class Estimates(NamedTuple):
         return weights_ASK / weights_ASK.sum(axis=2, keepdims=True)
 
     def decide(self, sizes: Sequence[int]) -> tuple[Array, Array]:
-        """Return the place of each study's size to take and its tolerance, NaN if undecided."""
+        """Return the place of the size that each study chooses, and its tolerance or NaN."""
         sizes_G = np.array(sizes, float)
         complete_S = np.isfinite(self.constants_S3).all(axis=1)
         complete_S &= np.isfinite(self.covariance_S33).all(axis=(1, 2))
@@ -137,7 +137,7 @@ class Estimates(NamedTuple):
         return math.exp(low), math.exp(middle), math.exp(high)
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts with which half and nine in ten such studies decide.
+        """Estimate the numbers of prompts with which 50 % and 90 % of such studies decide.
 
         Studies are simulated: a true k from the posterior, C2 and C3 as estimated, and estimates
         around them whose covariance falls as one over the number of prompts.
@@ -156,7 +156,7 @@ class Estimates(NamedTuple):
         noise_S3: Array = rng.standard_normal((SIMULATED_STUDIES, 3)) @ root_33.transpose()
 
         def decided(count: float) -> float:
-            """Return the share of studies of so many prompts that decide."""
+            """Return the share of studies with a number of prompts that decide."""
             shrink = self.prompts / count
             covariance_S33 = np.broadcast_to(covariance_33 * shrink, (SIMULATED_STUDIES, 3, 3))
             estimates_S3 = truth_S3 + math.sqrt(shrink) * noise_S3

@@ -6,24 +6,24 @@ independent terms
     T = 1/G sum_{i in A} A_i phi_i s_i        A the group, A_i advantage, phi_i = n w_i
 
 Its mean over all groups of G of a pool of N completions estimates `E T` without bias, and so does
-the mean of `||T||^2`. An advantage that is a function of the group's rewards depends on the group
-by the counts `k_l` of its levels alone, whose law is the multivariate hypergeometric, and with
-`a_l(k)` the advantage of level l
+the mean of `||T||^2`. An advantage that is a function of the group's rewards depends only on the
+counts `k_l` of their levels, which have the multivariate hypergeometric distribution. With `a_l(k)`
+the advantage of level l
 
     E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
-so that all groups count at the price of a table. If rewards have many levels, the table is too
-long. An advantage that is linear in the rewards, `A_i = u_i - b sum_{j in A, j != i} u_j`, needs
-none (`linear_terms`). Other advantages are averaged over groups that are drawn, and less noisily so
-beside a linear one of the same groups, see `with_control`.
+so that a table of counts gives the mean over all groups. If rewards have many levels, the table is
+too long. An advantage that is linear in the rewards, `A_i = u_i - b sum_{j in A, j != i} u_j`,
+needs no table (`linear_terms`). Other advantages are averaged over drawn groups, with a linear one
+of the same groups as control variate, see `with_control`.
 
 If a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of each
 kind, and the sums run over both levels and kinds, J = (kind, level).
 
 If groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
-over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise: the sums
-over k are only of the mixed counts, and K is the mean of their chance.
+over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise. The sums
+over k then have only mixed counts, and K is the mean of their probability.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-# Baselines that give equal rewards of a group equal advantages, whatever their order.
+# Baselines that give equal rewards of a group equal advantages, in any order.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std", "quantile",
@@ -51,7 +51,7 @@ BY_LEVELS = (
 LINEAR = ("none", "constant", "leave_one_out", "group_mean")
 # Prompts whose sketches are converted to float64 at once.
 BLOCK = 64
-# Most compositions of a group's levels that are listed; beyond them groups are drawn.
+# Largest number of compositions of a group's levels in a table; beyond it groups are drawn.
 MAX_COMPOSITIONS = 5000
 
 
@@ -116,21 +116,22 @@ class LevelSums:
             baseline, options: baseline of advantages, and its options.
             group_size: G.
             replaced: True if groups of equal rewards are drawn anew.
-            beta: coefficient of the penalty, if a kind of vectors is one.
+            beta: coefficient of the penalty, for the kind of vectors of a penalty.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(baseline, reward_CG, BaselineContext(), options)
-        # The first row of each level; any place serves for a level without rows, its count is 0.
+        # The first row of each level. The place of a level without rows does not matter: its count
+        # is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
-        # A command line that is refused does not wait for this import.
+        # Imported here, so that a refused command line does not wait for it.
         from scipy.stats import multivariate_hypergeom
 
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
-        # The chance of each composition of a group drawn from a pool with these counts
+        # Probability of each composition of a group drawn from a pool with these counts.
         counts_U1L = counts_UL[:, None].astype(np.int64)
         chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
         if replaced:
@@ -205,11 +206,13 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
             sum_P1[..., None] - left - right, square_P1[..., None] - left**2 - right**2,
             completions - 2, group_size - 2,
         )  # fmt: skip
-        apart, other = left - b * right, right - b * left
-        pair_PNN = c**2 * (apart * other - b * (apart + other) * mean + b**2 * square)
+        left_part, right_part = left - b * right, right - b * left
+        pair_PNN = c**2 * (
+            left_part * right_part - b * (left_part + right_part) * mean + b**2 * square
+        )
         weight_PNN = two_in * pair_PNN
-        every = np.arange(completions, dtype=np.int64)
-        weight_PNN[:, every, every] = one_in * second_PN
+        place_N = np.arange(completions, dtype=np.int64)
+        weight_PNN[:, place_N, place_N] = one_in * second_PN
         weight_PNN *= factors_PN[part][:, :, None] * factors_PN[part][:, None]
         energies.append((weight_PNN * pool.gram_PNN[part]).sum(axis=(1, 2)))
         weight_PN = one_in * first_PN * factors_PN[part]
@@ -242,9 +245,9 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> BaselineContext:
-    """Return what a baseline may read besides the rewards of groups of a pool.
+    """Return the inputs of a baseline besides the rewards of groups of a pool.
 
-    The history is that of a first step.
+    The history is empty, as in a first step.
 
     Args:
         prompt_P1: index of each group's prompt.
@@ -260,11 +263,11 @@ def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> Base
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
-    """Compute the terms of any baseline that treats prompts separately, over groups that are drawn.
+    """Compute the terms of any baseline that treats prompts separately, over drawn groups.
 
     Args:
         order_PDG: places of the members of D groups in each prompt's pool.
-        rows: number of prompts that are treated at once.
+        rows: number of prompts in memory at once.
     """
     prompts, draws, size = order_PDG.shape
     factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN)
@@ -287,9 +290,9 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
             mixed_PD = mixed_groups(rewards)
             factors = factors * mixed_PD[..., None]
             kept.append(mixed_PD.mean(axis=1))
-        own = by_kind(advantage.reshape(count, draws, size), loss.kinds, loss.beta) * factors
-        weight_KPDN = np.zeros((len(own), count, draws, pool.rewards_PN.shape[1]))
-        np.put_along_axis(weight_KPDN, places_PDG[None], own, axis=3)
+        weights = by_kind(advantage.reshape(count, draws, size), loss.kinds, loss.beta) * factors
+        weight_KPDN = np.zeros((len(weights), count, draws, pool.rewards_PN.shape[1]))
+        np.put_along_axis(weight_KPDN, places_PDG[None], weights, axis=3)
         weight_PDV = np.concatenate(list(weight_KPDN), axis=2)
         energies.append(((weight_PDV @ pool.gram_PNN[part]) * weight_PDV).sum(axis=2).mean(axis=1))
         means.append(np.einsum("pv,pvr->pr", weight_PDV.mean(axis=1), pool.features_PNR[part]))
@@ -298,15 +301,15 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 
 
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
-    """Subtract from terms over drawn groups the drawing noise that a control variate shares.
+    """Subtract from terms over drawn groups the sampling noise that a control variate shares.
 
-    The multiple alpha of the control that fits best is taken over all prompts together, since one
-    of each prompt would be biased by the groups that it is fitted to.
+    The best factor alpha of the control is fitted to all prompts together, because a factor for
+    each prompt would be biased by the groups that it is fitted to.
 
     Args:
         drawn: terms of a loss.
-        control: those of another loss over the same groups.
-        exact: those of the other loss over all groups.
+        control: terms of another loss over the same groups.
+        exact: terms of that other loss over all groups.
     """
     square = np.square(control.mean_PR).sum()
     alpha = (drawn.mean_PR * control.mean_PR).sum() / square if square > 0 else 0.0
@@ -318,9 +321,9 @@ def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> G
 
 
 def is_linear(loss: Loss) -> bool:
-    """Return True if `linear_terms` are those of the loss.
+    """Return True if `linear_terms` gives the terms of the loss.
 
-    That needs one vector a row, and groups of equal rewards that count or have no advantage.
+    This needs one vector a row, and groups of equal rewards that count or have no advantage.
     """
     counts = not loss.rows.replaces or loss.baseline in ZERO_IF_EQUAL
     return loss.baseline in LINEAR and loss.kinds == (ALL,) and counts

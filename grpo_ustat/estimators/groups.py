@@ -1,11 +1,11 @@
-r"""The scaling law from groups of completions of sampled prompts or of several training steps.
+r"""Scaling law from groups of completions of sampled prompts or of several training steps.
 
 A step's groups give unbiased estimates of C1, C2, C3 and ||grad J||^2 of the policy of that step,
-from few prompts: one step's ||grad J||^2 may be negative. So the estimates are averaged over steps,
-and everything that is a ratio is a ratio of such means.
+from few prompts, so that the estimate of ||grad J||^2 may be negative. The estimates are averaged
+over steps, and every ratio is a ratio of such means.
 
-Pairs, G = 2, do not identify C2 and C3, since A_V alone needs three completions; their sum needs
-only two, and gives the error and the noise scale at G = 2:
+Pairs, G = 2, do not identify C2 and C3, because A_V needs three completions. Their sum needs only
+two, and gives the error and the noise scale at G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
@@ -13,11 +13,12 @@ only two, and gives the error and the noise scale at G = 2:
 As ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, neither A_V nor D is below ||g||^2. So C3 lies in
 [2 E||g||^2, S], and under the paper's Assumption 2 (A_V = D) it is S/2 + E||g||^2: G* has bounds,
 and a value under that assumption. Since C1 <= E||g||^2 <= C3/2, G* is never below 1 + sqrt(2), and
-groups of 3 have at most the error of pairs, of any policy.
+for any policy the error of groups of 3 is at most the error of pairs.
 
-Batches of one group are pooled: a step is then a window of groups that several policies wrote. C2,
-C3 and E||g||^2 are each group's own, and so means over these policies; products between groups are
-of different policies, of which the later were trained on the earlier groups. See `withheld`.
+Batches of a single group are pooled: a step is then a window of groups from several policies. C2,
+C3 and E||g||^2 are computed within groups, so they are means over these policies. Products between
+groups are of different policies, and the later ones were trained on the earlier groups, see
+`withheld`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
-# Share of a group's E||ghat||^2 that is lost if the policies differ by 1 nat, see `withheld`.
+# Bias as a share of a group's E||ghat||^2 if the policies differ by 1 nat, see `withheld`.
 LOST = 0.0175
 # Bias as a share of the estimate, and drift in nats, beyond which a number is withheld.
 TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
@@ -56,8 +57,8 @@ class GroupTerms(NamedTuple):
     g_sq_P: Array
     # A_V - ||g||^2, whose mean is C2; for pairs (A_V + D)/2 - ||g||^2.
     first_order_P: Array
-    # D + ||g||^2, whose mean is C3; for pairs (A_V + D)/2 + ||g||^2. For pairs the sum of the two
-    # always has the mean C2 + C3, each of the two has its mean only under Assumption 2.
+    # D + ||g||^2, whose mean is C3; for pairs (A_V + D)/2 + ||g||^2. For pairs the sum of this and
+    # `first_order_P` always has the mean C2 + C3; each has its mean only under Assumption 2.
     second_order_P: Array
     # Sum of <ghat_x, ghat_y> over the other groups y.
     others_P: Array
@@ -73,7 +74,7 @@ class GroupTerms(NamedTuple):
     def without_each_4P(self) -> Array:
         """The same numbers without each of the groups in turn, [4, P]."""
         terms_4P = np.stack(self[:4])
-        # A group's products with the others are in its own sum and in theirs.
+        # A group's products with the others are in its sum and in theirs.
         own_4P = np.stack([*self[:3], 2 * self.others_P])
         return _constants(terms_4P.sum(axis=1, keepdims=True) - own_4P, len(self.g_sq_P) - 1)
 
@@ -93,13 +94,13 @@ def group_terms(
 ) -> GroupTerms:
     """Compute the terms of P >= 2 groups of G >= 2 completions.
 
-    A group of equal rewards adds 0 to every term whatever its scores are, so it needs none.
+    A group of equal rewards adds 0 to every term, so its scores are not needed.
 
     Args:
         sq_norm_PG: squared score norms; any number in groups of equal rewards.
         gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
         score_gram_PGG: <s_i, s_j>, if the scores may have a mean other than 0; used for groups of
-            at least 4, fewer completions do not identify that mean. None: the mean is 0.
+            at least 4, because fewer completions do not identify that mean. None: the mean is 0.
 
     Raises:
         ValueError: fewer than 2 groups, or groups of 1 completion.
@@ -108,7 +109,7 @@ def group_terms(
         raise ValueError(f"||grad J||^2 needs at least 2 groups, got {len(rewards_PG)}")
     own_P = np.diagonal(gradient_gram_PP)
     if rewards_PG.shape[1] == 2:
-        # This is (A_V + D)/2; ||ghat||^2 less it is -(z - z')^2 <s, s'> / 2.
+        # This is (A_V + D)/2; ||ghat||^2 minus it is -(z - z')^2 <s, s'> / 2.
         half_P = sq_norm_PG.sum(axis=1) * (rewards_PG[:, 0] - rewards_PG[:, 1]) ** 2 / 4
         g_sq_P, a_v_P, d_P, m0_P = own_P - half_P, half_P, half_P, sq_norm_PG.mean(axis=1)
     elif score_gram_PGG is not None and rewards_PG.shape[1] >= 4:
@@ -136,9 +137,9 @@ def scaling_from_arrays(
 ) -> dict[str, Interval]:
     """Estimate C1, C2, C3, G* and the paper's sqrt(C3/C1) from arrays, intervals over prompts.
 
-    C1 is that of the population that the P prompts are a sample of (divisor P - 1). Intervals leave
-    out one prompt at a time; that of G*, `ScalingLaw.gstar`, has no upper end if no size is
-    decided.
+    C1 is estimated for the population from which the P prompts are a sample (divisor P - 1).
+    Intervals leave out one prompt at a time; the interval of G*, `ScalingLaw.gstar`, has no upper
+    end if no size is decided.
 
     Args:
         rewards_PN: rewards of N >= 3 completions of each of P >= 4 prompts.
@@ -169,7 +170,7 @@ def scaling_from_arrays(
 def law_of_prompts(
     rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
 ) -> tuple[ScalingLaw, Tails]:
-    """Compute the law of `scaling_from_arrays`, and the tails of the prompts that it is from."""
+    """Compute the law of `scaling_from_arrays`, and the tails of its prompts."""
     count, completions = rewards_PN.shape
     if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
         raise ValueError(
@@ -197,32 +198,31 @@ def law_of_prompts(
 class NoiseEstimate:
     """Averages over K steps (batches, or windows of batches) of P groups each, with intervals."""
 
-    # Intervals of `ScalingLaw.intervals` at the group size in use, and zero_variance; the ends are
+    # Intervals of `ScalingLaw.intervals` at the present group size, and zero_variance; the ends are
     # NaN if there are fewer than 4 groups a step and fewer than 4 steps. For pairs, c2, c3,
-    # noise_scale_best and the estimate of gstar are NaN; instead there are c2_plus_c3, gstar_least
-    # and gstar_most (the bounds of G*), gstar_assumption2 (its value under Assumption 2), and gstar
-    # goes from the low end of the one bound to the high end of the other.
+    # noise_scale_best and the estimate of gstar are NaN. Instead there are c2_plus_c3, gstar_least
+    # and gstar_most (the bounds of G*) and gstar_assumption2 (its value under Assumption 2); gstar
+    # goes from the low end of the lower bound to the high end of the upper bound.
     intervals: Mapping[str, Interval]
     # C1, C2, C3 and ||grad J||^2; for pairs under Assumption 2.
     law: ScalingLaw
     # True if intervals are likely to cover less than 90 %, see `intervals.Tails`.
     heavy: bool
-    # True if C2 and C3 of `law` rest on Assumption 2, as those of pairs do.
+    # True if C2 and C3 of `law` use Assumption 2, as for pairs.
     assumption2: bool = False
 
 
 def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimate:
     """Estimate the constants, G* and the noise scale of the policies of several steps together.
 
-    Steps count equally. Intervals leave out one group at a time, each step an independent part; if
-    steps have fewer than 4 groups, or not equally many, one step at a time. For windows too groups
-    are left out: in simulated training that covers .93 to .98, with fewer windows than leaving out
-    a window would need and in shorter intervals
-    (`scripts/benchmarks/error_rates.py windows`).
+    Steps count equally. Intervals leave out one group at a time, with each step as an independent
+    part; if steps have fewer than 4 groups, or unequal numbers, one step at a time. Windows also
+    leave out groups: in simulated training that covers .93 to .98, with shorter intervals and fewer
+    windows than leaving out windows needs (`scripts/benchmarks/error_rates.py windows`).
 
     Args:
         steps: the groups' terms of each step, or window of batches.
-        group_size: G >= 2, in use.
+        group_size: present G, at least 2.
     """
     norms_P = np.concatenate([step.norm_P for step in steps])
     whole_4, delete_one_4Kn = _averages(steps)
@@ -259,34 +259,34 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
 def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval]:
     """Return the estimates that pairs allow: C2 + C3, bounds of G*, and G* under Assumption 2.
 
-    The interval of G* goes from the low end of its lower bound to the high end of its upper one. It
-    missed G* in 3.9 % or less of the samples that gave it two ends. The interval under Assumption 2
-    missed its value in up to a third of the samples that gave it two ends, in cases with few such
-    samples (20 to 2560 pairs, the populations of `scripts/benchmarks/populations.py`, in which the
-    assumption nearly holds): no decision rests on it.
+    The interval of G* goes from the low end of its lower bound to the high end of its upper bound.
+    It missed G* in at most 3.9 % of the samples in which it had two ends. The interval under
+    Assumption 2 missed its value in up to a third of such samples, in cases where they are few (20
+    to 2560 pairs, the populations of `scripts/benchmarks/populations.py`, in which the assumption
+    nearly holds), so no decision uses it.
 
     Args:
         law: law of the pairs, under Assumption 2.
         gstar: interval of G* from that law.
     """
     unknown = ("c2", "c3", "noise_scale_best")
-    found: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
+    estimates: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
     bounds = {"gstar_least": 2 * (C1 + GRAD_SQ), "gstar_most": C2 + C3}
     for name, c3_4 in bounds.items():
         bound = law.with_c3(c3_4)
-        found[name] = UNDETERMINED._replace(estimate=bound.best_size())
+        estimates[name] = UNDETERMINED._replace(estimate=bound.best_size())
         if not math.isnan(gstar.low):
-            found[name] = bound.gstar()
-    low = max(found["gstar_least"].low, MIN_GSTAR)
-    found["gstar"] = Interval(math.nan, low, found["gstar_most"].high)
-    return found | {"gstar_assumption2": gstar, "c2_plus_c3": law.linear(C2 + C3)}
+            estimates[name] = bound.gstar()
+    low = max(estimates["gstar_least"].low, MIN_GSTAR)
+    estimates["gstar"] = Interval(math.nan, low, estimates["gstar_most"].high)
+    return estimates | {"gstar_assumption2": gstar, "c2_plus_c3": law.linear(C2 + C3)}
 
 
 def policy_drift(before_GT: Array, after_GT: Array) -> float:
     """Estimate the KL divergence in nats a completion between two policies.
 
-    The completions were written by the policy before. The estimate is the mean of
-    sum_t ( exp(d) - 1 - d ), d = after - before; it is unbiased and never negative.
+    The first policy wrote the completions. The estimate is the mean of sum_t ( exp(d) - 1 - d ),
+    d = after - before; it is unbiased and never negative.
 
     Args:
         before_GT, after_GT: log-probability of each token under the two policies; equal on padding.
@@ -299,25 +299,25 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return the names of intervals that are withheld for windows of drifting policies, and why.
+    """Return the intervals to withhold for windows of drifting policies, with reasons, by name.
 
-    Products between a window's groups come out too small, since the update on a group does part of
-    what the group asks for before the later ones are drawn; C1 comes out too large by as much. The
-    measured difference (docs/benchmarks.md) was `.0175 sqrt(drift) E||ghat||^2` at most, for one
-    group, up to 1 nat: little beside C1, much beside a small ||grad J||^2. C1 or ||grad J||^2 is
-    withheld, with the numbers made of it, if this is over a fifth of the estimate and of its
+    Products between a window's groups are too small, because the update on a group makes part of
+    its improvement before the later groups are drawn; C1 is too large by as much. The measured
+    difference (docs/benchmarks.md) was at most `.0175 sqrt(drift) E||ghat||^2`, for one group, up
+    to 1 nat: small compared with C1, large compared with a small ||grad J||^2. C1 or ||grad J||^2
+    is withheld, with the numbers made of it, if this is over a fifth of the estimate and of its
     half-width; a fifth of C1 takes 9 % off G* - 1. Above 1 nat all are withheld.
 
     Args:
         estimate: estimate from windows.
-        group_size: G, in use.
+        group_size: present G.
         drift: `policy_drift` from the first policy of a window to its last, of a group of the first
-            whose rewards differ: the completions of such a group move most.
+            policy whose rewards differ, because its completions change most.
     """
     length = estimate.intervals["grad_sq"].estimate + estimate.law.n_mse(group_size) / group_size
     lost = LOST * math.sqrt(drift) * length
     bound = [name for name in estimate.intervals if name.startswith("gstar")]
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, word, others in (
         ("grad_sq", "small", ("noise_scale", "noise_scale_best")),
         ("c1", "large", ("prompt_share", *bound)),
@@ -328,5 +328,5 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
                 f"the policy moved {drift:.2g} nats a completion within a window, so {name} may "
                 f"be too {word} by {lost:.2g}"
             )
-            found |= dict.fromkeys((name, *others), reason)
-    return found
+            reasons |= dict.fromkeys((name, *others), reason)
+    return reasons

@@ -1,6 +1,6 @@
 """Unbiased estimates of every prompt from random halves of its pool, independent given the prompt.
 
-A plan or ranking by one half is judged by the other half without the errors of the first.
+One half judges a plan or ranking of the other half without the errors of the other half.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.records import Array, Integers, ScorePool
 
 HALVINGS = 16
-# Least number of prompts, of which a jackknife leaves one out.
+# Least number of prompts for a jackknife.
 MIN_PROMPTS = 10
-# Least number of completions with which both halves have unbiased moments.
+# Least number of completions for which both halves have unbiased moments.
 MIN_COMPLETIONS = 6
 
 
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Estimate by name, from both halves of S halvings, [2, S, P], and from whole pools, [P].
+    """Estimate by name, from both halves of S halvings, [2, S, P], and from full pools, [P].
 
     The names are value (V), variance (of the reward), score (mean squared score norm), g_sq
     (||g||^2), length (mean), and `first`, `second`: the error of leave_one_out with a group of G is
@@ -49,9 +49,11 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
             "second": moments.d + moments.g_sq, "length": lengths_PN[:, part].mean(axis=1),
         }  # fmt: skip
 
-    *each, whole = [estimates(k, part) for k, part in enumerate(parts)]
-    halves = {name: np.array([x[name] for x in each]).reshape(2, HALVINGS, count) for name in whole}
-    return halves, whole
+    *each, full_pool = [estimates(k, part) for k, part in enumerate(parts)]
+    halves = {
+        name: np.array([x[name] for x in each]).reshape(2, HALVINGS, count) for name in full_pool
+    }
+    return halves, full_pool
 
 
 def group_error(first: Array, second: Array, group_size: Array | float) -> Array:

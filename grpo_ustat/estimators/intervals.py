@@ -1,4 +1,4 @@
-"""Intervals: jackknives, clustered means, Wilson, paired differences. All two-sided."""
+"""Two-sided intervals: jackknives, clustered means, Wilson, paired differences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, MIN_QUESTIONS, Array
 CONFIDENCE = 0.95
 # A sample below either number has heavy tails, see `Tails.heavy`.
 MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
-# Least number of units, of which a jackknife leaves one out.
+# Least number of units for a jackknife.
 MIN_UNITS = 4
-# Smallest p-value that is told apart, and bisection steps to a larger one.
+# Smallest p-value that is computed, and bisection steps to a larger one.
 MIN_P_VALUE, P_VALUE_STEPS = 1e-9, 24
 
 
 class Interval(NamedTuple):
-    """An estimate with its two-sided interval."""
+    """Estimate with its two-sided interval."""
 
     estimate: float
     low: float
@@ -32,7 +32,7 @@ class Interval(NamedTuple):
         return math.isfinite(self.estimate)
 
     def within(self, least: float, most: float) -> Interval:
-        """Return the part that the quantity can reach; numbers that are not finite stay."""
+        """Clip the interval to the range of the quantity; numbers that are not finite stay."""
         return Interval(*(min(max(x, least), most) if math.isfinite(x) else x for x in self))
 
 
@@ -41,7 +41,7 @@ UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 def t_quantile(dof: float, level: float = CONFIDENCE) -> float:
     """Return the critical value of Student's t, two-sided."""
-    # A command line that is refused does not wait for this import.
+    # Imported here, so that a refused command line does not wait for it.
     from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
     return float(stdtrit(dof, (1 + level) / 2))
@@ -77,9 +77,9 @@ def positive_interval(
 ) -> Interval:
     """Return the t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
-    It is for quantities that cannot be negative and whose low estimates come with short standard
-    errors, as with heavy tails. If the plain interval reaches 0, it is returned instead, cut at 0
-    unless the estimate itself is below.
+    It is for quantities that cannot be negative and whose low estimates have short standard errors,
+    as with heavy tails. If the plain interval contains 0, it is returned instead, cut at 0 unless
+    the estimate is below 0.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
@@ -107,7 +107,7 @@ def jackknife_interval(
 ) -> Interval:
     """Return `estimate +- t sqrt(variance)`, with the variance from K independent jackknives.
 
-    The variance is the sum of those of K independent parts.
+    The variance is the sum of the variances of K independent parts.
 
     Args:
         estimate: estimate from all units.
@@ -142,8 +142,8 @@ def ratio_interval(
             units that the sample may lack.
 
     Returns:
-        The ratio. Its estimate is NaN if the denominator's is not positive or if every ratio is
-        possible, and never below 0.
+        The ratio, at least 0. Its estimate is NaN if the denominator is not positive or if every
+        ratio is possible.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
@@ -164,8 +164,8 @@ def ratio_interval(
     of_below += undrawn * (below**2 / delete_one_below_Kn.size + of_below)
     variances = (float(above_K.sum()), float(mixed_K.sum()), of_below)
     low, high = fieller_set(above, below, variances, factor * t_quantile(dof, level))
-    known = below > 0 and not (low == 0 and math.isinf(high))
-    return Interval(max(0.0, above / below) if known else math.nan, low, high)
+    determined = below > 0 and not (low == 0 and math.isinf(high))
+    return Interval(max(0.0, above / below) if determined else math.nan, low, high)
 
 
 def fieller_set(
@@ -183,8 +183,8 @@ def fieller_set(
             Student's t.
 
     Returns:
-        0 <= low <= high. If either estimate is significantly below 0, which is an error of the
-        sample, no ratio would be left: then (0, infinity), as nothing is known.
+        0 <= low <= high. If an estimate is significantly below 0, by chance, no ratio fits, and the
+        result is (0, infinity).
 
     >>> fieller_set(4.0, -1.0, (0.01, 0.0, 0.01), 2.0)
     (0.0, inf)
@@ -202,10 +202,10 @@ def fieller_set(
 
 
 class Tails(NamedTuple):
-    """Size of a sample in view of its tails, see `tails`."""
+    """Effective size of a sample with heavy tails, see `tails`."""
 
-    # Number of values of coefficient of variation 1, as exponential ones have, whose mean is known
-    # as well as that of the sample.
+    # Number of values with coefficient of variation 1, such as exponential ones, whose mean has the
+    # same relative error as the mean of the sample.
     effective_size: float
     # Number of values that carry a jackknife variance, for the jackknife with the fewest.
     carriers: float
@@ -220,14 +220,14 @@ class Tails(NamedTuple):
         cases, given the questions, it is True in 75 % of the studies where coverage is below 90 %
         and in 12 % where it is above 93 %; over questions in 81 % and 4 %. In other draws
         (`scripts/benchmarks/error_rates.py constants`, 200 studies a case): 73 % and 4 % given the
-        questions. It misses score norms of infinite variance in up to two thirds of the pools: a
-        sample that lacks the largest values does not show it.
+        questions. It misses score norms of infinite variance in up to two thirds of the pools,
+        because a sample without the largest values does not show them.
         """
         return bool(self.effective_size < MIN_EFFECTIVE or self.carriers < MIN_CARRIERS)
 
 
 def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
-    """Measure how much positive values and jackknives depend on a few units.
+    """Measure the dependence of positive values and jackknives on a few units.
 
     `effective_size = (sum_k mean_k)^2 / sum_k s_k^2 / n`, the squared ratio of the mean to its
     standard error; `carriers = (sum psi^2)^2 / sum psi^4` with psi the deviations of the delete-one
@@ -250,7 +250,7 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
 
 def heavy_text(sample_tails: Tails, units: str) -> str:
-    """Describe a sample of heavy tails in a sentence that names no remedy.
+    """Describe a sample of heavy tails in a sentence, without a remedy.
 
     Args:
         sample_tails: the result of `tails`.
@@ -262,9 +262,9 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
     size, carriers = sample_tails
     reasons: list[str] = []
     if size < MIN_EFFECTIVE:
-        known, needed = 1 / math.sqrt(size), 1 / math.sqrt(MIN_EFFECTIVE)
+        precision, needed = 1 / math.sqrt(size), 1 / math.sqrt(MIN_EFFECTIVE)
         reasons.append(
-            f"their mean squared score norm is known to +- {known:.0%} ({needed:.0%} is needed)"
+            f"their mean squared score norm is known to +- {precision:.0%} ({needed:.0%} is needed)"
         )
     if carriers < MIN_CARRIERS:
         reasons.append(f"{carriers:.1f} of them decide a standard error ({MIN_CARRIERS} needed)")
@@ -273,9 +273,9 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
 
 
 def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of all values with an interval over prompts: a prompt's values are a cluster.
+    """Return the mean of all values with an interval over prompts, whose values are clusters.
 
-    For a single prompt the interval is over its own values, given the prompt.
+    For a single prompt the interval is over its values, given the prompt.
     """
     means_P = values_PN.mean(axis=1) if len(values_PN) > 1 else values_PN[0]
     variance = means_P.var(ddof=1) / len(means_P)
@@ -300,7 +300,7 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean reward with an interval over prompts; for a single one over completions.
 
     For rewards that are all 0 or 1 it is `clustered_wilson`, for others `clustered_mean`, which
-    assumes rewards without bounds: the observed rewards do not tell the bounds.
+    assumes rewards without bounds, because bounds cannot be seen from the observed rewards.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
     [0.0, 0.0, 0.43]
@@ -315,9 +315,10 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean reward of a pool, see `mean_reward`.
 
-    With fewer than 4 prompts, for which the coverage of `mean_reward` is not known, the interval is
-    over their own completions, given the prompts. Wilson's is then wider than needed: the variance
-    of a mean over fixed prompts is at most that of independent trials of the mean chance.
+    With fewer than 4 prompts, for which the coverage of `mean_reward` is unknown, the interval is
+    over their completions, given the prompts. Wilson's is then wider than needed, because the
+    variance of a mean over fixed prompts is at most that of independent trials with the mean
+    probability.
 
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
@@ -339,8 +340,8 @@ def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE
 def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean of after - before, values in [0, 1] of the same P prompts.
 
-    The interval is that of Agresti & Min (2005) for matched pairs, half a pair added to each of the
-    four outcomes, with Student's t: if no prompt changed, it still has a width.
+    The interval is that of Agresti & Min (2005) for matched pairs, with half a pair added to each
+    of the four outcomes, and Student's t. It has a positive width even if no prompt changed.
 
     >>> unchanged = matched_difference(np.zeros(4), np.zeros(4))
     >>> [round(float(x), 3) for x in unchanged]
@@ -374,20 +375,20 @@ def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interv
 def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) -> Interval:
     """Return the mean of the prompts' values in [0, 1], with an interval over prompts in [0, 1].
 
-    The interval is Wilson's, with the effective number of trials p (1-p) / Var(mean) in place of
-    their number, as a prompt's completions are not independent. The variance is that of the P
-    prompts' values; since it is estimated, the number is multiplied by (z / t_{P-1})^2 (Korn &
-    Graubard 1998; with Wilson's interval, Franco et al. 2019). There are never fewer trials than
-    prompts and never more than `most` for each of them; as many as prompts if their values do not
-    differ, and with one 0/1 value a prompt, for which the result is `wilson`. It covers .93 or more
-    for chances of Beta(1, 2), Beta(4, 8) and Beta(.5, 2) from 4 prompts on, and .90 or more for the
-    skew Beta(.3, 6) (1 to 32 completions a prompt, 2000 draws each; without the factor down to .75
-    with 4 prompts).
+    The interval is Wilson's, with the effective number of trials p (1-p) / Var(mean), because a
+    prompt's completions are not independent. The variance is that of the P prompts' values. Because
+    it is estimated, the number is multiplied by (z / t_{P-1})^2 (Korn & Graubard 1998; with
+    Wilson's interval, Franco et al. 2019). It is at least the number of prompts and at most `most`
+    for each of them. It equals the number of prompts if their values do not differ, or if each has
+    a single 0/1 value, for which the result is `wilson`. It covers .93 or more for probabilities of
+    Beta(1, 2), Beta(4, 8) and Beta(.5, 2) from 4 prompts on, and .90 or more for the skew
+    Beta(.3, 6) (1 to 32 completions a prompt, 2000 draws each; without the factor down to .75 with
+    4 prompts).
 
     Args:
         values_P: the prompts' values, each a mean of 0/1 outcomes or an unbiased estimate of a
             probability.
-        most: independent trials behind a value.
+        most: number of independent trials of a value.
         level: coverage.
     """
     count, p = len(values_P), float(values_P.mean())
@@ -401,13 +402,13 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
 
 
 class Decision(NamedTuple):
-    """Decision on a number: inside or outside bounds."""
+    """Decision if a number is inside or outside bounds."""
 
     # The number with its 95 % interval.
     number: Interval
     # True if the estimate lies within the bounds; None if there is no estimate.
     inside: bool | None
-    # p-value of the hypothesis that the number lies on the other side.
+    # P-value of the hypothesis that the number is on the other side.
     p_value: float
 
 
@@ -416,13 +417,14 @@ def decide(
 ) -> Decision:
     """Decide if `least < number < most`, or if the number lies beyond one of the two.
 
-    An interval that lies wholly on one side of a bound decides. The p-value is 1 less the largest
-    level at which it does, so that at most 5 % of decisions at a level of 95 % are wrong; against
-    one bound at most 2.5 %, since intervals are two-sided.
+    An interval that is entirely on one side of a bound decides. The p-value is 1 minus the largest
+    level at which it does, so that at most 5 % of decisions at a level of 95 % are wrong; against a
+    single bound at most 2.5 %, because intervals are two-sided.
 
     Args:
-        interval_at: the interval at a level of coverage; intervals of lower levels lie inside it.
-        least, most: the bounds; an infinite one is none.
+        interval_at: returns the interval at a level of coverage; intervals of lower levels lie
+            inside it.
+        least, most: the bounds; infinite: no bound.
 
     >>> of_level = lambda level: t_interval(1.96, 1.0, math.inf, level)
     >>> decision = decide(of_level, least=0.0)
@@ -437,7 +439,7 @@ def decide(
     inside = least < number.estimate < most
 
     def decides(chance: float) -> bool:
-        """Return True if the interval that misses with this chance is on the estimate's side."""
+        """Return True if the interval with this error rate is on the estimate's side."""
         _, low, high = interval_at(1 - chance)
         above = low > least or least == -math.inf
         below = high < most or most == math.inf

@@ -1,4 +1,4 @@
-"""Relative efficiency of a rollout of each loss, from a scored pool without a pass of the model."""
+"""Relative efficiency of losses, from a scored pool without a pass of the model."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Refusal(NamedTuple):
     # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
     # "coupled questions".
     kind: str
-    # In words, with the fields of a study that mend it.
+    # The reason in words, with the study's settings that help.
     line: str
-    # Numbers of the things that `kind` names, if it names some.
+    # Needed and available numbers of what `kind` names; 0 if it names nothing countable.
     needed: int = 0
-    found: int = 0
+    available: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LossRow:
     group_size: int
     # n of an update.
     rollouts: int
-    # None if it is not measured, for the `reason`.
+    # None if it cannot be measured, see `reason`.
     efficiency: RelativeEfficiency | None
     # True if this G is the best of the measured ones for the loss at this n.
     best: bool = False
@@ -100,13 +100,13 @@ def loss_efficiencies(
     See `estimators.efficiency`.
 
     Args:
-        pool: N scored completions of each of 4 questions or more, from which the unbiased estimate
-            and the gradient are computed.
-        group_sizes: every G.
+        pool: N scored completions of each of 4 questions or more, for the unbiased estimate and the
+            gradient.
+        group_sizes: all G.
         rollouts: n of an update.
         draws: number of pairs of batches for losses that couple their rows.
         seed: seed of the draws.
-        weighted: the pool of the losses with each kind of token weights, of the same questions.
+        weighted: pools of the same questions scored with the losses' token weights.
     """
     weighted = weighted or {}
     refusals = {
@@ -126,10 +126,12 @@ def loss_efficiencies(
         for (loss, size), reason in refusals.items()
         if reason is not None
     ]
-    for loss, own_sizes in measured.items():
-        if not own_sizes:
+    for loss, measured_sizes in measured.items():
+        if not measured_sizes:
             continue
-        best, others = best_sizes({x: errors[loss, x].error_D for x in own_sizes}, pool.metrics)
+        best, others = best_sizes(
+            {x: errors[loss, x].error_D for x in measured_sizes}, pool.metrics
+        )
         rows += [
             LossRow(
                 loss,
@@ -142,7 +144,7 @@ def loss_efficiencies(
                 if loss.rows.replaces
                 else None,
             )
-            for size in own_sizes
+            for size in measured_sizes
         ]
     return sorted(rows, key=lambda row: (losses.index(row.loss), row.group_size))
 
@@ -158,7 +160,7 @@ def loss_errors(
     """Estimate the error of n rollouts of each loss, by loss and G.
 
     Args:
-        measured: the G at which each loss is measured, none of them refused.
+        measured: the G of each loss, for which `refusal` is None.
         rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
@@ -186,7 +188,7 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    # The order is by the kind of length factor, which no G changes.
+    # Losses with the same kind of length factor follow each other, so that they share the sums.
     for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
@@ -205,8 +207,8 @@ def loss_moments(
         if replaces:
             batches = drawn_mixed_batches(own_pool.rewards_PN, prompts, size, draws, seed)
         parts = [moments[loss, size] for loss in sharing]
-        whole = coupled_moments(own_pool, gradient_PR, sharing, parts, list(batches))
-        moments |= zip([(loss, size) for loss in sharing], whole, strict=True)
+        updates = coupled_moments(own_pool, gradient_PR, sharing, parts, list(batches))
+        moments |= zip([(loss, size) for loss in sharing], updates, strict=True)
     return moments, product_of_means(gradient_PR, gradient_PR, pool.metrics)
 
 
@@ -279,7 +281,7 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
-    """Return the number of draws behind a loss's moments; None if all groups of the pool count.
+    """Return the number of draws for a loss's moments; None if they use all groups of the pool.
 
     Draws are pairs of batches, or groups of each question.
 
@@ -301,7 +303,7 @@ _LengthKind = tuple[str, int, bool, TokenWeights | None]
 
 
 def _length_kind(loss: Loss) -> _LengthKind:
-    """Return the settings besides the rewards on which a loss's sums by level depend."""
+    """Return the settings, besides the rewards, that determine a loss's sums by level."""
     cut = loss.mask_truncated_completions
     return loss.loss_type, loss.max_completion_length, cut, loss.tokens
 
@@ -320,13 +322,13 @@ def _terms(
         pool: scored completions with the token weights of the loss.
         group_size: G.
         sums: cache of the sums of the last kind of length factor; it is changed.
-        seed: seed of groups that are drawn.
-        unweighted: the pool of the unbiased estimate, whose terms take noise off drawn ones.
+        seed: seed of drawn groups.
+        unweighted: pool of the unbiased estimate, the control variate of drawn groups.
     """
     if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)
         if key not in sums:
-            # With many questions each entry takes gigabytes.
+            # Only one entry stays: with many questions each takes gigabytes.
             sums.clear()
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(
@@ -335,10 +337,10 @@ def _terms(
     if is_linear(loss):
         return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
-    # Every loss has the same groups, those of a smaller G within those of a larger one.
+    # All losses have the same groups, and groups of a smaller G are parts of larger ones.
     rng = generator(seed, "groups")
-    every_N = np.arange(completions, dtype=np.int64)
-    place_PDN = rng.permuted(np.tile(every_N, (questions, DRAWN_GROUPS, 1)), axis=2)
+    place_N = np.arange(completions, dtype=np.int64)
+    place_PDN = rng.permuted(np.tile(place_N, (questions, DRAWN_GROUPS, 1)), axis=2)
     place_PDG = place_PDN[..., :group_size]
     drawn = drawn_terms(pool, loss, place_PDG)
     if group_size < BASELINES[UNBIASED.baseline].min_group_size:

@@ -1,4 +1,4 @@
-r"""Effect of the way that questions are drawn on the error of a minibatch gradient.
+r"""Error of a minibatch gradient, by the way in which questions are drawn.
 
 An estimate of one question x has, over its completions, the second moment `e_x = E||ghat_x||^2`
 and the mean `mu_x = E ghat_x` with `p_x = ||mu_x||^2`; given the questions, different questions are
@@ -23,7 +23,7 @@ Number = TypeVar("Number", float, Array)
 
 @dataclass(frozen=True)
 class GradientError:
-    """The error of an estimate T of the gradient, by one baseline at one group size."""
+    """Error of an estimate T of the gradient, for a baseline at a group size."""
 
     # E||T - tau||^2 with its interval; `bias2` and `variance` are its parts.
     mse: Interval

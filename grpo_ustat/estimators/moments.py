@@ -7,8 +7,8 @@ With s the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z, g = E[s z
     oracle           ( A_V - ||g||^2 ) / G
     leave_one_out    ( A_V - ||g||^2 ) / G  +  ( D + ||g||^2 ) / ( G (G-1) )
 
-All are linear in (M_2, A_V, D, ||g||^2), and each of these has an unbiased estimator from the
-Gram matrix of the scores of a pool of N >= 3 completions.
+All are linear in (M_2, A_V, D, ||g||^2). Each of these has an unbiased estimator from the Gram
+matrix of the scores of a pool of N >= 3 completions.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from grpo_ustat.records import Array
 
 # Half-width of a 99.9 % interval, in half-widths of a 95 % interval.
 CORRELATION_MARGIN = 1.68
-# A sum of squared norms this far below its largest term is rounding.
+# A sum of squared norms below this share of its largest term is rounding.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Per-prompt quantities, arrays of shape [P]; exact values or unbiased estimates."""
+    """Quantities of each prompt, [P], as exact values or unbiased estimates."""
 
     # E q.
     m0: Array
@@ -70,7 +70,7 @@ class Moments:
 def centred(rewards: Array) -> Array:
     """Subtract from rewards their mean over the last axis; exactly 0 if all are equal.
 
-    The first reward is subtracted before, so that a large constant in all of them costs no digits.
+    The first reward is subtracted first, so that a large common constant costs no digits.
 
     >>> centred(np.array([1e9, 1e9 + 1])).tolist()
     [-0.5, 0.5]
@@ -143,8 +143,8 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
-    The sums are of centred rewards; the moments that a constant in all rewards changes are
-    corrected for it at the end.
+    The sums use centred rewards; moments that depend on a constant in all rewards are corrected for
+    it at the end.
 
     Args:
         q_PN: squared score norms, float64.
@@ -163,12 +163,12 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 
 
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
-    r"""Estimate A_V, D and ||g||^2 of the scores less their mean, each [P].
+    r"""Estimate A_V, D and ||g||^2 of the scores minus their mean, [P] each.
 
-    The estimates are unbiased whatever that mean is. Weights that sum to 0 let no mean into ghat,
-    so its error is that of the scores less their mean; the squared norms of `norm_moments` would
-    hold the mean too. With the kernel `h_ij = (z_i - z_j)(s_i - s_j) / 2`, of which ghat is the
-    mean over pairs (Hoeffding 1948),
+    The estimates are unbiased for any mean. Its weights sum to 0, so ghat does not contain the
+    mean, and its error is that of the scores minus their mean; the squared norms of `norm_moments`
+    would include the mean. ghat is the mean over pairs of the kernel
+    `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
         E<h_12, h_34> = ||g||^2
@@ -178,7 +178,7 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
         gram_PNN: inner products of the scores, float64.
 
     Raises:
-        ValueError: N < 4, for which there are no two pairs without a completion in common.
+        ValueError: N < 4, for which there are no two disjoint pairs.
     """
     n = rewards_PN.shape[-1]
     if n < 4:
@@ -192,9 +192,9 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
     distances = q[:, :, None] + q[:, None, :] - 2 * gram
     same = ((z[:, :, None] - z[:, None, :]) ** 2 * distances).sum((-1, -2)) / 4
     shared = (n * n * (z * z * q).sum(-1) + 3 * n * sum_sq) / 4 - same
-    apart = n * n * sum_sq - 4 * shared - 2 * same
+    disjoint = n * n * sum_sq - 4 * shared - 2 * same
     pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
-    g_sq = apart / (triples * (n - 3))
+    g_sq = disjoint / (triples * (n - 3))
     a_v = 4 * shared / triples - 3 * g_sq
     return a_v, 2 * same / pairs - 2 * g_sq - a_v, g_sq
 
@@ -269,10 +269,10 @@ def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
 def covariance_excess(q: Array, z: Array) -> Array:
     """Estimate A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; it may be negative.
 
-    It is the unbiased Cov(q, z)^2 over the mean of q, less its bias of order 1/N by the jackknife.
-    With q and z independent its mean is exactly 0 (that of the U-statistic is 0 whatever the
-    q_i are); else it is consistent, not unbiased, as the ratio's denominator is estimated too:
-    a bias of order 1/N^2 remains, towards 0 if the largest q dominate. NaN below 5 completions.
+    It is the unbiased Cov(q, z)^2 over the mean of q, minus its bias of order 1/N by the jackknife.
+    With q and z independent its mean is exactly 0, because the U-statistic has mean 0 for any q_i.
+    Otherwise it is consistent but not unbiased, because the denominator is estimated: a bias of
+    order 1/N^2 remains, towards 0 if the largest q dominate. NaN below 5 completions.
     """
     count = q.shape[-1]
     if count < 5:
@@ -289,7 +289,7 @@ def covariance_excess(q: Array, z: Array) -> Array:
 
 
 def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
-    """Compute powers about the sample's means: a covariance does not depend on the origin."""
+    """Compute powers about the sample's means, which a covariance does not depend on."""
     q, z = q - q.mean(axis=-1, keepdims=True), z - z.mean(axis=-1, keepdims=True)
     powers = _powers(q, z)
     return powers | {"qqz": q * powers["qz"], "qqzz": powers["qz"] ** 2}
@@ -313,8 +313,8 @@ def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
     # The three terms are M_1^2, M_1 V M_0 and V^2 M_0^2.
     same = (c * c - qqzz) / pairs
     mixed = (2 * qqzz - c * c) / triples
-    apart = (2 * c * c - 6 * qqzz + qq * zz) / (triples * (n - 3))
-    return same - 2 * mixed + apart
+    disjoint = (2 * c * c - 6 * qqzz + qq * zz) / (triples * (n - 3))
+    return same - 2 * mixed + disjoint
 
 
 def correlation(moments: Moments) -> Interval:
@@ -342,11 +342,11 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
     """Return True if Assumption 2 fails: squared score norm and reward are correlated.
 
     The correlation is given the prompt. The assumption fails if the share of A_V that the best
-    prompt-only baseline takes off the oracle's error, `E[Cov(q, Z | X)^2 / M_0] / A_V`, is
-    significantly positive: covariances of prompts cannot cancel in it, as they can in corr(q, Z).
-    It also fails if their mean is significantly not 0, which small pools show before the squares
-    do; the 95 % interval of corr(q, Z) misses 0 too often for that with heavy tails (in 5 to 17 %
-    of pools), so it must miss 0 by a margin (`CORRELATION_MARGIN`).
+    prompt-only baseline subtracts from the oracle's error, `E[Cov(q, Z | X)^2 / M_0] / A_V`, is
+    significantly positive; covariances of prompts cancel in corr(q, Z), but not in this share. It
+    also fails if their mean is significantly not 0, which small pools show before the squares do.
+    With heavy tails the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of pools, so it
+    must exclude 0 by a margin (`CORRELATION_MARGIN`).
 
     If the assumption holds at every prompt, the result is True in 1 to 4 % of the pools (1 to 60
     questions of 8 to 64 completions, light to heavy tails, 300 pools each).

@@ -1,31 +1,31 @@
 r"""Correlations of proxies of noise with the noise itself, over prompts and completions.
 
 *Prompts.* VIP and SPEED use p (1-p) of a prompt as a proxy of the noise of its gradient, or of its
-information; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to
-0, and push it up where both sides come from the same completions. Halves of a pool are independent
-given the prompt; so with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
+information; a pool estimates both. Errors of estimates move a correlation towards 0, or upwards if
+both sides come from the same completions. Halves of a pool are independent given the prompt. So
+with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
 
     Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
 
 and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
-the true x and y, whatever the errors are (Spearman 1904). Covariances are averaged over random
-halvings. The same on ranks is not consistent: the mean rank of half a pool is no linear function of
-the true rank, and no estimate from only the pool tells the difference. Proportionality is a claim
-on values, not on ranks.
+the true x and y, for any errors (Spearman 1904). Covariances are averaged over random halvings. The
+same on ranks is not consistent, because the mean rank of half a pool is not a linear function of
+the true rank, and the pool cannot correct for this. Proportionality is a claim on values, not on
+ranks.
 
-*Completions.* Length and squared score norm of a completion are known without error, so here ranks
-need no correction. The grade of X is its place in the distribution, `F(X) = P(X' < X) + P(X' =
+*Completions.* Length and squared score norm of a completion have no errors, so ranks need no
+correction. The grade of X is its place in the distribution, `F(X) = P(X' < X) + P(X' =
 X)/2`, and Spearman's correlation is that of the grades. With three different completions of a
 prompt, sgn 0 = 0,
 
     4 Cov( F(X), G(Y) ) = E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]
 
-so a mean over all triples is unbiased for any number of completions (sample ranks have the triples
-with 2 = 3 too, which pull towards Kendall's tau). With the sign matrices A, B and their row sums a,
-b the sum over triples is `a'b - sum_ij A_ij B_ij`. Covariances are averaged over prompts before the
-ratio.
+so a mean over all triples is unbiased for any number of completions (sample ranks also use triples
+with 2 = 3, which move the result towards Kendall's tau). With the sign matrices A, B and their row
+sums a, b the sum over triples is `a'b - sum_ij A_ij B_ij`. Covariances are averaged over prompts
+before the ratio.
 
-Intervals leave out one prompt at a time, on Fisher's scale artanh r: they are for other prompts.
+Intervals are for new prompts: they leave out one prompt at a time, on Fisher's scale artanh r.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from grpo_ustat.records import Array
 
 # Prompts whose matrices of signs are in memory at once.
 BLOCK = 64
-# The largest correlation for Fisher's scale, which has no end at 1.
+# Largest correlation for Fisher's scale, which is infinite at 1.
 MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """A covariance over n prompts, and the same without each of them; for grades four times it."""
+    """Covariance over n prompts, and without each of them; four times the covariance for grades."""
 
-    whole: float
+    value: float
     delete_one_n: Array
 
 
@@ -70,7 +70,7 @@ def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE)
 def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Estimate Spearman's correlation over the N >= 4 completions of one prompt.
 
-    Covariances are averaged over prompts; both sides are known without error.
+    Covariances are averaged over prompts; neither side has errors.
     """
 
     def covariance(first_PN: Array, second_PN: Array) -> Covariance:
@@ -122,13 +122,13 @@ def correlation(
 ) -> Interval:
     """Return xy / sqrt(xx yy) with its jackknife interval on Fisher's scale, within [-1, 1].
 
-    From .99 on the interval is that of r itself. NaN if xx or yy is not positive, with one unit
-    left out or none: then that side does not distinguish the units.
+    From .99 on the interval is on the scale of r. NaN if xx or yy is not positive, with all prompts
+    or without one: then that side does not distinguish the prompts.
     """
-    variances = np.concatenate([[xx.whole, yy.whole], xx.delete_one_n, yy.delete_one_n])
+    variances = np.concatenate([[xx.value, yy.value], xx.delete_one_n, yy.delete_one_n])
     if not (variances > 0).all():
         return UNDETERMINED
-    ratio = xy.whole / math.sqrt(xx.whole * yy.whole)
+    ratio = xy.value / math.sqrt(xx.value * yy.value)
     delete_one_n = xy.delete_one_n / np.sqrt(xx.delete_one_n * yy.delete_one_n)
     if max(abs(ratio), np.abs(delete_one_n).max()) < MAX_CORRELATION:
         scaled = jackknife_interval(math.atanh(ratio), np.arctanh(delete_one_n)[None], level)

@@ -1,4 +1,4 @@
-r"""The weights of the rows of a loss: an update's gradient is `sum_i W_i s_i`, s_i row i's score.
+r"""Weights of a loss's rows: an update's gradient is `sum_i W_i s_i`, s_i the score of row i.
 
 A row is a completion of L_i tokens, its score `s_i = sum_t grad log pi(token t | before)`. At the
 first update of a batch every importance ratio is 1, and a loss whose tokens all weigh the same has
@@ -6,7 +6,7 @@ first update of a batch every importance ratio is 1, and a loss whose tokens all
     W_i = A_i w_i        A_i  advantage, a baseline of `estimators.baselines`
                          w_i  weight of every token of the row, `token_weights`
 
-n rows, the sums over those that count (a row that is left out has L_i = 0 and W_i = 0):
+With n rows, and sums over those that count (an excluded row has L_i = 0 and W_i = 0):
 
     loss_type        w_i                          source
     sum              1/n                          the paper, Algorithm 1; verl seq-mean-token-sum
@@ -18,12 +18,12 @@ n rows, the sums over those that count (a row that is left out has L_i = 0 and W
     bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) that of row i
 
 The weights of the first four lines depend only on the row, those of the last two on all rows: with
-these `COUPLED` weights the gradient is no mean over prompts. Only with `sum`, `luspo` and `dr_grpo`
-it has the direction of the advantage's own estimate.
+these `COUPLED` weights the gradient is not a mean over prompts. Only with `sum`, `luspo` and
+`dr_grpo` it has the direction of the plain estimate with the same advantages.
 
-A filter takes rows out of n and of every sum: those of groups whose rewards are all equal, of
-groups of small reward variance, of small advantage (`rows_that_count`). It couples rows as well,
-since n depends on all; but groups drawn anew until their rewards differ are independent ones.
+A filter removes rows from n and from every sum: rows of groups whose rewards are all equal, of
+groups of small reward variance, or of small advantage (`rows_that_count`). It also couples rows,
+because n depends on all of them; but groups drawn again until their rewards differ are independent.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
         advantage_threshold a     |A_xi| >= a
 
     The second is the filter of RAGEN-2 (arXiv 2604.06268, top-p); among groups of equal variance
-    the earlier ones of the update come first, which are in random order. If there is no variance,
-    none counts. `replace` leaves nothing out here: its groups have been drawn anew.
+    the earlier ones of the update come first, whose order is random. If there is no variance, no
+    row counts. With `replace` all rows count here, because its groups were drawn again.
 
     >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
     >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
@@ -95,7 +95,7 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     if rows.zero_variance_groups == DROP:
         counts_PG &= mixed_P[:, None]
     if rows.reward_variance_share < 1:
-        # Sorting and rounding make groups of the same rewards equal whatever their order.
+        # Sorting and rounding make groups of the same rewards equal in any order.
         variance_P = np.sort(rewards_PG, axis=1).var(axis=1) * mixed_P
         total = max(float(variance_P.sum()), np.finfo(np.float64).tiny)
         share_P = (variance_P / total).round(12)
@@ -120,11 +120,11 @@ def token_weights(
     order_N: Integers | None = None,
     counts_N: Mask | None = None,
 ) -> Array:
-    """Compute w_i of all rows of an update, [N]; 0 for a row that is left out or does not count.
+    """Compute w_i of all rows of an update, [N]; 0 for an excluded row or one that does not count.
 
     Args:
         loss_type: one of `LOSS_TYPES`.
-        lengths_N: L_i in tokens, 0 for a row that is left out.
+        lengths_N: L_i in tokens, 0 for an excluded row.
         max_completion_length: L_max, tokens after which a completion is cut.
         micro_batch_size: rows of a micro-batch of `bnpo`; it divides n.
         order_N: rows in the order in which micro-batches are cut from them; None: unchanged.
@@ -161,7 +161,7 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, which turns advantages and lengths into the weights of an update's rows."""
+    """Loss: it turns advantages and lengths into the weights of an update's rows."""
 
     # Name of the objective.
     name: str
@@ -174,7 +174,7 @@ class Loss:
     max_completion_length: int
     # Rows of a micro-batch of `bnpo`.
     micro_batch_size: int | None = None
-    # True if completions that did not end are left out; they count in n and in the advantages.
+    # True if completions that did not end are excluded; they count in n and in the advantages.
     mask_truncated_completions: bool = False
     rows: RowFilter = RowFilter()
     # Weights of the tokens of a row, see `estimators.token_weights`; None: all are 1, as at the
@@ -193,16 +193,16 @@ class Loss:
 
     @property
     def couples_prompts(self) -> bool:
-        """True if a row's weight depends on other groups: the gradient is no mean over prompts."""
+        """True if a row's weight depends on other groups, so the gradient is no prompt mean."""
         baseline = BASELINES[self.baseline]
         return self.rows.couples or self.loss_type in COUPLED or baseline.couples_prompts
 
     def scale(self, group_size: int) -> float | None:
         """Return c with E ghat = c grad J for any policy and rewards; None for other losses.
 
-        If groups are replaced and a share K is kept, E ghat = c grad J / K. The mean of a group
-        that is kept is g_x / (1 - q_x) where a baseline is 0 on the others, and the law of its
-        prompt rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
+        If groups are replaced and a share K is kept, E ghat = c grad J / K. If the baseline is 0 on
+        the other groups, the mean of a kept group is g_x / (1 - q_x), and its prompt has the
+        distribution rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
@@ -216,7 +216,7 @@ class Loss:
         return 1 / divisor if BASELINES[self.baseline].unbiased else None
 
     def counted_lengths(self, lengths: Integers, ended: Mask | None = None) -> Integers:
-        """Return L of each row, 0 for those that are left out."""
+        """Return L of each row, 0 for excluded rows."""
         return lengths * ended if self.mask_truncated_completions and ended is not None else lengths
 
     def length_factors(self, lengths: Integers, ended: Mask | None = None) -> Array:
@@ -242,7 +242,7 @@ def row_weights(
 
     Args:
         rewards_PG: rewards of all prompts of the update.
-        context: the fields that the baseline of advantages reads, and the rows' lengths.
+        context: inputs of the baseline of advantages, and the rows' lengths.
         ended_PG: True for a completion that ended; None: all did.
         order_N: see `token_weights`.
 

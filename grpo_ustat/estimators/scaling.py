@@ -1,4 +1,4 @@
-r"""The scaling law: C1, C2, C3 and ||grad J||^2, and the statements on G and n that follow.
+r"""Scaling law: C1, C2, C3 and ||grad J||^2, and the statements on G and n that follow.
 
 For B prompts drawn independently, G completions each, leave-one-out baseline (paper, Proposition 3,
 section 6):
@@ -7,28 +7,26 @@ section 6):
     C1 = tr Cov g(X)    C2 = E[ A_V - ||g||^2 ]    C3 = E[ D + ||g||^2 ]
 
 At a fixed number of rollouts n = B G this is `1/n { G C1 + C2 + C3/(G-1) }`, smallest at
-`G* = 1 + sqrt(C3/C1)` whatever n; the paper, with C3/G as the last term, has `sqrt(C3/C1)`. At a
+`G* = 1 + sqrt(C3/C1)` for any n; the paper, with C3/G as the last term, has `sqrt(C3/C1)`. At a
 fixed cost K = B (k + G c), k spent once per prompt and c per completion, the error is
 `(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`: its minimum does not depend on K either.
 
     n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
 
 is the number of rollouts of a step at which the gradient's squared error equals its squared length:
-the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. It is least
-at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
+the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. It is
+smallest at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
 
     E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
 
-and where the curvature is alike in all directions, a step of the best length gains a share
-`n / ( n + n_c )` of what the true gradient gains. So one percent more rollouts makes a step gain
+and if the curvature is equal in all directions, a step of the best length gains a share
+`n / ( n + n_c )` of the gain of the true gradient. So one percent more rollouts makes a step gain
 (noise share) percent more: half a percent at n_c, one percent far below it, nothing far above it.
-In tokens a group costs k + G c (its prompt once), so `n_c (k + G c) / G` tokens take the place of
-n_c rollouts.
+In tokens a group costs k + G c (its prompt once), so n_c rollouts are `n_c (k + G c) / G` tokens.
 
-Each of these is linear in the four numbers, or follows from a ratio of two such combinations. So
+Each of these is linear in the four numbers, or a function of a ratio of two linear combinations. So
 intervals need only their covariance, from a jackknife: Student's t, Fieller's (1954) set of a
-ratio, which has no upper end if the denominator may be 0, and for G* the posterior of
-`group_size`.
+ratio, which has no upper end if the denominator may be 0, and for G* the posterior of `group_size`.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ from grpo_ustat.records import Array
 
 CONSTANTS = ("c1", "c2", "c3")
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
-# Weights of one of the four numbers.
+# Unit weights of the four numbers.
 C1, C2, C3, GRAD_SQ = np.eye(4)
 # Least G* of any policy, since C3 >= 2 C1.
 MIN_GSTAR = 1 + math.sqrt(2)
@@ -71,25 +69,25 @@ MIN_GSTAR = 1 + math.sqrt(2)
 MAX_GROUP_SIZE = 1e6
 # Bounds of log(G - 1) in a search.
 MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
-# The critical value of a lower end without an upper one is so many times Student's t: it is given
-# mostly where the denominator came out too small.
+# Factor of Student's t for a lower end without an upper one, which occurs mostly if the denominator
+# is underestimated.
 ONE_SIDED_FACTOR = 2.0
-# A number of rollouts that nothing divides is replaced by the next multiple of this.
+# A number of rollouts without divisors is replaced by the next multiple of this.
 WHOLE_GROUPS = 8
 
 
 @dataclass(frozen=True)
 class GroupSizeCosts:
-    """The extra error of every admissible group size at a fixed number of rollouts."""
+    """Extra error of every admissible group size at a fixed number of rollouts."""
 
     # n of a step.
     rollouts: int
-    # The admissible G, one that divides n, to take.
+    # The best admissible G, a divisor of n.
     best: int
-    # MSE at G over MSE at `best`, less 1, by G; simultaneous 95 % intervals, see
-    # `ScalingLaw.extra_error`, NaN where C1 to C3 have none.
+    # MSE at G over MSE at `best`, minus 1, by G; simultaneous 95 % intervals, see
+    # `ScalingLaw.extra_error`, NaN if C1 to C3 have no errors.
     extra: Mapping[int, Interval]
-    # The error at `best` is within this share of the least one; None: not decided.
+    # The error at `best` is within this share of the smallest one; None: not decided.
     tolerance: float | None = None
 
 
@@ -111,7 +109,7 @@ class ScalingLaw:
     covariance_K44: Array
     # Degrees of freedom of a part, its units less 1.
     part_dof: float
-    # Number of prompts that the numbers are from.
+    # Number of prompts of the sample.
     prompts: float
 
     @classmethod
@@ -121,7 +119,7 @@ class ScalingLaw:
 
     @classmethod
     def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
-        """Return the law of the prompts at hand (C1 with divisor P), without errors.
+        """Return the law of the given prompts (C1 with divisor P), without errors.
 
         Args:
             moments: per-prompt moments, exact or unbiased.
@@ -142,7 +140,7 @@ class ScalingLaw:
             whole_4: C1, C2, C3 and ||grad J||^2 from all units.
             delete_one_4Kn: the same with one of a part's n units left out, of K independent parts
                 (K = 1 if prompts are left out).
-            prompts: number of prompts that the estimates are from.
+            prompts: number of prompts of the sample.
         """
         change = delete_one_4Kn - delete_one_4Kn.mean(axis=2, keepdims=True)
         count = change.shape[2]
@@ -183,10 +181,10 @@ class ScalingLaw:
 
     def stored_errors(self) -> dict[str, Any]:
         """Return the errors of C1, C2 and C3 for `result.json`; None if they are unknown."""
-        known = np.isfinite(self.covariance_33).all()
+        is_known = np.isfinite(self.covariance_33).all()
         return {
-            "covariance": self.covariance_33.tolist() if known else None,
-            "dof": self.dof if known else None,
+            "covariance": self.covariance_33.tolist() if is_known else None,
+            "dof": self.dof if is_known else None,
         }
 
     def with_c3(self, weights_4: Array) -> ScalingLaw:
@@ -198,38 +196,41 @@ class ScalingLaw:
 
     @property
     def c1(self) -> float:
-        """The variance of the prompts' gradients."""
+        """Variance of the prompts' gradients."""
         return float(self.constants_4[0])
 
     @property
     def c2(self) -> float:
-        """The noise of a prompt's completions, to first order in 1/G."""
+        """Noise of a prompt's completions, to first order in 1/G."""
         return float(self.constants_4[1])
 
     @property
     def c3(self) -> float:
-        """The noise that the other completions' baseline adds, of order 1/G^2."""
+        """Noise that the baseline of the other completions adds, of order 1/G^2."""
         return float(self.constants_4[2])
 
     @property
     def covariance_33(self) -> Array:
-        """The covariance of the errors of C1, C2 and C3."""
+        """Covariance of the errors of C1, C2 and C3."""
         return self.covariance_K44[:, :3, :3].sum(axis=0)
 
     @property
     def dof(self) -> float:
         """Degrees of freedom of `covariance_33`.
 
-        They are Welch & Satterthwaite's for the sum of K parts, the least of the three constants'.
+        They are Welch & Satterthwaite's for the sum of K parts, the smallest of the three
+        constants.
         """
         variance_K3 = np.diagonal(self.covariance_K44[:, :3, :3], axis1=1, axis2=2)
         return min(pooled_dof(variance_K, self.part_dof) for variance_K in variance_K3.T)
 
     @property
     def has_errors(self) -> bool:
-        """True if C1, C2 and C3 are estimates with known errors: a stored result may lack some."""
-        known = np.isfinite(self.constants_4[:3]).all() and np.isfinite(self.covariance_33).all()
-        return bool(known) and math.isfinite(self.part_dof)
+        """True if C1, C2 and C3 are finite with known errors; a stored result may lack some."""
+        is_finite = (
+            np.isfinite(self.constants_4[:3]).all() and np.isfinite(self.covariance_33).all()
+        )
+        return bool(is_finite) and math.isfinite(self.part_dof)
 
     @property
     def _estimates(self) -> Estimates:
@@ -264,7 +265,7 @@ class ScalingLaw:
             factor: multiplier of the critical value.
 
         Returns:
-            The ratio. Its estimate is NaN if the denominator's is not positive or if every ratio is
+            The ratio. Its estimate is NaN if the denominator is not positive or if every ratio is
             possible; its ends are NaN if the errors are unknown.
         """
         above, below = (float(_weighted(x, self.constants_4).sum()) for x in (above_4, below_4))
@@ -277,8 +278,8 @@ class ScalingLaw:
             return UNDETERMINED._replace(estimate=above / below if below > 0 else math.nan)
         dof = min(pooled_dof(above_K, self.part_dof), pooled_dof(below_K, self.part_dof))
         low, high = fieller_set(above, below, variances, factor * t_quantile(dof, level))
-        known = below > 0 and not (low == 0 and math.isinf(high))
-        return Interval(max(0.0, above / below) if known else math.nan, low, high)
+        determined = below > 0 and not (low == 0 and math.isinf(high))
+        return Interval(max(0.0, above / below) if determined else math.nan, low, high)
 
     def _covariance(self, left_4: Array, right_4: Array) -> Array:
         """Compute the covariance of two linear combinations, from each part, [K]."""
@@ -294,11 +295,11 @@ class ScalingLaw:
         return group_size * self.c1 + self.c2 + self.c3 / (group_size - 1)
 
     def least(self, sizes: Sequence[int]) -> int:
-        """Return the group size of least estimated error at a fixed number of rollouts."""
+        """Return the group size of smallest estimated error at a fixed number of rollouts."""
         return min(sizes, key=self.n_mse)
 
     def best_of(self, sizes: Sequence[int]) -> int:
-        """Return the group size to take, decided or not: see `decide`."""
+        """Return the best group size, decided or not, see `decide`."""
         if not (self.has_errors and self.c3 > 0):
             return self.least(sizes)
         return self.decide(sizes).group_size
@@ -310,8 +311,8 @@ class ScalingLaw:
             sizes: admissible group sizes, each at least 2.
         """
         place, tolerance = self._estimates.decide(sizes)
-        known = float(tolerance[0])
-        return Decision(sizes[int(place[0])], known if math.isfinite(known) else None)
+        bound = float(tolerance[0])
+        return Decision(sizes[int(place[0])], bound if math.isfinite(bound) else None)
 
     def costs(self, rollouts: int) -> GroupSizeCosts:
         """Compute the cost of each admissible group size, with the errors of C1, C2 and C3.
@@ -365,11 +366,11 @@ class ScalingLaw:
         """Estimate the best G at a fixed cost.
 
         If one of `USUAL_SIZES` is decided, the interval is the smallest that contains the central
-        95 % of the posterior under each prior. Else it has no upper end, and at its lower one
-        Fieller's statistic has twice the critical value, from only the data.
+        95 % of the posterior under each prior. Otherwise it has no upper end, and its lower end
+        comes from Fieller's statistic with twice the critical value, without a prior.
 
-        The estimate is the plug-in if it lies in the interval, else the middle of the posterior; it
-        is NaN if there is no best G. It is too large on average, since `1 + sqrt(C3/C1)` is convex
+        The estimate is the plug-in if the interval contains it, else the middle of the posterior;
+        NaN if there is no best G. It is too large on average, because `1 + sqrt(C3/C1)` is convex
         in C1.
 
         Args:
@@ -408,14 +409,14 @@ class ScalingLaw:
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
         """Estimate MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
 
-        The estimate is the plug-in. It rises or falls with k = C3/C1, so its ends are its values
-        at the ends of the central part of the posterior of k: one interval of k serves all G and R,
-        and the intervals are simultaneous, also for a reference that the same data chose.
+        The estimate is the plug-in. The extra error is monotonic in k = C3/C1, so the ends are its
+        values at the ends of the central part of the posterior of k. The same interval of k is used
+        for all G and R, so the intervals are simultaneous, also for a reference that the same data
+        chose.
 
         Returns:
-            The extra error: NaN if the estimate of either error is not positive; with a width of 0
-            if G = R; with ends that are NaN if the constants are from fewer than 16 effective
-            prompts.
+            The extra error: NaN if the estimate of either error is not positive; width 0 if G = R;
+            ends NaN if the constants come from fewer than 16 effective prompts.
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -435,16 +436,16 @@ class ScalingLaw:
         return Interval(extra, min(extra, *ends), max(extra, *ends))
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts with which half and nine in ten such studies decide.
+        """Estimate the numbers of prompts with which 50 % and 90 % of such studies decide.
 
-        They are infinite if no number up to 10^6 suffices, or if nothing is known yet.
+        They are infinite if no number up to 10^6 suffices, or if the errors are unknown.
         """
         if not (self.has_errors and self.c3 > 0):
             return math.inf, math.inf
         return self._estimates.prompts_to_decide(sizes)
 
     def constants_ratio(self, level: float = CONFIDENCE) -> Interval:
-        """Estimate k = C3/C1 with Fieller's interval, from only the data."""
+        """Estimate k = C3/C1 with Fieller's interval, without a prior."""
         return self.ratio(C3, C1, level)
 
     def noise_scale(
@@ -454,11 +455,11 @@ class ScalingLaw:
         completion_cost: float = 1.0,
         level: float = CONFIDENCE,
     ) -> Interval:
-        """Estimate n_c(G) with Fieller's interval: no upper end if ||grad J||^2 may be 0.
+        """Estimate n_c(G) with Fieller's interval, without an upper end if ||grad J||^2 may be 0.
 
-        An upper end is given only if ||grad J||^2 is above 0 at the level .995, two-sided, since it
-        is given mostly if ||grad J||^2 came out too large. A lower end without an upper one is
-        given mostly if it came out too small, so its critical value is twice as large.
+        An upper end needs ||grad J||^2 above 0 at the two-sided level .995, because it exists
+        mostly if ||grad J||^2 is overestimated. A lower end without an upper one occurs mostly if
+        it is underestimated, so its critical value is twice as large.
 
         Args:
             group_size: G > 1; at the estimate of G* the interval is to first order that of the
@@ -482,9 +483,9 @@ class ScalingLaw:
     def prompt_share(self, group_size: float, level: float = CONFIDENCE) -> Interval:
         """Estimate the share of the noise that comes from the draw of prompts, within [0, 1].
 
-        It is G C1 / ( G C1 + C2 + C3/(G-1) ), and no rollouts of the same prompts average it out.
-        The interval is Fieller's of the odds `G C1 / (C2 + C3/(G-1))`. Prompts that were not drawn
-        add `undrawn` to the relative variance of C1 at hypothetical odds.
+        It is G C1 / ( G C1 + C2 + C3/(G-1) ), which more rollouts of the same prompts do not
+        reduce. The interval is Fieller's of the odds `G C1 / (C2 + C3/(G-1))`. Undrawn prompts add
+        `undrawn` to the relative variance of C1 at hypothetical odds.
 
         Args:
             group_size: G > 1; NaN gives NaN.
@@ -510,9 +511,9 @@ class ScalingLaw:
         """Estimate the G at which prompts and completions add equal noise, with Fieller's set.
 
         There `G C1 = C2 + C3/(G-1)`: the draw of prompts adds as much noise as their completions.
-        The prompts' share rises with G, so there is one such G > 1, the larger root of
-        `C1 G^2 - (C1 + C2) G + C2 - C3`; a G belongs to the set if that does not differ from 0
-        significantly.
+        The prompts' share rises with G, so there is exactly one such G > 1, the larger root of
+        `C1 G^2 - (C1 + C2) G + C2 - C3`. A G belongs to the set if this polynomial does not differ
+        significantly from 0.
 
         Args:
             level: coverage of the interval, which has no upper end if C1 may be 0.
@@ -526,7 +527,7 @@ class ScalingLaw:
             return UNDETERMINED
         half = (c1 + c2) / 2
         size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
-        # This fails if C3 came out below 0.
+        # This fails if the estimate of C3 is below 0.
         if not size > 1:
             return UNDETERMINED
         critical = t_quantile(self.dof, level)

@@ -22,8 +22,8 @@ and rho that of `importance_sampling_level`, the derivative of a loss by l_t is
     level token: rho = rho_t; sequence: (prod_t rho_t)^(1/L); whole_sequence: prod_t rho_t
 
 The last, unclipped, is unbiased: `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12 without normalisation).
-All others are not. Clipping and the smooth weights depend on the sign of A, so a row has a vector
-for each sign, and a further one for its penalty (`KINDS`):
+All others are biased. Clipping and the smooth weights depend on the sign of A, so a row has a
+vector for each sign, and a further one for its penalty (`KINDS`):
 
     k3 in the loss   kappa_t = 1 - exp(r_t - l_t)
     k2 in the loss   kappa_t = l_t - r_t
@@ -32,7 +32,7 @@ for each sign, and a further one for its penalty (`KINDS`):
 If the sampler differs slightly from the model, as an inference engine does, omega is multiplied by
 a correction: with q = pi/mu of each token, or of the whole completion (`sequence_...`), min(q, cap)
 (`..._truncate`), or q and 0 where q > cap (`..._mask`), as TRL 1.16's
-`vllm_importance_sampling_mode`. Where the ratio of the loss is the completion's, TRL multiplies its
+`vllm_importance_sampling_mode`. If the loss has a ratio for each completion, TRL multiplies its
 (B, 1) losses by (B, T) corrections and sums over tokens, so that a completion's tokens share the
 mean of their corrections.
 """
@@ -161,7 +161,7 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
         high = weights.epsilon_high
         return ratio if high is None else np.minimum(ratio, high)
     if weights.form == "sapo":
-        # A command line that is refused does not wait for this import.
+        # Imported here, so that a refused command line does not wait for it.
         from scipy.special import expit
 
         gate = expit(SAPO_TEMPERATURES[below] * (ratio - 1))

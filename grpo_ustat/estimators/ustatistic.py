@@ -12,26 +12,29 @@ from grpo_ustat.records import Array, Integers
 def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
     """Estimate the probability that all rewards of a group are equal, per prompt [P].
 
-    Such a group adds nothing to the gradient. The estimate is unbiased: the share of all groups of
-    G of the N completions, sum_c C(n_c, G) / C(N, G) over the counts n_c of equal rewards.
+    Such a group adds nothing to the gradient. The estimate is the share of such groups among all
+    groups of G of the N completions, `sum_c C(n_c, G) / C(N, G)` over the counts n_c of equal
+    rewards, which is unbiased.
 
     >>> zero_variance_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
     [0.5]
     """
-    whole = math.comb(rewards_PN.shape[1], group_size)
+    all_groups = math.comb(rewards_PN.shape[1], group_size)
     counts = [np.unique(row, return_counts=True)[1] for row in rewards_PN]
-    return np.array([sum(math.comb(c, group_size) for c in row.tolist()) / whole for row in counts])
+    return np.array(
+        [sum(math.comb(c, group_size) for c in row.tolist()) / all_groups for row in counts]
+    )
 
 
 def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> float:
     """Estimate the zero-variance share, `p^G + (1-p)^G`, if all prompts have their average p.
 
-    By convexity it is at most the share from the prompts' own chances, mean_x p_x^G + (1-p_x)^G;
-    the rest comes from prompts of unequal difficulty, which no larger group cures.
-    Unbiased for the prompts at hand: with `p = sum_x p_x / P`, the power p^G is G! times the
-    coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`; prompts are independent and p_x^m has
-    the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of one prompt's own
-    `p_x^G + (1-p_x)^G` from G draws is 1 if they were equal, else 0.)
+    By convexity it is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`. The
+    difference comes from prompts of unequal difficulty, and larger groups do not remove it. The
+    estimate is unbiased for the given prompts: with `p = sum_x p_x / P`, the power p^G is G! times
+    the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`; prompts are independent and p_x^m
+    has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
+    `p_x^G + (1-p_x)^G` from G draws is 1 if they are equal, else 0.)
 
     Args:
         successes_P: S, number of right completions among each prompt's G.
@@ -47,20 +50,22 @@ def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> floa
 
 
 def _power_of_mean(successes_P: Integers, size: int) -> float:
-    """Estimate p^G without bias, p the mean of the prompts' chances, see above."""
-    # A command line that is refused does not wait for these imports.
+    """Estimate p^G without bias, p the mean of the prompts' probabilities, see the caller."""
+    # Imported here, so that a refused command line does not wait for it.
     from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
     from scipy.special import binom
 
     powers = np.arange(size + 1)
     choose = binom(powers[:, None], powers)
     draws = np.arange(size)
-    # The coefficients of the product over no prompt.
+    # Coefficients of the empty product.
     total = (powers == 0).astype(float)
     for successes in successes_P:
-        own = np.cumprod([1, *((successes - draws).clip(0) / (size - draws) / len(successes_P))])
+        coefficients = np.cumprod(
+            [1, *((successes - draws).clip(0) / (size - draws) / len(successes_P))]
+        )
         shift: Array = toeplitz(total, np.zeros(size + 1))
-        total = (choose * shift) @ own
+        total = (choose * shift) @ coefficients
     return float(total[-1])
 
 

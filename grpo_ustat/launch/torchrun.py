@@ -96,8 +96,8 @@ class SignalRelay(StopRequest):
                     self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
-                    f"ranks still running {self._grace} s after {self.name} "
-                    "(launch.grace_seconds): they are killed; raise it if they need longer to save",
+                    f"ranks still running {self._grace} s after {self.name} are killed: raise "
+                    "launch.grace_seconds if they need longer to save",
                     file=sys.stderr,
                 )
                 _kill(torchrun)

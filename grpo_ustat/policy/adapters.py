@@ -26,7 +26,7 @@ def with_adapters(
     """Return the frozen model with the configured adapters, which are trainable.
 
     Args:
-        seed: seed of the adapters' random start.
+        seed: seed of the adapters' random initial weights.
         revision: revision of the model on the hub; the adapters name it with their base model.
         rollout: name of the sampler, to refuse adapters that vLLM cannot read.
     """
@@ -72,12 +72,12 @@ def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
 def with_stored_adapters(
     model: PreTrainedModel, folder: str, *, merge: bool = False
 ) -> torch.nn.Module:
-    """Return the model with a folder's adapters on it, or merged into its weights.
+    """Return the model with a folder's adapters, separate or merged into its weights.
 
-    On it, only the adapters are trainable, as in the run that trained them. Merged, all weights are
-    trainable again. In a model of 16 bits the sums are rounded. If adapters are on an embedding
-    that is the output layer's too, the two are two weights once they are merged, as they are two
-    layers to PEFT.
+    If separate, only the adapters are trainable, as in the run that trained them. If merged, all
+    weights are trainable; in a model of 16 bits the sums are rounded. If adapters are on an
+    embedding that shares its weight with the output layer, merging makes them two weights, because
+    PEFT treats them as two layers.
 
     Args:
         model: the adapters' base model; changed in place.
@@ -120,9 +120,9 @@ def with_stored_adapters(
 def adapted_shared_layers(model: Any) -> dict[str, Any]:
     """Return the layers of a PEFT model, by name, with adapters on a weight that layers share.
 
-    Trained tokens count like adapters. A tied embedding shares the output layer's weight: adapters
-    that are merged into it would change both layers. Trained tokens that PEFT ties as well are
-    meant to.
+    Trained tokens count like adapters. A tied embedding shares the output layer's weight, so
+    adapters that are merged into it would change both layers. Trained tokens that PEFT also ties
+    are excluded, because they are meant to change both.
     """
     owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     ties = {
@@ -178,9 +178,9 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def recomputing(model: torch.nn.Module) -> Iterator[None]:
     """Make layers prepared by `checkpoint_layers` recompute their activations in the backward pass.
 
-    transformers does so only in training mode, and then takes no cache: elsewhere the layers must
-    not recompute, or sampling would read each token without the others. Only the layers are set to
-    training mode, because scores are those of what was sampled, without dropout.
+    Transformers recomputes only in training mode, and then uses no cache. Outside the block the
+    layers must not recompute, because sampling would read each token without the others. Only the
+    layers are set to training mode, because scores need the sampled policy, without dropout.
     """
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]

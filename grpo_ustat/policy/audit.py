@@ -1,4 +1,4 @@
-"""Comparison of the applied gradient with the declared one, for any trainer, from its `p.grad`."""
+"""Comparison of a trainer's applied gradient, its `p.grad`, with the declared gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SKETCH = 16381
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """The rows of an update, and the factor of each row's score in the declared gradient."""
+    """Rows of an update, and the factor of each row's score in the declared gradient."""
 
     # Token ids, prompts and completions.
     input_ids_BT: torch.Tensor
@@ -46,7 +46,7 @@ class UpdateRows:
     attention_mask_BT: torch.Tensor
     # 1 on the tokens whose log-probabilities count.
     completion_mask_BT: torch.Tensor
-    # W; the declared gradient is `sum_i W_i s_i`, the direction of ascent.
+    # Factors W; the declared gradient is `sum_i W_i s_i`, the direction of ascent.
     weights_B: Array
     # Weights of other losses, by name, that would explain a difference.
     others: Mapping[str, Array] = field(default_factory=dict[str, Array])
@@ -65,14 +65,14 @@ class UpdateRows:
 
         Args:
             rewards_PG: rewards; row p G + i is completion i of prompt p.
-            input_ids_BT, attention_mask_BT, completion_mask_BT: of the B = P G rows.
+            input_ids_BT, attention_mask_BT, completion_mask_BT: tokens of the B = P G rows.
             ended_PG: True for each completion that ended; None: all did.
         """
         rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
         if rewards_PG.ndim != 2 or rewards_PG.size != len(input_ids_BT):
             raise ConfigError(
-                f"rewards of shape {rewards_PG.shape} for {len(input_ids_BT)} rows: give [P, G], "
-                "one for each row"
+                f"rewards of shape {rewards_PG.shape} for {len(input_ids_BT)} rows: give [P, G] "
+                "with P G equal to the number of rows"
             )
         lengths_PG = completion_mask_BT.sum(dim=1).cpu().numpy().reshape(rewards_PG.shape)
         counted_N = loss.counted_lengths(lengths_PG, ended_PG).ravel()
@@ -109,16 +109,16 @@ def audit(
 ) -> GradientAudit:
     """Compare the gradient of an update, before clipping, with the declared one.
 
-    This is for the first update of a batch, in which every importance ratio is 1. The model is
+    It is valid for the first update of a batch, in which every importance ratio is 1. The model is
     scored in evaluation mode, without dropout, and in the precision of the loss, because scores of
-    a peaked policy differ in bfloat16; modes and gradients are restored.
+    a peaked policy differ in bfloat16. Modes and gradients are restored.
 
     Args:
-        model: a causal language model, with the weights at which the gradient was formed.
-        applied_gradients: `{name: p.grad for name, p in model.named_parameters()}` of the loss that
-            is minimised: minus the direction of ascent. None is a gradient of 0. Whole gradients,
-            summed or averaged over processes as the optimizer gets them.
-        rows: rows of the whole update, on all processes and in all its micro-batches.
+        model: a causal language model, with the weights at which the gradient was computed.
+        applied_gradients: `{name: p.grad for name, p in model.named_parameters()}` of the minimised
+            loss, that is minus the direction of ascent; None: a gradient of 0. Full gradients, not
+            shards, summed or averaged over processes as the optimizer gets them.
+        rows: rows of the update, on all processes and in all micro-batches.
         temperature: divides the logits, as in the loss.
         compute_dtype: type of the autocast in which the loss was computed; None: the precision of
             the parameters.
@@ -127,10 +127,10 @@ def audit(
         completions_at_once: completions of a pass of the model.
     """
     faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
-    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    _check(own, applied_gradients)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _check(parameters, applied_gradients)
     epsilon = epsilon_of(
-        compute_dtype, *(p.dtype for p in own.values()),
+        compute_dtype, *(p.dtype for p in parameters.values()),
         *(g.dtype for g in applied_gradients.values() if g is not None),
     )  # fmt: skip
     with evaluating(model, compute_dtype):
@@ -145,10 +145,10 @@ def audit(
             rows_sq += float(weights[0].square() @ scores.sq_norm_B.cpu())
             for name, value in scores.gradients_K[0].items():
                 declared[name] = declared[name] + value if name in declared else value
-        both, declared_sq, applied_sq = _products(own, applied_gradients, declared)
-        found = agreement(both, declared_sq, applied_sq)
+        both, declared_sq, applied_sq = _products(parameters, applied_gradients, declared)
+        comparison = agreement(both, declared_sq, applied_sq)
         tolerance = rounding(epsilon, declared_sq, rows_sq)
-        if (settled := without_cause(found, tolerance, applied_sq != 0)) is not None:
+        if (settled := without_cause(comparison, tolerance, applied_sq != 0)) is not None:
             return settled
         del declared
         sketch = Sketch(parameter_sizes(model), SKETCH)
@@ -161,18 +161,20 @@ def audit(
                 for part in _parts(np.arange(len(rows.weights_B)), completions_at_once)
             ]
         )  # fmt: skip
-    given = {name: -g for name, g in applied_gradients.items() if g is not None and name in own}
+    given = {
+        name: -g for name, g in applied_gradients.items() if g is not None and name in parameters
+    }
     applied_R = sketch.of(given).double().cpu().numpy()
     others = {name: weights_B @ scores_BR for name, weights_B in rows.others.items()}
     cause = cause_of(applied_R, rows.weights_B @ scores_BR, others, tolerance, faults) or rows_text(
         applied_R, scores_BR, rows.weights_B, tolerance
     )
-    return GradientAudit(*found, found.difference, tolerance, cause or NO_CAUSE)
+    return GradientAudit(*comparison, comparison.difference, tolerance, cause or NO_CAUSE)
 
 
 @contextmanager
 def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
-    """Set the model to evaluation mode, in autocast to a narrow type or in none; restore modes."""
+    """Set the model to evaluation mode, with autocast to a narrow type if given; restore modes."""
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     narrow = compute_dtype is not None and compute_dtype.itemsize < 4
@@ -186,37 +188,39 @@ def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[
 
 
 def epsilon_of(*dtypes: torch.dtype | None) -> float:
-    """Return the relative rounding error of computations in these types; None is unknown."""
+    """Return the relative rounding error of computations in these types; None is ignored."""
     narrow = any(dtype is not None and dtype.itemsize < 4 for dtype in dtypes)
     tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
     return REDUCED if narrow or tf32 else FULL
 
 
-def _check(own: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]) -> None:
+def _check(
+    parameters: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]
+) -> None:
     """Refuse gradients that do not belong to these parameters."""
-    if missing := sorted(own.keys() - applied.keys()):
+    if missing := sorted(parameters.keys() - applied.keys()):
         raise ConfigError(
-            f"{len(missing)} of {len(own)} trainable parameters are not among the "
+            f"{len(missing)} of {len(parameters)} trainable parameters are not among the "
             f"{len(applied)} applied gradients, the first is {missing[0]}: give "
             "{name: p.grad for name, p in model.named_parameters()} of the same model"
         )
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         gradient = applied[name]
         if gradient is not None and gradient.shape != parameter.shape:
             raise ConfigError(
                 f"the applied gradient of {name} has shape {tuple(gradient.shape)} and the "
-                f"parameter {tuple(parameter.shape)}: give whole gradients, not shards"
+                f"parameter {tuple(parameter.shape)}: give full gradients, not shards"
             )
 
 
 def _products(
-    own: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     applied: Mapping[str, torch.Tensor | None],
     declared: Mapping[str, torch.Tensor],
 ) -> tuple[float, float, float]:
     """Compute <p, d>, ||d||^2 and ||p||^2 over all parameters, summed in float64."""
     both = declared_sq = applied_sq = 0.0
-    for name in own:
+    for name in parameters:
         d = declared[name].double().flatten() if name in declared else None
         declared_sq += 0.0 if d is None else float(d @ d)
         if (gradient := applied[name]) is not None:
@@ -227,11 +231,11 @@ def _products(
 
 
 def _parts(index: Integers, at_once: int) -> list[Integers]:
-    """Split the places into pieces of at most `at_once`; return no piece if there are no places."""
+    """Split the places into pieces of at most `at_once`; empty if there are no places."""
     return np.split(index, range(at_once, len(index), at_once)) if len(index) else []
 
 
 def _by_layer(model: PreTrainedModel, rows: UpdateRows, part: Integers) -> bool:
     """Return True if the whole graph of these rows would take too much of the free memory."""
-    whole = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
-    return whole > GRAPH_MEMORY_SHARE * free_bytes(model.device)
+    needed = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
+    return needed > GRAPH_MEMORY_SHARE * free_bytes(model.device)

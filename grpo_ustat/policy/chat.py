@@ -1,4 +1,4 @@
-"""A model's own chat format, and that of the configured model."""
+"""Chat formats of models."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def in_chat_format(
     *,
     answers: bool = True,
 ) -> str:
-    """Write turns as the model reads them, special tokens included, up to where its answer begins.
+    """Write turns as the model reads them, with special tokens, up to the beginning of its answer.
 
-    With `answers` false, the text goes up to the end of the last turn.
+    With `answers` false, the text ends after the last turn.
 
-    A chat template is a program that came with a model. transformers runs it without access to
+    A chat template is a program that comes with a model. Transformers runs it without access to
     Python's objects.
 
     Args:
         options: keyword arguments of the template.
-        moment: time that its `strftime_now` returns; None: it must not ask.
+        moment: time that its `strftime_now` returns; None: calling it is an error.
 
     Raises:
-        ValueError: the template refuses the turns, fails, or asks for the date although it must
-            not; the message says which.
+        ValueError: the template refuses the turns, fails, or asks for the date without `moment`.
     """
     try:
         with _clock(moment):
@@ -63,13 +62,13 @@ def around_answers(
 ) -> tuple[str, str]:
     """Return the chat template's texts between a question and its answer, and after the answer.
 
-    White space at their ends is left out. A text is "" if the template writes nothing or refuses
-    the two turns.
+    White space at their ends is removed. A text is "" if the template writes nothing or refuses the
+    two turns.
 
     Args:
         options: keyword arguments of the template.
     """
-    # A template that writes the date does so before the question: any day will do.
+    # Any date is right: a template writes it before the question.
     day = datetime(2000, 1, 1)
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
@@ -82,10 +81,10 @@ def around_answers(
 
 @contextmanager
 def _clock(moment: datetime | None) -> Iterator[None]:
-    """Set the clock of chat templates to this moment; if it is None, no template may ask.
+    """Set the clock of chat templates to this moment; None: reading it is an error.
 
-    transformers gives templates only its own functions. Of these, `strftime_now` reads the clock of
-    its module.
+    Transformers gives templates only its functions, of which `strftime_now` reads the clock of its
+    module.
     """
 
     class Clock:
@@ -109,7 +108,7 @@ def _clock(moment: datetime | None) -> Iterator[None]:
 def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if prompts are turns in a chat format, special tokens included.
 
-    `prompt.chat` decides; if it is null, the tokenizer's having such a format.
+    `prompt.chat` decides; if it is null, it is True if the tokenizer has such a format.
     """
     return tokenizer.chat_template is not None if chat is None else chat
 
@@ -120,13 +119,13 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def unread_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
-    """Return the options that the model's chat template never names."""
+    """Return the options whose names do not occur in the model's chat template."""
     words = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     return [name for name in options if name not in words]
 
 
 class ChatFormat:
-    """Writer of turns in a model's chat format, up to where its answer begins.
+    """Writer of turns in a model's chat format, up to the beginning of its answer.
 
     Args:
         name: the model's name, for messages.
@@ -176,9 +175,8 @@ def chat_format(
 ) -> ChatFormat | None:
     """Return the function that writes turns in the configured model's chat format.
 
-    It writes up to the beginning of the answer. None if `prompt.chat` is false, or null and the
-    model has no such format. The tokenizer is loaded unless it is an argument. `moment`: see
-    `ChatFormat`.
+    None if `prompt.chat` is false, or null and the model has no such format. The tokenizer is
+    loaded unless it is an argument. `moment`: see `ChatFormat`.
     """
     if prompt.chat is False:
         return None
@@ -186,15 +184,15 @@ def chat_format(
     if not writes_turns(prompt.chat, tokenizer):
         if prompt.template_options:
             raise ConfigError(
-                f"prompt.template_options={prompt.template_options} are of a chat template, and "
-                f"{name} has none: leave them out, or use the instruct model"
+                f"prompt.template_options={prompt.template_options} need a chat template, but "
+                f"{name} has none: remove them, or use the instruct model"
             )
         return None
     return ChatFormat(tokenizer, name, prompt.template_options, moment)
 
 
 def tell_date(moment: datetime | None) -> None:
-    """Say on rank 0 if prompts keep the date of an earlier day."""
+    """Print on rank 0 that prompts have the date of an earlier day, if they do."""
     if moment is not None and moment.date() != datetime.now().date() and is_main():
         tell(
             f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "

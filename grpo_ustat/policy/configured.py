@@ -1,4 +1,4 @@
-"""The policy and the task of a configuration, and checks that they fit each other."""
+"""Policy and task of a configuration, and checks that they fit each other."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def check_device(device: str) -> None:
 def check_parameters(options: PolicyOptions) -> None:
     """Refuse a regular expression that fits no parameter of the configured model.
 
-    This is before its weights are loaded. For adapters, and for a model that cannot be made without
-    its weights, only the loaded model tells.
+    The check needs no weights. Adapters, and a model that cannot be made without its weights, are
+    checked only after loading.
     """
     model = options.model
     name = model.model_name_or_path
@@ -112,7 +112,7 @@ def configured_task(
 ) -> Task:
     """Make the configured task, with prompts in the model's chat format if configured.
 
-    `prompt.chat` asks for the format. Prompts longer than `prompt.max_length` are left out. The
+    `prompt.chat` sets the format. Prompts longer than `prompt.max_length` are dropped. The
     tokenizer is loaded if it is needed and not given. `moment`: see `ChatFormat`.
     """
 
@@ -132,7 +132,7 @@ def check_lengths(
 ) -> None:
     """Refuse prompts that, with a completion, exceed the positions of the model or of vLLM.
 
-    They must also be on one side of the length at which LongRoPE changes.
+    They must also lie on the same side of the length at which LongRoPE changes.
     """
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(policy.prompt.chat, tokenizer)

@@ -1,7 +1,7 @@
-"""Dropout: detection of active modules, and masks that are drawn again.
+"""Dropout: detection of active modules, and repetition of masks.
 
-A mask is a draw of a device's generator, so the same state before the same forward pass, of as many
-rows and columns, gives the same masks, including those of a fused attention, which nobody can read.
+Masks are draws of a device's generator. So the same state before the same forward pass, with as
+many rows and columns, gives the same masks, also those of a fused attention, which cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RandomStates = tuple[torch.Tensor, ...]
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
     """Return the first dropout of a model that is above 0, with its name; None without one.
 
-    It is a module's, or a number that a module passes to its attention.
+    It may be a module, or a number that a module passes to its attention.
     """
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -37,17 +37,17 @@ def random_states(device: torch.device) -> RandomStates:
     """Return the states of the generators from which a forward pass on a device draws masks."""
     if device.type == "cpu":
         return (torch.get_rng_state(),)
-    own: Any = getattr(torch, device.type)
+    backend: Any = getattr(torch, device.type)
     where = () if device.type == "mps" else (device,)
-    return torch.get_rng_state(), own.get_rng_state(*where)
+    return torch.get_rng_state(), backend.get_rng_state(*where)
 
 
 def set_random_states(device: torch.device, states: RandomStates) -> None:
     """Set the generators to states returned by `random_states`."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
-        own: Any = getattr(torch, device.type)
-        own.set_rng_state(state, *(() if device.type == "mps" else (device,)))
+        backend: Any = getattr(torch, device.type)
+        backend.set_rng_state(state, *(() if device.type == "mps" else (device,)))
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def same_draws(device: torch.device, states: RandomStates | None = None) -> Iter
 
 
 def seeded_states(device: torch.device, seed: int) -> RandomStates:
-    """Return the states that a seed sets."""
+    """Return the states of the generators after seeding; the present states are restored."""
     with same_draws(device):
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
-            own: Any = getattr(torch, device.type)
-            with own.device(device) if hasattr(own, "device") else nullcontext():
-                own.manual_seed(seed)
+            backend: Any = getattr(torch, device.type)
+            with backend.device(device) if hasattr(backend, "device") else nullcontext():
+                backend.manual_seed(seed)
         return random_states(device)
 
 
@@ -77,8 +77,8 @@ def seeded_states(device: torch.device, seed: int) -> RandomStates:
 def dropping(model: nn.Module, states: RandomStates) -> Iterator[None]:
     """Let a model drop as in training, with masks from these states of the generators.
 
-    Modes, generators and running statistics are restored. Layers are not checkpointed within:
-    `LayerByLayer` does so if memory is short.
+    Modes, generators and running statistics are restored. Checkpointing of layers is off within the
+    block, because `LayerByLayer` does it if memory is short.
     """
     modes = {module: module.training for module in model.modules()}
     checkpointed = [m for m in modes if getattr(m, "gradient_checkpointing", False) is True]

@@ -1,6 +1,6 @@
 """Loading of a causal language model: a folder, embedded or cached, or a hub id.
 
-A folder may hold LoRA adapters: on the model that they name, or merged into it.
+LoRA adapters in a folder are put on the model that they name, or merged into it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_sta
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with what is needed to write and read its texts."""
+    """Model with its tokenizer and special tokens."""
 
     # The causal language model, in evaluation mode.
     model: PreTrainedModel
@@ -45,10 +45,9 @@ class Policy:
     end_tokens: frozenset[int]
     # Id used for padding; masks, not this id, mark the padding.
     pad_token: int
-    # True if it computes in bfloat16 over weights of a wider type, both in sampling and in scoring.
+    # True if sampling and scoring compute in bfloat16 with weights of a wider type.
     bf16: bool = False
-    # True if the tokenizer puts its special tokens around prompts; a chat format has written them
-    # already.
+    # True if the tokenizer adds its special tokens to prompts; False if a chat format writes them.
     special_tokens: bool = True
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -79,11 +78,11 @@ def load_policy(
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
-        attn_implementation: of transformers; None: its own choice.
+        attn_implementation: name in transformers; None: its default.
         trust_remote_code: run code that comes with the model.
-        tokenizer: the model's; None: it is loaded.
-        merge_adapters: add a folder's LoRA adapters to the weights of their model, which are then
-            trainable; else they stay on it and only they are trainable.
+        tokenizer: tokenizer of the model; None: it is loaded.
+        merge_adapters: True: add a folder's LoRA adapters to the weights of their model, which are
+            then trainable; False: keep them separate, and only the adapters trainable.
     """
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -99,7 +98,7 @@ def load_policy(
                 raise ConfigError(f"{name} is not finite: download the model again")
     end_tokens = _end_tokens(model, tokenizer)
     pad = _pad_token(model, tokenizer, model_name_or_path)
-    # transformers decorates `to` in a way that loses its `self`
+    # Transformers decorates `to` in a way that loses the type of its `self`.
     model.to(device).eval()  # pyright: ignore[reportArgumentType]
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
@@ -107,14 +106,14 @@ def load_policy(
 def _model(source: str, *, revision: str | None, merge: bool, **options: Any) -> PreTrainedModel:
     """Load the causal language model at a source.
 
-    LoRA adapters are merged into the base model that they name, or stay on it. Adapters of the base
-    model itself are merged into it.
+    LoRA adapters are put on the base model that they name, or merged into it. Adapters of the base
+    model itself are always merged.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
         base, revision = adapters
         model = _model(resolve(base), revision=revision, merge=True, **options)
-        # a PeftModel passes on what it is asked for to the model below it
+        # A PeftModel forwards attributes to the model below it.
         return cast(PreTrainedModel, with_stored_adapters(model, source, merge=merge))
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
@@ -149,13 +148,13 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[Path]) -> None:
     """Refuse a model whose checkpoint lacks some of its weights, or holds others.
 
-    transformers draws missing weights at random. Buffers, such as masks, are no weights: the model
-    makes its own.
+    Transformers draws missing weights at random. Buffers, such as masks, are not weights: the model
+    makes them.
 
     Args:
         model: as loaded.
-        report: transformers' report of names that are in only one of the two, or in two shapes.
-        files: files of the checkpoint, whose types of weights are checked; none for the hub.
+        report: transformers' report of names in only one of the two, or with two shapes.
+        files: files of the checkpoint, whose types of weights are checked; empty for the hub.
     """
     names = [name for name, _ in model.named_parameters()]
     if differing := sorted(report["mismatched_keys"]):
@@ -165,9 +164,9 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
             f" ({len(differing)} weights differ): use the config.json that was saved with these"
         )
     if lacking := sorted(report["missing_keys"], key=[*names, *report["missing_keys"]].index):
-        tied = " (with tie_word_embeddings=true it would be the embedding's)"
+        tied = " (with tie_word_embeddings=true it would share the embedding's weight)"
         raise ConfigError(
-            f"the checkpoint lacks {lacking[0]}{_more(lacking)}, which config.json asks for"
+            f"the checkpoint lacks {lacking[0]}{_more(lacking)}, which config.json needs"
             f"{tied if lacking[0] == 'lm_head.weight' else ''}: download the model again, or use "
             "the config.json that was saved with these weights"
         )
@@ -198,8 +197,8 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         )
     if unexpected:
         warnings.warn(
-            f"left out of the checkpoint: {unexpected[0]}{_more(unexpected)}, for which the model "
-            "of config.json has no place",
+            f"not used from the checkpoint: {unexpected[0]}{_more(unexpected)}, because the model "
+            "of config.json has no such weight",
             stacklevel=2,
         )
 
@@ -224,8 +223,8 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
     """Return the tokenizer's id for padding; None if it has none, or one that the model lacks.
 
-    The latter was often added by the trainer of a base model. Any other token without a row of the
-    embedding is refused. `name` is the model's, for the message.
+    Trainers of base models often add a padding token that the model lacks. Any other token without
+    a row in the embedding is refused. `name`: name of the model, for the message.
     """
     pad = cast("int | None", tokenizer.pad_token_id)
     rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)

@@ -1,9 +1,9 @@
 """Rows for the model, and log-probabilities of completions.
 
 A row is a left-padded prompt followed by a right-padded completion, so that all completions start
-in the same column. Positions are always explicit: a padded prompt gets the positions that it would
-have alone. Contiguous rows have all their padding at the end: a causal model reads them without a
-mask.
+in the same column. Positions are always explicit, so that a padded prompt has the positions that it
+has without padding. Contiguous rows have all their padding at the end: a causal model reads them
+without a mask.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def pack_contiguous(
 def left_padded(
     prompts: list[list[int]], pad_token: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and mask of P prompts, [P, L]: each ends in the last column."""
+    """Return token ids and mask of P prompts, [P, L], each ending in the last column."""
     ids_PL = np.full((len(prompts), max(map(len, prompts))), pad_token, dtype=np.int64)
     mask_PL = np.zeros_like(ids_PL)
     for row, prompt in enumerate(prompts):
@@ -106,7 +106,7 @@ def left_padded(
 
 
 def positions(attention_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return position ids: 0 at each row's first real token, whatever the padding before it."""
+    """Return position ids, which are 0 at the first real token of each row."""
     return (attention_mask_BT.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -135,5 +135,5 @@ def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0)
 
 
 def widen(values: torch.Tensor) -> torch.Tensor:
-    """Convert values to float32 or wider, in which everything is summed."""
+    """Convert values to float32 or wider, the types of all sums."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The memory that scoring needs, the memory that is free, and errors where it runs out."""
+"""Memory: the need of scoring, the free bytes, and errors when it runs out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ GRAPH_MEMORY_SHARE = 1 / 2
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that a tensor could still take.
-
-    Memory that PyTorch's allocator holds unused is free, too.
-    """
+    """Return the bytes that a tensor could still take, with PyTorch's unused reserve."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -34,21 +31,21 @@ def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
     return pass_bytes(tokens, model.dtype.itemsize, *shape, by_layer)
 
 
-def check_weights(weights: int, one: int, free: int, device: str) -> None:
+def check_weights(weights: int, completion: int, free: int, device: str) -> None:
     """Refuse a model that does not fit into a device's free memory even with one completion.
 
     Args:
         weights: bytes of the model.
-        one: bytes of scoring one completion, layer by layer.
+        completion: bytes of scoring one completion, layer by layer.
         free: free bytes.
         device: device of the model, for the message.
     """
-    if weights + one <= free:
+    if weights + completion <= free:
         return
-    words = [f"{size / 1e9:.1f} GB" for size in (weights, one, weights + one, free)]
+    words = [f"{size / 1e9:.1f} GB" for size in (weights, completion, weights + completion, free)]
     raise ConfigError(
         f"scores need the whole model on one device: weights {words[0]} + one completion layer by "
-        f"layer {words[1]} = {words[2]}, of which {device} has {words[3]} free: use "
+        f"layer {words[1]} = {words[2]}, but {device} has {words[3]} free: use "
         "model.dtype=bfloat16, a shorter max_completion_length, or a GPU with more memory"
     )
 

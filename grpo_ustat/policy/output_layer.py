@@ -1,4 +1,4 @@
-r"""The output layer: gradients at its logits, in chunks of rows or of the vocabulary.
+r"""Output layer: gradients at its logits, in chunks of rows or of the vocabulary.
 
 With logits o and the model's function of them, l = f(o) (a scale, a soft cap, mostly the identity),
 the log-probability of token y has the gradient `f'(o) (onehot(y) - softmax(l / temperature))` over
@@ -29,7 +29,7 @@ CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
 class Head:
-    """A policy's output layer, whatever it does to its logits.
+    """Output layer of a policy, with any function of its logits.
 
     Args:
         output: class of the output of the model below the output layer.
@@ -70,11 +70,11 @@ class Head:
     ) -> torch.Tensor:
         """Add the gradient of `sum factor * logprob + entropy_factor * H` to the parameters.
 
-        It is added to the `grad` of all parameters behind the window's hidden states, too.
+        It is also added to the `grad` of all parameters in the graph of the window's hidden states.
 
         Args:
-            window: hidden states, with the graph behind them.
-            factor_BT: factor of each token's log-probability; at a 0 nothing is computed.
+            window: hidden states with their graph.
+            factor_BT: factor of each token's log-probability; nothing is computed where it is 0.
             entropy_BT: factor of each token's entropy.
 
         Returns:
@@ -82,7 +82,7 @@ class Head:
         """
         used = factor_BT != 0 if entropy_BT is None else (factor_BT != 0) | (entropy_BT != 0)
         result = widen(window.hidden_BTD[:0].detach()).new_zeros(used.shape)
-        # Only here the device is waited for.
+        # Only this line waits for the device.
         place_N = used.flatten().nonzero().squeeze(1)
         if not len(place_N):
             return result
@@ -152,30 +152,27 @@ def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """The positions whose next tokens are scored."""
+    """Positions that predict scored tokens."""
 
     # Hidden states before the output layer.
     hidden_BTD: torch.Tensor
-    # The tokens predicted there.
+    # The tokens predicted from them.
     targets_BT: torch.Tensor
     # 1 where the prediction counts.
     mask_BT: torch.Tensor
 
     def part(self, index: torch.Tensor | slice) -> tuple[Window, slice]:
-        """Return the window of some rows, and the columns to which it is cut.
-
-        These are the columns in which any of the rows counts.
-        """
+        """Return the window of some rows, and its columns, in which any of the rows counts."""
         used = self.mask_BT[index].any(dim=0).nonzero()
         columns = slice(int(used.min()), int(used.max()) + 1) if len(used) else slice(0, 1)
         return Window(*(x[index][:, columns] for x in vars(self).values())), columns
 
 
 class OutputLayer:
-    """The last layer of a causal model, whatever it does to its logits.
+    """Last layer of a causal model, with any function of its logits.
 
     Args:
-        model: the causal language model that owns it (without a PEFT wrapper).
+        model: causal language model, without a PEFT wrapper.
         output: class of the output of the model below the output layer.
         temperature: divides the logits.
     """
@@ -194,8 +191,8 @@ class OutputLayer:
         Args:
             window: positions and hidden states.
             vocabulary: tokens whose logits are used.
-            normaliser_BT: log of the sum of exponentials over the whole vocabulary, needed if
-                `vocabulary` is only a part of it.
+            normaliser_BT: log of the sum of exponentials over the full vocabulary, needed if
+                `vocabulary` is a part of it.
         """
         with torch.enable_grad():
             logits, final = self.logits(window.hidden_BTD, vocabulary)
@@ -243,7 +240,7 @@ class OutputLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits of some tokens, [B, T, V], from the output layer and from the model.
 
-        Both are one tensor if the model does not change the logits of its output layer.
+        They are the same tensor if the model does not change the logits of its output layer.
         """
         if self._plain:
             with torch.no_grad(), self._only(vocabulary):
@@ -283,7 +280,7 @@ def causal(model: Any) -> PreTrainedModel:
 def body(model: PreTrainedModel) -> nn.Module:
     """Return the module of a causal model that computes the hidden states.
 
-    It is everything below the output layer.
+    It contains everything below the output layer.
     """
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
@@ -300,7 +297,7 @@ def cache_name(module: nn.Module) -> str | None:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Make a module compute `forward` instead of its own forward pass."""
+    """Replace a module's forward pass by `forward` within the block."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

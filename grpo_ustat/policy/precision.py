@@ -13,14 +13,14 @@ HAS_WIDENING_BMM = "dtype" in torch.ops.aten.bmm.overloads()
 
 
 def set_tf32(allowed: bool) -> None:
-    """Let float32 products on a GPU be TF32, or not; on a CPU nothing changes."""
+    """Switch TF32 on or off for float32 products on a GPU; a CPU has no TF32."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 @contextmanager
 def full_products() -> Iterator[None]:
-    """Compute no float32 product in TF32 within the block."""
+    """Switch TF32 off within the block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = False
@@ -31,7 +31,7 @@ def full_products() -> Iterator[None]:
 
 
 def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if `wide_bmm` takes these factors as they are."""
+    """Return True if `wide_bmm` takes these factors without widening them."""
     narrow = left.dtype == right.dtype and left.dtype in NARROW_DTYPES
     return HAS_WIDENING_BMM and narrow and left.device.type == "cuda"
 

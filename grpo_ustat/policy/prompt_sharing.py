@@ -1,9 +1,9 @@
-"""Reading of completions with gradients: a prompt is read once for its whole group.
+"""Reading of completions with gradients: a prompt is read once for its group.
 
 A pass reads its prompts, then their completions in several parts that continue from copies of the
-prompts' keys and values. The gradients that the parts' backward passes leave at those copies are
-carried back through the prompts at the end, so the gradient is that of one pass over prompt and
-completion, and only the prompts' and one part's activations are held at a time.
+prompts' keys and values. The backward passes of the parts leave gradients at these copies, which
+are propagated through the prompts at the end. So the gradient is that of a pass over prompt and
+completion, and only the activations of the prompts and of one part are in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_ustat.records import Rollouts
 
 
 class SharedPromptReader:
-    """Reader of every prompt once, then of its completions in several parts that continue from it.
+    """Reader of each prompt once, then of its completions in parts that continue from the prompt.
 
     Args:
         prompts: indices of the prompts to read, ascending.
@@ -51,7 +51,7 @@ class SharedPromptReader:
         self.leaves = [end.detach().requires_grad_(end.requires_grad) for end in self.ends]
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window in which the completions with these flat indices are predicted."""
+        """Return the window that predicts the completions with these flat indices."""
         place = np.searchsorted(self.prompts, index // self.rollouts.mask_PGT.shape[1])
         place_B = torch.from_numpy(place).to(self.mask_PL.device)
         rows = pack(self.rollouts, index, self.policy.pad_token, self.mask_PL.device)
@@ -70,14 +70,14 @@ class SharedPromptReader:
         return Window(hidden_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Carry the gradients at the copies of hidden states, keys and values to the prompts."""
+        """Propagate gradients at the copies of hidden states, keys and values to the prompts."""
         pairs = [(e, x.grad) for e, x in zip(self.ends, self.leaves, strict=True)]
         pairs = [(end, grad) for end, grad in pairs if grad is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return hidden states of the last columns; only prompts of unequal lengths need a mask."""
+        """Return hidden states of the last columns; a mask is used if prompts differ in length."""
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
@@ -93,14 +93,14 @@ class SharedPromptReader:
 class ContiguousReader:
     """Reader of prompt and completion of a row in one pass, padded at the end and without a mask.
 
-    Thus the fast kernels of causal attention apply.
+    Without a mask the fast kernels of causal attention apply.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window in which the completions with these flat indices are predicted."""
+        """Return the window that predicts the completions with these flat indices."""
         rows = pack_contiguous(
             self.rollouts, index, self.policy.pad_token, self.policy.model.device
         )
@@ -113,17 +113,17 @@ class ContiguousReader:
         return Window(hidden_BTD, rows.targets_BT, rows.mask_BT)
 
     def backward(self) -> None:
-        """Do nothing: the one pass has carried every gradient back already."""
+        """Do nothing, because the backward pass of the window reached all parameters."""
 
 
 class FullReader:
-    """Reader of prompt and completion of a row in one pass with a mask, which some models need."""
+    """Reader of prompt and completion of a row in one pass with a mask, for models that need it."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window in which the completions with these flat indices are predicted."""
+        """Return the window that predicts the completions with these flat indices."""
         rows = pack(self.rollouts, index, self.policy.pad_token, self.policy.model.device)
         below = body(causal(self.policy.model))
         parameters = inspect.signature(below.forward).parameters
@@ -141,14 +141,15 @@ class FullReader:
         )
 
     def backward(self) -> None:
-        """Do nothing: the one pass has carried every gradient back already."""
+        """Do nothing, because the backward pass of the window reached all parameters."""
 
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-# nats on average that narrow types may make of a drawn token; SmolLM2-135M in bfloat16: 0.07
+# Mean difference in nats that narrow types may cause at a drawn token; SmolLM2-135M in bfloat16:
+# 0.07.
 MAX_NARROW_GAP = 0.3
-# what a model raises that is not read as usual
+# Errors of a model that is read in an unusual way.
 OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 # Tokens of a prompt and its completion in a trial.
 TRIAL_TOKENS = 20
@@ -157,10 +158,10 @@ UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]
 
 
 def can_share(policy: Policy) -> bool:
-    """Return True if a prompt can be read once for its whole group.
+    """Return True if a prompt can be read once for its group.
 
-    Its layers must pass on only keys and values, and continuing from copies of these must give the
-    log-probabilities of a single pass.
+    The layers' state must consist of keys and values, and continuing from copies of these must give
+    the log-probabilities of a single pass.
     """
     below = body(causal(policy.model))
     takes = cache_name(below) and "position_ids" in inspect.signature(below.forward).parameters
@@ -177,8 +178,8 @@ def can_share(policy: Policy) -> bool:
 def can_read_contiguous(policy: Policy) -> bool:
     """Return True if rows padded at the end and read without a mask give correct log-probabilities.
 
-    They are compared with those of rows that are read one by one. A model is tried once, unless
-    there is no memory.
+    They are compared with those of rows that are read one by one. A model is tried once; without
+    enough memory for that the result is False, and the next call tries again.
     """
     if policy.model not in _contiguous:
         agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)
@@ -191,18 +192,18 @@ def can_read_contiguous(policy: Policy) -> bool:
 def check_reading(
     policy: Policy, prompts: list[list[int]], completions: list[list[int]]
 ) -> torch.Tensor:
-    """Refuse a model that reads rows padded to one length differently from each row alone.
+    """Refuse a model that reads rows padded to one length differently from separate rows.
 
-    A model whose positions begin elsewhere does so: scores would be of other probabilities.
+    This happens if its positions begin elsewhere: scores would belong to other probabilities.
 
     Args:
         prompts: tokens of P prompts of unequal lengths.
-        completions: T tokens of a completion of each prompt. They are drawn by the model if it
-            computes in a narrow type: rounding may change log-probabilities of unlikely tokens by
-            nats.
+        completions: T tokens of a completion of each prompt. If the model computes in a narrow
+            type, the model must have drawn them: rounding may change log-probabilities of unlikely
+            tokens by nats.
 
     Returns:
-        Log-probabilities of the rows read alone, [P, T].
+        Log-probabilities of the rows read separately, [P, T].
     """
     width = len(completions[0])
     rows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True)]
@@ -214,17 +215,18 @@ def check_reading(
         return alone_PT
     if gap := gap_beyond_rounding(policy, padded_PT, alone_PT):
         raise ConfigError(
-            f"{policy.model.config.model_type} reads rows of a batch otherwise than alone: their "
-            f"log-probabilities are up to {gap:.2g} nats apart, so neither would be those of the "
-            "policy: use another model"
+            f"{policy.model.config.model_type} reads rows of a batch differently from separate "
+            f"rows: log-probabilities differ by up to {gap:.2g} nats, so scores would be wrong: "
+            "use another model"
         )
     return alone_PT
 
 
 def check_rows(policy: Policy) -> None:
-    """Refuse a model as `check_reading` does, if another program draws its tokens.
+    """Apply `check_reading` to a model whose tokens another program draws.
 
-    A model that computes narrowly is not tried, because tokens that it has not drawn tell nothing.
+    A model that computes in a narrow type is not tried, because that needs tokens that it has
+    drawn.
     """
     if computes_narrowly(policy):
         return
@@ -234,7 +236,7 @@ def check_rows(policy: Policy) -> None:
 
 @torch.inference_mode()
 def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
-    """Return log-probabilities of the last tokens of one row, [T], read alone.
+    """Return log-probabilities of the last tokens of a separate row, [T].
 
     It is read without mask, positions or cache, as transformers reads it by default.
     """
@@ -246,7 +248,7 @@ def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
 
 
 def computes_narrowly(policy: Policy) -> bool:
-    """Return True if products are of bfloat16, float16 or TF32."""
+    """Return True if products are computed in bfloat16, float16 or TF32."""
     on_cuda = policy.model.device.type == "cuda"
     tf32 = on_cuda and bool(torch.backends.cuda.matmul.allow_tf32)
     return policy.bf16 or policy.model.dtype.itemsize == 2 or tf32
@@ -255,13 +257,13 @@ def computes_narrowly(policy: Policy) -> bool:
 def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the largest difference of log-probabilities, in nats, or 0 if rounding explains it.
 
-    It is 0, too, if they are not finite, which sampling and scoring report.
+    It is also 0 if they are not finite, which sampling and scoring report.
     """
     gaps = (first.double().cpu() - second.double().cpu()).abs()
     if computes_narrowly(policy):
         differ = float(gaps.mean()) > MAX_NARROW_GAP
     else:
-        # in float64, too: some layers compute in float32 whatever the type of their weights
+        # Also for float64, because some layers compute in float32 with any type of weights.
         largest = max(1.0, float(second.abs().max()))
         differ = float(gaps.max()) > 1000 * torch.finfo(torch.float32).eps * largest
     return float(gaps.max()) if differ else 0.0
@@ -282,7 +284,7 @@ def trial(policy: Policy) -> tuple[list[list[int]], int]:
 
 
 def trial_tokens(policy: Policy, count: int) -> list[int]:
-    """Return a row of so many token ids that any model has, none of them special."""
+    """Return a row of `count` token ids that any model has, without special ones."""
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     plain = (t for t in range(2, vocabulary) if t not in {policy.pad_token, *policy.end_tokens})
     tokens = list(islice(plain, 8)) or [0]
@@ -292,20 +294,25 @@ def trial_tokens(policy: Policy, count: int) -> list[int]:
 def _agrees(
     policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
 ) -> bool | None:
-    """Return True if a way of reading gives, up to rounding, the values of `FullReader`.
+    """Return True if a reader gives, up to rounding, the values of `FullReader`.
 
-    `FullReader` reads `at_once` rows at a time. None if there is no memory to tell.
+    `FullReader` reads `at_once` rows at a time. None if the memory does not suffice.
     """
     try:
-        one, two = _trial(policy, way, prompts, 2), _trial(policy, FullReader, prompts, at_once)
+        tried, reference = (
+            _trial(policy, way, prompts, 2),
+            _trial(policy, FullReader, prompts, at_once),
+        )
     except OTHER_WAYS_OF_READING as error:
         no_memory = isinstance(error, RuntimeError) and out_of_memory(error)
         return None if no_memory else False
     if policy.bf16 or policy.model.dtype.itemsize == 2:
-        # The rounding of bfloat16 changes a token's value by as much.
-        return torch.allclose(one, two, rtol=0.0, atol=0.2)
-    largest = max(1.0, float(two.abs().max()))
-    return torch.allclose(one, two, rtol=0.0, atol=1000 * torch.finfo(one.dtype).eps * largest)
+        # Rounding in bfloat16 changes a token's value by up to this much.
+        return torch.allclose(tried, reference, rtol=0.0, atol=0.2)
+    largest = max(1.0, float(reference.abs().max()))
+    return torch.allclose(
+        tried, reference, rtol=0.0, atol=1000 * torch.finfo(tried.dtype).eps * largest
+    )
 
 
 def _trial(
@@ -315,7 +322,7 @@ def _trial(
     at_once: int,
     completions: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Return log-probabilities of a completion of each prompt, [P, T], so many rows at once.
+    """Return log-probabilities of a completion of each prompt, [P, T], `at_once` rows at a time.
 
     The default completion has three tokens.
     """

@@ -1,4 +1,4 @@
-"""Quantised base weights under adapters: they are never trained, and never repacked here."""
+"""Quantised base weights under adapters, which are never trained or repacked here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PACKS = "support_avx512bf16_for_cpu"
 
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
-    """Keep the weights of bitsandbytes' 4-bit layers as they are.
+    """Keep bitsandbytes from packing the weights of its 4-bit layers.
 
     On a CPU with AVX512-BF16 a forward pass in evaluation mode and without gradients would pack
-    them for inference; packed weights pass no gradient on, and stay packed in training.
+    them for inference. Packed weights propagate no gradient, and stay packed in training.
     """
     layers = [m for m in model.modules() if getattr(m, PACKS, False)]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Source of a model: its folder or hub id, errors of reading it, facts of its config.json."""
+"""Source of a model: folder or hub id, errors of reading it, values of its config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_ustat.terminal.streams import single_line
 
 
 def resolve(model_name_or_path: str) -> str:
-    """Return the folder or hub id for which a configured name stands."""
+    """Return the folder or hub id of a configured name."""
     folder = model_folder(model_name_or_path)
     return str(folder.absolute()) if folder.exists() else model_name_or_path
 
@@ -29,7 +29,7 @@ def resolve(model_name_or_path: str) -> str:
 def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path") -> Iterator[None]:
     """Turn an error of the block, which loads from a source, into one line with the fix.
 
-    Memory that runs out stays the error that it is. `key` is the name of the place in errors.
+    An error of memory passes unchanged. `key`: name of the setting, for the message.
     """
     of_hub = not Path(resolve(model_name_or_path)).exists()
     unreachable = of_hub and go_offline_if_unreachable()
@@ -66,7 +66,7 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
 
 
 def _text_config(model: ModelConfig) -> PretrainedConfig:
-    """Load the configured model's config.json; of several parts, that of its text."""
+    """Load the configured model's config.json, or the part of its language model."""
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
@@ -78,19 +78,19 @@ def _text_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Return the tokens of prompt and completion for which there are positions; None: unknown."""
+    """Return the number of positions, for prompt and completion together; None: unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def rope_switch(config: PretrainedConfig) -> int | None:
-    """Return the length up to which LongRoPE uses its short factors; None: the model has one set.
+    """Return the length up to which LongRoPE uses its short factors; None: it has only one set.
 
     It is compared with the longest row of a pass. Beyond it, all rows are read with the long
-    factors, also the tokens before. See `dynamic_rope_update` of transformers. Its other kind,
-    `dynamic`, changes beyond `max_position_embeddings`, which no row of ours exceeds.
+    factors, including their first tokens. See `dynamic_rope_update` of transformers. Its other
+    kind, `dynamic`, changes beyond `max_position_embeddings`, which no row here exceeds.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # a model with layers of several kinds has parameters of each
+    # A model with layers of several kinds has parameters for each kind.
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     switches = [
         kind.get("original_max_position_embeddings")
@@ -104,8 +104,7 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
     """Return the model's `rope_switch` if some passes are on either side of it, else None.
 
-    A token's log-probability would then depend on the rows beside it and on the content of the
-    cache.
+    A token's log-probability would then depend on the other rows of a pass and on the cache.
 
     Args:
         shortest: tokens of the shortest prompt; the sampler may read all but the last of them.

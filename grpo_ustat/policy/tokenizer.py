@@ -1,4 +1,4 @@
-"""Tokenizer of a model: loaded, saved, and the ids of texts."""
+"""Tokenizer of a model: loading, saving, and ids of texts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer by AutoTokenizer, unless tokenizer.json names no class.
 
-    Such a tokenizer.json is used unchanged: AutoTokenizer would put the model type's usual
-    splitting of words in its place. Adapters without a tokenizer have that of the model that they
-    name. `key` is the name of the place in errors.
+    Such a tokenizer.json is used unchanged, because AutoTokenizer would replace its splitting of
+    words by the default of the model type. Adapters without a tokenizer use the tokenizer of the
+    model that they name. `key`: name of the setting, for errors.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -45,7 +45,7 @@ def load_tokenizer(
 def configured_tokenizer(
     model: ModelConfig, key: str = "model_name_or_path"
 ) -> PreTrainedTokenizerBase:
-    """Load the configured model's tokenizer; `key` is the name of the model's place in errors."""
+    """Load the configured model's tokenizer; `key`: name of the model's setting, for errors."""
     return load_tokenizer(
         model.model_name_or_path, revision=model.revision,
         trust_remote_code=model.trust_remote_code, key=key,
@@ -74,7 +74,7 @@ def encode(
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
     """Return the ids of all tokens whose text contains `stop`.
 
-    A `stop` that spans two tokens is not seen.
+    A `stop` that spans two tokens is not recognised.
     """
     texts = tokenizer.batch_decode([[t] for t in range(len(tokenizer))], skip_special_tokens=False)
     stops = frozenset(t for t, text in enumerate(texts) if stop in text)

@@ -288,7 +288,7 @@ def test_a_result_of_another_configuration_is_never_shown(tmp_path):
     folder.open()
     content = completed(TrainResult, {"steps": 80, "config_hash": "0"})
     folder.write("result.json", json.dumps(content))
-    with pytest.raises(ConfigError, match="is of configuration 0"):
+    with pytest.raises(ConfigError, match="configuration 0"):
         folder.result()
 
 

@@ -36,7 +36,7 @@ FAULTS = [*divided(4, "K"), *divided(2, "ranks")]
         (-1.0, "the sign is reversed"),
         (-4.0, "the sign is reversed; not divided by K = 4"),
         (1 / 3, "1/3, as where something is divided once more by 3 parts"),
-        (0.37, "the direction is right, the factor has no known cause"),
+        (0.37, "the direction is right, but the factor has no known cause"),
     ],
 )
 def test_a_factor_is_named(factor, says):

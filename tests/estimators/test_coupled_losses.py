@@ -217,7 +217,7 @@ def test_replaced_groups_of_one_length_weigh_by_tokens_as_by_rows():
     rewards[4:] = 1
     reasons = [row.reason for row in loss_efficiencies(pool, losses, [2], 16, draws=5, seed=0)]
     assert reasons[0] is None and reasons[1] is not None
-    assert (reasons[1].kind, reasons[1].found) == ("coupled questions", 80)
+    assert (reasons[1].kind, reasons[1].available) == ("coupled questions", 80)
     rewards[1:] = 1
     reasons = [row.reason for row in loss_efficiencies(pool, losses, [2], 16, draws=5, seed=0)]
-    assert [(x.kind, x.needed, x.found) for x in reasons] == [("mixed questions", 4, 1)] * 2
+    assert [(x.kind, x.needed, x.available) for x in reasons] == [("mixed questions", 4, 1)] * 2

@@ -41,7 +41,7 @@ def a_pool(questions, metrics=1):
 def test_a_coupled_loss_needs_one_metric_and_an_additive_one_does_not():
     pool = a_pool(24, metrics=2)
     refused = refusal(pool, COUPLED, 2, 16)
-    assert refused and (refused.kind, refused.needed, refused.found) == ("metrics", 1, 2)
+    assert refused and (refused.kind, refused.needed, refused.available) == ("metrics", 1, 2)
     assert refusal(pool, ADDITIVE, 2, 16) is None
     assert refusal(a_pool(24), COUPLED, 2, 16) is None
 

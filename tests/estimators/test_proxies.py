@@ -56,7 +56,7 @@ def test_a_covariance_of_values_leaves_each_prompt_out():
     def reference(keep):
         return np.mean([np.cov(a[keep], b[keep])[0, 1] for a, b in zip(x, y, strict=True)])
 
-    assert found.whole == pytest.approx(reference(np.arange(7)), rel=1e-12)
+    assert found.value == pytest.approx(reference(np.arange(7)), rel=1e-12)
     without = [reference(np.delete(np.arange(7), c)) for c in range(7)]
     np.testing.assert_allclose(found.delete_one_n, without, rtol=1e-12)
 

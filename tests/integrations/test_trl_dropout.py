@@ -223,7 +223,7 @@ def test_layers_that_are_computed_twice_drop_the_same(name):
     for by_layer in (False, True):
         with dropping(model, states):
             scores = completion_scores(
-                model, ids, mask, counts, gram=True, drops=True, whole=True, by_layer=by_layer
+                model, ids, mask, counts, gram=True, drops=True, all_columns=True, by_layer=by_layer
             )
         found.append(scores.gram_BB.numpy())
     np.testing.assert_allclose(*found, rtol=1e-9)

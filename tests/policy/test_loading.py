@@ -283,7 +283,7 @@ NORM, UP = "model.layers.2.input_layernorm.weight", "model.layers.0.mlp.up_proj"
 @pytest.mark.parametrize(
     "change_weights, config, message",
     [
-        (lambda w: w.pop(NORM), {}, f"the checkpoint lacks {NORM}, which config.json asks for"),
+        (lambda w: w.pop(NORM), {}, f"the checkpoint lacks {NORM}, which config.json needs"),
         (lambda w: w.pop("model.embed_tokens.weight"), {},
          "lacks model.embed_tokens.weight and 1 more"),
         (None, {"tie_word_embeddings": False}, "lacks lm_head.weight, .*tie_word_embeddings=true"),

@@ -210,14 +210,14 @@ _DECODER = dict(
 _ROWS = dict(intermediate_size=24, is_decoder=True)
 _LINEAR = ["linear_attention", "full_attention"]
 REFUSED = {  # models, and what is said of them
-    "roberta": ("roberta", _ROWS, "reads rows of a batch otherwise than alone"),
-    "xlm-roberta": ("xlm-roberta", _ROWS, "reads rows of a batch otherwise than alone"),
-    "bart": ("bart", _DECODER, "reads rows of a batch otherwise than alone"),
-    "mbart": ("mbart", _DECODER, "reads rows of a batch otherwise than alone"),
+    "roberta": ("roberta", _ROWS, "reads rows of a batch differently from sep"),
+    "xlm-roberta": ("xlm-roberta", _ROWS, "reads rows of a batch differently from sep"),
+    "bart": ("bart", _DECODER, "reads rows of a batch differently from sep"),
+    "mbart": ("mbart", _DECODER, "reads rows of a batch differently from sep"),
     "doge": (
         "doge",
         dict(intermediate_size=24, num_key_value_heads=2, keep_window_size=6),
-        "otherwise than",
+        "differ",
     ),
     "minimax": (
         "minimax",

@@ -1,13 +1,13 @@
 r"""Baselines: functions that turn a group's rewards into advantages.
 
-One signature for the whole family, so that adding one changes no caller:
+All have the same signature, so that a new one changes no caller:
 
     baseline(rewards_PG, context, **options) -> advantage_PG
 
 The gradient estimate is always `1/(P G) sum_i s_i advantage_i`, linear in the scores s_i, so a
-baseline never sees the model. It owns centring and scale; nothing downstream normalises again.
+baseline never sees the model. It does all centring and scaling; no later step normalises again.
 Baselines are pure and work in float64; their options are keyword arguments with defaults. The
-decorator of a baseline of ours holds all else that command line and studies know of it, see
+decorator of a built-in baseline has everything else that the command line and studies need, see
 `registry.baseline`.
 """
 

@@ -23,9 +23,9 @@ NO_SPREAD = 1e-12
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """Scale by the batch's std (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; a TRL option).
 
-    `A_i = (r_i - rbar) / (std of the batch + epsilon)`, rbar the group's own mean.
+    `A_i = (r_i - rbar) / (std of the batch + epsilon)`, rbar the group's mean.
 
-    Biased by a scale common to all prompts that depends on the rewards at hand; in direction by
+    Biased by a scale common to all prompts that depends on the batch's rewards; in direction by
     O(1/(P G)). The std has divisor P G - 1.
 
     >>> batch_std(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.5).tolist()
@@ -95,13 +95,14 @@ def length_weighted(
 ) -> Array:
     """Weigh `group_std` by L_i^-power: VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558).
 
-    The weights are over their mean in the whole batch, `w_i = L_i^-power / mean of L^-power`, as in
-    its authors' code (Delta-L-Normalization), so that prompts of short completions count more. With
-    power 1 they give the least variance where that of a completion's gradient is proportional to
-    its length L and its mean is not: then the weighted mean is unbiased too. Neither holds in
-    general: the weights go with the score, so the mean is biased beside what `group_std` is. With
-    large groups it goes to `E[L^-power (z - V) s] / (sigma + epsilon)` over the batch's mean of
-    L^-power: to that of `group_std` at equal lengths, and elsewhere to no multiple of g.
+    The weights are divided by their mean in the batch, `w_i = L_i^-power / mean of L^-power`, as in
+    the authors' code (Delta-L-Normalization), so that prompts of short completions count more. With
+    power 1 they give the smallest variance if the variance of a completion's gradient is
+    proportional to its length L and its mean does not depend on L; then the weighted mean is also
+    unbiased. Neither holds in general: the weights depend on the completion, so the mean has a bias
+    besides that of `group_std`. With large groups it goes to `E[L^-power (z - V) s] / (sigma +
+    epsilon)` over the batch's mean of L^-power: to that of `group_std` at equal lengths, and
+    otherwise to no multiple of g.
 
     >>> context = BaselineContext(lengths_PG=np.array([[1, 1], [2, 4]]))  # 1/L: mean 11/16
     >>> z = np.array([[1.0, 0.0], [1.0, 1.0]])
@@ -127,10 +128,10 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
         s = mean over other prompts of (prompt mean - their mean)^2
 
     The factor (P - 1)/P, P prompts in the batch, is the paper's equation 15; the authors' released
-    code leaves it out, see `jspo`. epsilon is not in the paper: it keeps 0/0 away.
+    code omits it, see `jspo`. epsilon is not in the paper: it prevents 0/0.
 
-    Unbiased: lambda and pooled mean hold no reward of prompt x. Needs three prompts: a single
-    other prompt has no spread s, and v / (v + s) would be 1 whatever the rewards.
+    Unbiased: lambda and pooled mean do not depend on rewards of prompt x. Needs three prompts: a
+    single other prompt has no spread s, and v / (v + s) would be 1 for any rewards.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[0].tolist()
@@ -187,8 +188,8 @@ def beta(
 
     Rewards are first mapped from [minimum, maximum] to [0, 1]. Its parameters 1 + a/3 and 1 + b/3,
     at least 1, follow from the moment fit Beta(a, b) to the group means; 1/f is at most `ceiling`
-    (1e6 in the authors' code). Biased: rbar, fit and weight hold the completion's own reward, and
-    prompts are reweighted. One prompt, or group means without spread, have nothing to fit: f = 1.
+    (1e6 in the authors' code). Biased: rbar, fit and weight depend on the completion's reward, and
+    prompts are reweighted. With one prompt, or group means without spread, f = 1.
 
     Raises:
         UnfitRewards: a reward is outside [minimum, maximum].

@@ -41,8 +41,8 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the mean of the whole group: `A_i = r_i - rbar`.
 
     This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). Biased by shrinking: it is (G-1)/G
-    times leave_one_out on every sample, so its direction is right and its length short; it can beat
-    unbiased baselines on raw MSE for that reason alone.
+    times leave_one_out on every sample, so its direction is right and its length too short. This
+    alone can give it a smaller raw MSE than unbiased baselines.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[0.75, -0.25, -0.25, -0.25]]
@@ -84,10 +84,10 @@ def group_std_jackknife(
 
         A_i = G A_i^(all) - sum_{k != i} A_i^(-k)
 
-    Its mean goes to g/sigma as that of `group_std`, whose bias of order 1/G it takes off: what is
-    left is of order 1/G^2, and where rewards are rarely unequal that of zero-variance groups. It
-    costs variance, `(1 + O(1/G))` times that of `group_std`. Ours; the jackknife is Quenouille's
-    (1956).
+    Its mean goes to g/sigma like that of `group_std`, without the bias of order 1/G. The remaining
+    bias is of order 1/G^2, plus that of zero-variance groups if rewards are rarely unequal. The
+    variance is `(1 + O(1/G))` times that of `group_std`. This baseline is new here; the jackknife
+    is Quenouille's (1956).
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> group_std_jackknife(z, BaselineContext(), epsilon=0.0).round(3).tolist()
@@ -112,11 +112,11 @@ def leave_one_out_std(
 ) -> Array:
     """Return `A_i = (r_i - mean of the others) / (std of the others + epsilon)`.
 
-    The std has divisor G-2. No number in it but r_i holds completion i, so a prompt's mean is g
-    times a number, `g E[1 / (std of G-1 + epsilon)]`: the direction is exact prompt by prompt, the
-    weights of prompts are not. A completion unlike others that are all equal is divided by epsilon
-    alone: near zero-variance groups its variance grows like `1/epsilon^2`, so epsilon must not be
-    small. No published baseline is known to us that leaves the completion out of the std too.
+    The std has divisor G-2. Only r_i depends on completion i, so a prompt's mean is g times a
+    number, `g E[1 / (std of G-1 + epsilon)]`: the direction is exact for each prompt, but prompts
+    are reweighted. If all other rewards are equal, a different reward is divided only by epsilon:
+    near zero-variance groups the variance grows like `1/epsilon^2`, so epsilon must not be small.
+    We know of no published baseline that also leaves the completion out of the std.
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()
@@ -141,14 +141,14 @@ def quantile(
     """Subtract a quantile of the group's rewards: `A_i = (r_i - Q_K) / (std + epsilon)`.
 
     This is QAE (Junkang Wu et al. 2025, arXiv 2509.22611). Q_K is the smallest reward with at least
-    a share K = `level` of the group at or below it. For 0/1 rewards it is 0 where at most 1 - K are
-    right, which then alone get an advantage, and 1 elsewhere, where the wrong ones alone do.
-    Biased: Q_K holds the completion's own reward. With large groups its mean goes to g/(sigma +
-    epsilon) as that of `group_std`, whatever K and the rewards: what is subtracted is bounded, and
-    the mean score that it multiplies goes to 0 (like 1/sqrt(G) where V = 1 - K, so that Q_K stays
-    random; else like 1/G). The paper names neither the divisor of the std (here G-1, as in
-    `group_std`) nor, of rewards between 0 and 1, the quantile's kind; both are ours, its authors'
-    code was not at hand.
+    a share K = `level` of the group at or below it. For 0/1 rewards it is 0 if at most a share 1 -
+    K is right: then only right completions have an advantage. Otherwise it is 1, and only wrong
+    ones have an advantage. Biased: Q_K depends on the completion's reward. With large groups its
+    mean goes to g/(sigma + epsilon) like that of `group_std`, for any K and rewards: the subtracted
+    value is bounded, and the mean score that it multiplies goes to 0 (like 1/sqrt(G) if V = 1 - K,
+    so that Q_K stays random; else like 1/G). The paper defines neither the divisor of the std (here
+    G-1, as in `group_std`) nor the kind of quantile for rewards between 0 and 1; both are our
+    choice, because the authors' code was not available.
 
     >>> z = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     >>> quantile(z, BaselineContext(), level=0.4, epsilon=0.5).tolist()
@@ -171,13 +171,13 @@ def pods(
     """Return `group_std` of a part of the group: PODS, max-variance (Xu et al. 2025).
 
     The source is arXiv 2504.13818. Of the G completions the m = `share` G (rounded, at least 2) of
-    largest variance of the rewards are kept, always some of the largest and the rest of the
+    largest variance of the rewards are kept, which are always some of the largest and some of the
     smallest; the others get no gradient. Advantages are normalised within the part, and averaged
     over it: G/m times their share of G. Of equal rewards the first ones are kept, of equal
-    variances the part with the fewest large rewards. Biased: which completions are kept depends on
-    their rewards. For 0/1 rewards and large groups a share rho of the part is right, 1/2 where both
-    kinds fill half of it, else V/share or 1 - (1-V)/share, and as E[s | right] = g/V and E[s |
-    wrong] = -g/(1-V) its mean goes to
+    variances the part with the fewest large rewards. Biased: the choice of completions depends on
+    their rewards. For 0/1 rewards and large groups a share rho of the part is right: 1/2 if both
+    kinds fill half of it, else V/share or 1 - (1-V)/share. With E[s | right] = g/V and E[s | wrong]
+    = -g/(1-V) its mean goes to
 
         g sqrt(rho (1-rho)) / (V (1-V))     g / (2 V (1-V)) at rho = 1/2, g / sigma at share = 1
 
@@ -242,7 +242,7 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract OPO's baseline of the others: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
 
-    Lengths L stand in for squared score norms in the optimal baseline (Hao et al. 2025). Unbiased:
+    Lengths L replace squared score norms in the optimal baseline (Hao et al. 2025). Unbiased:
     rewards and lengths of the others are independent of completion i.
 
     >>> lengths = np.array([[1, 1, 3]])
@@ -262,8 +262,8 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract OPO's baseline as shipped: `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
 
-    The sources are Hao et al. 2025 and verl. Biased, in direction too: the baseline holds the
-    completion's own reward and length.
+    The sources are Hao et al. 2025 and verl. Biased, also in direction: the baseline depends on the
+    completion's reward and length.
 
     >>> lengths = np.array([[1, 1, 2]])
     >>> opo_self(np.array([[1.0, 0.0, 1.0]]), BaselineContext(lengths_PG=lengths)).tolist()
@@ -295,13 +295,13 @@ def krpo(
         P' = P + Q,   K = P' / (P' + R),   x <- x + K (r_i - x),   P <- (1 - K) P'
         A_i = (r_i - x) / (sqrt(P) + epsilon)
 
-    **Its direction is exact**, although r_i is in x before x is used: r_i - x is (1 - K) times r_i
-    less the x of the earlier completions alone, and K and P hold no reward. So with
-    `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)` the mean is g times mean_i c_i, for every prompt
-    alike: for the authors' Q = 1e-5 and R = 1e-2 this is 14.9 at G = 8. Biased by that factor
-    alone, which grows with G, here to 54.9. The first completion hardly counts (c_1 = 0.1,
-    c_8 = 24.5) and each is compared with the earlier ones alone, so its error is larger than that
-    of `leave_one_out`.
+    **Its direction is exact**, although r_i enters x before x is used: r_i - x is (1 - K) times the
+    difference of r_i and the x of only the earlier completions, and K and P contain no reward. So
+    with `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)` the mean is g times mean_i c_i, the same for
+    every prompt: for the authors' Q = 1e-5 and R = 1e-2 this is 14.9 at G = 8. It is biased only by
+    that factor, which grows with G, here to 54.9. The first completion hardly counts (c_1 = 0.1,
+    c_8 = 24.5), and each is compared only with earlier ones, so its error is larger than that of
+    `leave_one_out`.
 
     >>> options = {"process_variance": 0.0, "measurement_variance": 1.0, "epsilon": 0.0}
     >>> krpo(np.array([[1.0, 0.0]]), BaselineContext(), **options).round(4).tolist()

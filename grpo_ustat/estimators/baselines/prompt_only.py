@@ -49,8 +49,8 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract V(x), from completions outside the group: the paper's oracle, `A_i = r_i - V(x)`.
 
-    Unbiased for every V that is independent of the group, exact or estimated; K completions behind
-    V add `M_0 sigma^2 / K` to A_V and with it variance, never bias.
+    Unbiased for every V that is independent of the group, exact or estimated. An estimate from K
+    completions adds `M_0 sigma^2 / K` to A_V, that is variance but never bias.
 
     >>> oracle(np.array([[1.0, 0.0]]), BaselineContext(value_P=np.array([0.25]))).tolist()
     [[0.75, -0.25]]
@@ -94,8 +94,8 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the greedy completion's reward: `A_i = r_i - r(greedy completion of x)`.
 
-    This is ReMax (Li et al. 2023). Unbiased: the greedy completion is a function of the prompt and
-    the policy alone.
+    This is ReMax (Li et al. 2023). Unbiased: the greedy completion depends only on the prompt and
+    the policy.
 
     >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
     [[0.0, -1.0]]

@@ -1,8 +1,8 @@
-"""Baselines whose baseline was learned from past batches, and the weights of the past.
+"""Baselines that are learned from past batches, and the weights of the past.
 
-The memory itself is in `train.baseline_state`, where batches follow each other; this module has its
-arithmetic. A memory is read before the batch at hand is added to it: given the past, b is then
-independent of the batch's completions. Updated first, the same rule would be biased.
+The memory is in `train.baseline_state`, where batches follow each other; this module has its
+arithmetic. The memory is read before the current batch is added to it: given the past, b is then
+independent of the batch's completions. If it were updated first, the baseline would be biased.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
 def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract a learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
-    Unbiased given the past: v was fitted on past batches only and reads the prompt alone.
+    Unbiased given the past: v was fitted only on past batches and reads only the prompt.
 
     >>> critic(np.array([[1.0, 0.0]]), BaselineContext(critic_P=np.array([0.75]))).tolist()
     [[0.25, -0.75]]
@@ -62,11 +62,11 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
 def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Whiten `r_i - tracker(x)` over the batch: SPO (Xu and Ding 2025).
 
-    The difference is taken less its batch mean, over (std + epsilon). Before the batch's mean and
-    std it is unbiased given the past; these hold the completion's own reward, which makes it biased
-    by a scale and by O(1/(P G)) in direction. The std has divisor P G - 1, as in the authors' code
-    (epsilon 1e-8). Groups of one are enough. With rho_min 0.875 the tracker's start is worth 8
-    draws.
+    Its batch mean is subtracted, and it is divided by (std + epsilon). Without the batch's mean and
+    std it would be unbiased given the past; these depend on the completion's reward, which gives a
+    bias of the scale, and of O(1/(P G)) in direction. The std has divisor P G - 1, as in the
+    authors' code (epsilon 1e-8). Groups of one are enough. With rho_min 0.875 the tracker's start
+    counts as 8 draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
@@ -93,13 +93,13 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) 
         S = (sigma^2 / G) / (sigma^2 / G + tau^2)
         sigma^2 = variance of all rewards so far, tau^2 = variance of all groups' means so far
 
-    Both hold the batch at hand, as mu does, the mean of all rewards so far. All groups have one S,
-    so **mu cancels** in the batch's centring, whatever it is: what is left is
-    `r_i - (1 - S) rbar - S (mean of the batch)`, and of the past only S remains. Groups of equal
-    rewards keep a gradient, of the batch's mean. Biased: rbar, S, mean and std hold the
-    completion's own reward; for a given S the part before the std is only short, by
-    `(1 - S)/G + S/(P G)`. Divisors, which the paper leaves open: the numbers themselves in sigma^2
-    and tau^2, P G - 1 in the std; nor does it give epsilon.
+    Both include the current batch, like mu, the mean of all rewards so far. All groups have the
+    same S, so **mu cancels** in the batch's centring. The rest is
+    `r_i - (1 - S) rbar - S (mean of the batch)`, in which only S depends on the past. Groups of
+    equal rewards keep a gradient, from the batch's mean. Biased: rbar, S, mean and std depend on
+    the completion's reward; for a given S the part before the std is only too short, by
+    `(1 - S)/G + S/(P G)`. The paper defines neither the divisors (here the numbers themselves in
+    sigma^2 and tau^2, P G - 1 in the std) nor epsilon.
 
     >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
     >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
@@ -136,7 +136,7 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
 
 
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
-    """Return (alpha, beta) from K draws before the first visit, worth 1/(1 - rho_min) observations.
+    """Return (alpha, beta) from K draws before the first visit, as 1/(1 - rho_min) observations.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
     [[2.5], [1.5]]

@@ -344,7 +344,7 @@ def _smaller(size: int) -> list[int]:
 def _reason(fault: Refusal, size: int, rollouts: int) -> str:
     """Phrase a refusal in the terms of training."""
     if fault.kind in ("questions", "coupled questions"):
-        return f"not decided yet, {fault.needed} groups are needed, {fault.found} are measured"
+        return f"not decided yet, {fault.needed} groups are needed, {fault.available} measured"
     if fault.kind == "no multiple":
         return f"an update of {rollouts} rollouts is no multiple of num_generations={size}"
     return f"it cannot be measured here ({fault.kind})"

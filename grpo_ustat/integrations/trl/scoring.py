@@ -214,7 +214,7 @@ class GroupScorer:
                     model, ids_BT, mask_BT, padded(weights_BT),
                     temperature=self.trainer.temperature, features=self.sketch_of(model),
                     by_layer=read > GRAPH_MEMORY_SHARE * free_bytes(model.device),
-                    drops=drops, whole=True,
+                    drops=drops, all_columns=True,
                 ).features_BR  # fmt: skip
         assert features_BR is not None
         return features_BR.cpu().numpy()

@@ -1,12 +1,12 @@
 r"""Sums over layers: norms, Gram matrix, pooled gradients, sketches.
 
-A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. There are two
-exact ways to its norm, and the cheaper one is taken layer by layer:
+A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. Its norm can
+be computed exactly in two ways, and each layer takes the cheaper one:
 
     through T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
     through the weight       G_i itself, some of its rows at a time, for all completions
 
-All rows of all completions' G_i are never held at once.
+The full G_i of all completions are never in memory together.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ VECTOR_SLICES = 256
 PRODUCT_BYTES = 2**28
 
 Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(left [n, T, R], right [n, T, C]) of consecutive completions, in passes of their own n and T."""
+"""(left [n, T, R], right [n, T, C]) of each pass over consecutive completions; n and T differ."""
 
 
 class Accumulator:
-    """Running totals of B completions; every parameter's gradients pass once.
+    """Running totals of B completions, to which the gradients of each parameter are added once.
 
     Args:
         batch: B.
         weights_KB: K weight vectors for pooled gradients, or None.
         gram: form <s_i, s_j>.
         features: sketch of every completion's score, or None.
-        pooled: sketch in place of the pooled gradients themselves, or None.
+        pooled: sketch that replaces the pooled gradients, or None.
         metric: weighs every entry of every gradient, see `metric`; None: Euclidean.
     """
 
@@ -84,7 +84,7 @@ class Accumulator:
         if self._squares_are_cheaper(factors):
             self._squares(name, shape, factors, first_row, rows)
             return
-        # once for all slices
+        # Widened once for all slices.
         wide = [(left, r if sums_wider(left, r) else widen(r)) for left, r in factors]
         (left, right), sizes = wide[0], [len(left) for left, _ in wide]
         count, columns = sum(sizes), right.shape[2]
@@ -119,7 +119,7 @@ class Accumulator:
         self.features_BR[rows] += sketch_BR
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
-        """Add whole rows of a matrix's gradients, those with the sorted ids; overwrites them."""
+        """Add complete rows of a matrix's gradients, with sorted ids; overwrites `dense_NUD`."""
         if self.features is None and self.pooled is None:
             self.names.add(name)
             if self.metric is not None:
@@ -150,7 +150,7 @@ class Accumulator:
     ) -> None:
         """Add 2 <first, second> for the rows of a matrix with these ids; overwrites `first_NUD`.
 
-        It is the part of ||first + second||^2 beyond the two squared norms.
+        This is ||first + second||^2 minus the two squared norms.
         """
         if self.metric is not None:
             weights_UD = self.metric.rows(name, shape, ids_U)
@@ -176,7 +176,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _squares_are_cheaper(self, factors: Factors) -> bool:
-        """Return True if T x T products cost less than the gradients themselves, see above."""
+        """Return True if T x T products cost less than the gradients, see the module's text."""
         if self.features is not None or self.metric is not None:
             return False
         rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
@@ -185,19 +185,19 @@ class Accumulator:
         if self.gram_BB is not None:
             if 8 * tokens**2 > PRODUCT_BYTES:
                 return False
-            squares = tokens**2 * (rows + columns)
-            whole = count**2 * rows * columns
+            squares_cost = tokens**2 * (rows + columns)
+            gradients_cost = count**2 * rows * columns
         else:
-            squares = sum(n * length**2 for n, length in sizes) * (rows + columns)
-            whole = MULTIPLICATIONS_PER_LOOK * count * rows * columns
-        squares += pooled * tokens * rows * columns
-        whole += (tokens + count * pooled) * rows * columns
-        return squares < whole
+            squares_cost = sum(n * length**2 for n, length in sizes) * (rows + columns)
+            gradients_cost = MULTIPLICATIONS_PER_LOOK * count * rows * columns
+        squares_cost += pooled * tokens * rows * columns
+        gradients_cost += (tokens + count * pooled) * rows * columns
+        return squares_cost < gradients_cost
 
     def _squares(
         self, name: str, shape: torch.Size, factors: Factors, first_row: int, rows
     ) -> None:
-        """Add gradients through T x T products; only their weighted sums are formed themselves."""
+        """Add gradients by T x T products; only their weighted sums are computed as matrices."""
         if self.gram_BB is None:
             norms = []
             for left_NTR, right_NTC in factors:
@@ -251,7 +251,7 @@ class Accumulator:
 
 
 def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
-    """Return <G_i, G_j> of all completions, [N, N], from the products of all tokens with all."""
+    """Return <G_i, G_j> of all completions, [N, N], from the products of all pairs of tokens."""
     left_1MR, right_1MC = (
         _together([x.flatten(0, 1) for x in side])[None] for side in zip(*factors, strict=True)
     )
@@ -269,7 +269,7 @@ def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Join rows of several tensors into one; return a single one as it is."""
+    """Join the rows of tensors; a single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -284,9 +284,9 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
 def sliced_products(flat_NC: torch.Tensor, slices: int = VECTOR_SLICES) -> torch.Tensor:
     """Compute inner products as a sum over slices of the vectors.
 
-    A GPU would compute one product of few entries and long sums on few of its cores.
+    A GPU would compute a product of few entries and long sums on few of its cores.
     """
-    whole = flat_NC.shape[1] // slices * slices
-    parts_SNK = flat_NC[:, :whole].unflatten(1, (slices, -1)).transpose(0, 1)
-    rest = flat_NC[:, whole:]
+    even = flat_NC.shape[1] // slices * slices
+    parts_SNK = flat_NC[:, :even].unflatten(1, (slices, -1)).transpose(0, 1)
+    rest = flat_NC[:, even:]
     return torch.bmm(parts_SNK, parts_SNK.mT).sum(dim=0) + rest @ rest.T

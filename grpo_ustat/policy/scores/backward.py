@@ -1,30 +1,29 @@
-r"""Scores of completions: squared norms, pooled gradients and Gram matrices from one backward.
+r"""Scores of completions: squared norms, pooled gradients and Gram matrices from one backward pass.
 
-The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. One
-forward and one backward over a batch, or over parts of it ("passes"), give layer by layer what
-every s_i needs: a layer's input and the gradient at its output. The parameters themselves require
-no gradient meanwhile. `_Backward.run` goes through these steps, and its methods stand in the same
-order:
+The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. A
+module's input and the gradient at its output determine its part of every s_i. So one forward and
+one backward pass over the batch, or over parts of its rows ("passes"), are enough. The parameters
+require no gradient meanwhile. The life of a hook, in the order of the methods of `_Backward`:
 
-1. Every module that `layers` has a rule for gets a forward hook, and so does every embedding.
-2. Forward: the hook of an embedding makes its output a leaf, where the graph begins. The hook of
-   any other module keeps the module's arguments, notes that a gradient of its parameters is to be
-   expected, and places a hook on its output, which waits for the gradient there. A module whose
-   arguments do not separate the completions (a fused expert) is left out. Layer by layer (see
-   `LayerByLayer`) a module is called twice: at first without a graph, when it is only expected, and
-   again during the backward pass, when its output gets the hook.
-3. Output layer: it has no hook. `output_layer` treats the logits in chunks, adds its parameters and
-   gives the gradients at the last hidden states.
-4. Backward, from there to the leaves: at each output the waiting hook fires once, and the layer's
-   rule makes of arguments and gradient a part of the gradient of each of its parameters. Arguments
-   and gradient are dropped with it.
-5. When all parts of a parameter that are expected have arrived, of several passes and of several
-   modules that share it, they are joined, added to the totals and dropped.
-6. The gradients of the leaves are those of the embeddings. Then a part that is still missing, of a
-   module whose output had no influence, is 0: what waits for it is added as it is.
-7. Trainable parameters that are not in the totals, because no rule covers their module (fused
-   experts, routers, attention sinks), are scored by plain differentiation of one completion at a
-   time: exact, one more pass in time.
+1. `_hooks` puts a forward hook on each module with a rule in `layers`, and on each embedding.
+2. The forward pass calls the hook, `_called`. An embedding's output becomes a leaf, where the graph
+   begins (`_root`). Another module's arguments are kept, one more part of the gradient of each of
+   its parameters is expected (`_expect`), and the output gets a gradient hook. A module whose
+   arguments do not separate the completions (a fused expert) gets none: it is `left_out`.
+3. Layer by layer (`LayerByLayer`), a module is called twice: first without a graph, when its part
+   is only expected, and again in the backward pass, when its output gets the gradient hook.
+4. The output layer has no hook. `_output_layer` treats the logits in chunks, adds the layer's
+   parameters, and gives the gradients at the last hidden states, where the backward pass begins.
+5. The gradient hook fires once and calls `_arrive`: the rule makes of arguments and gradient a part
+   of the gradient of each parameter. Arguments and gradient are dropped.
+6. When all expected parts of a parameter have arrived, from all passes and all modules that share
+   it, `_reduce` joins them, adds them to the totals and drops them.
+7. After the backward pass, the gradients of the leaves are the parts of the embeddings
+   (`_add_embeddings`). A part that is still missing, of a module whose output had no influence, is
+   0, so `_reduce` joins those that have arrived.
+8. Trainable parameters outside the totals, whose modules have no rule (fused experts, routers,
+   attention sinks), are differentiated one completion at a time (`one_by_one`), which is exact and
+   costs one more pass.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ from grpo_ustat.policy.scores.sketch import Sketch
 
 @dataclass(frozen=True)
 class CompletionScores:
-    """Results of one pass over B completions."""
+    """Scores of B completions and their sums."""
 
     # ||s_i||^2, float64.
     sq_norm_B: torch.Tensor
     # For each weight vector, `sum_i w_ki s_i` by parameter name, at least float32; empty if
-    # `pooled` asked for their sketches instead.
+    # `pooled` is set, which returns their sketches.
     gradients_K: list[dict[str, torch.Tensor]]
     # <s_i, s_j>, float64; None unless asked for.
     gram_BB: torch.Tensor | None
@@ -95,39 +94,39 @@ def completion_scores(
     contiguous: bool = False,
     images: Mapping[str, torch.Tensor] | None = None,
     drops: bool = False,
-    whole: bool = False,
+    all_columns: bool = False,
 ) -> CompletionScores:
     """Compute score norms, pooled gradients and Gram matrix over all trainable parameters.
 
     Args:
         model: a loaded causal language model in evaluation mode, with or without PEFT adapters;
-            parameters with requires_grad are covered. In training mode only with `drops`.
+            parameters with requires_grad are covered. Training mode needs `drops`.
         input_ids_BT: token ids, prompts and completions.
         attention_mask_BT: 1 on real tokens.
         completion_mask_BT: weights of the tokens whose log-probabilities the score sums, 1 or any
-            number; never of the first column, since token t is predicted from t-1.
+            number; 0 in the first column, because token t is predicted from t-1.
         weights_KB: K weight vectors over the B completions.
         gram: form the Gram matrix.
         temperature: divides the logits, as in sampling.
         features: sketch every completion's score.
-        pooled: sketch the pooled gradients instead of returning them whole.
+        pooled: return sketches of the pooled gradients instead of the gradients.
         metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
-        by_layer: keep only the inputs of layers and compute each layer twice, for less memory; a
-            model that is not made of such layers keeps all.
+        by_layer: keep only the inputs of layers and compute each layer twice, for less memory; has
+            no effect on a model without such layers.
         layer_weights: for a model whose layers have their weights only within a block; needs
             `by_layer`, and a model made of such layers.
-        passes: how many of the completions, in their order, each pass through the model reads,
-            without the columns that are padding in all of them; None: all in one. The scores are
-            the same up to rounding.
+        passes: number of completions of each pass through the model, in order; a pass leaves out
+            the columns that are padding in all its rows. None: one pass. The scores are the same up
+            to rounding.
         contiguous: read a pass whose rows are padded only at the end without a mask, so that the
             fast kernels of causal attention apply; for models that `can_read_contiguous`.
-        images: images of the one prompt that all rows share: further inputs of the model, see
+        images: images of the prompt that all rows share: further inputs of the model, see
             `images.row_inputs`. Trainable parameters that images pass through (of a vision tower or
             projector) are differentiated plainly, one completion at a time.
-        drops: allow dropout. Then each score is that of its completion's own masks.
-        whole: read columns that are padding in all rows of a pass, too. Then the masks are those
-            that the generators' states give for the whole batch; a parameter without a rule, for
-            which completions are read once more, would have others.
+        drops: allow dropout. Each score is then computed with the masks of its completion.
+        all_columns: also read columns that are padding in all rows of a pass. The dropout masks are
+            then those that the generators' states give for the whole batch. Parameters without a
+            rule are refused, because their completions are read once more, with other masks.
     """
     if model.training and not drops:
         raise ConfigError("the model is in training mode: scores need model.eval()")
@@ -144,7 +143,7 @@ def completion_scores(
             passes = [batch] if passes is None else passes
             backward_pass.run(
                 completion_mask_BT, temperature, by_layer=by_layer, layer_weights=layer_weights,
-                counts=passes, contiguous=contiguous, whole=whole,
+                counts=passes, contiguous=contiguous, all_columns=all_columns,
             )  # fmt: skip
         rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
         if rest and layer_weights is not None:
@@ -152,7 +151,7 @@ def completion_scores(
                 f"{rest[0][0]} has no score rule, and plain differentiation needs all weights at "
                 "once: choose other parameters, or freeze it (requires_grad=False)"
             )
-        if rest and whole:
+        if rest and all_columns:
             raise ConfigError(
                 f"{rest[0][0]} has no score rule, so its completions are read one at a time, with "
                 "other dropout masks"
@@ -179,7 +178,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of all parameters that scores cover: every trainable one."""
+    """Return the names of the parameters that scores cover, which are all trainable ones."""
     return [name for name, _ in trainable(model)]
 
 
@@ -190,7 +189,7 @@ def parameter_sizes(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _activations_only(model: nn.Module) -> Iterator[None]:
-    """Switch parameter gradients off, so that backward yields only those of activations."""
+    """Switch off gradients of parameters, so that backward computes only those of activations."""
     switched = [p for _, p in trainable(model)]
     for parameter in switched:
         parameter.requires_grad_(False)
@@ -203,7 +202,7 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Some of the rows on their way through the model, without columns that are padding in all."""
+    """Pass of some rows through the model, without columns that are padding in all of them."""
 
     # The positions whose next tokens are scored; set by `cut_window`.
     window: Window
@@ -216,30 +215,30 @@ class _Pass:
         ids_BT: torch.Tensor,
         attention_BT: torch.Tensor,
         layers: LayerByLayer | None,
-        whole: bool,
+        all_columns: bool,
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
         # A pass needs one token to read and one that it predicts.
         first = min(int(real.min()), ids_BT.shape[1] - 2)
-        # Rows and columns of the batch.
+        # Rows and columns of the batch that the pass reads.
         columns = slice(first, max(int(real.max()) + 1, first + 2))
-        self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if whole else columns
-        # Of these rows and columns.
+        self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if all_columns else columns
+        # Token ids and mask of these rows and columns.
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
-        # None unless the pass goes layer by layer.
+        # None if the pass does not go layer by layer.
         self.layers = layers
-        # Of each embedding: its output, where the backward pass ends, the module, and the arguments
-        # of its call; these are None if no rule covers the call.
+        # For each embedding: its output, where the backward pass ends, the module, and the
+        # arguments of its call, or None if no rule covers the call.
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
         # The last hidden states, and the gradients at the window's hidden states and at its logits
-        # of the tokens that occur anywhere.
+        # of the tokens that occur in the batch.
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
-        """Return the hidden states from which counted tokens are predicted, without their graph."""
+        """Return the window of hidden states that predict counted tokens, without their graph."""
         ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
-        whole = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
-        self.window, self.scored = whole.part(slice(None))
+        window = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
+        self.window, self.scored = window.part(slice(None))
         return self.window
 
     def head_rows(self, place_U: torch.Tensor) -> torch.Tensor:
@@ -248,7 +247,7 @@ class _Pass:
         return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
 
     def backward(self) -> Iterator[None]:
-        """Let the gradient at the hidden states reach the roots; yield after each layer."""
+        """Propagate the gradient at the hidden states to the roots; yield after each layer."""
         grad_hidden = torch.zeros_like(self.hidden)
         grad_hidden[:, self.scored] = self.grad_window
         self.grad_window = torch.empty(0)
@@ -260,7 +259,7 @@ class _Pass:
 
 
 class _Backward:
-    """One forward and one backward; layers add their parameters to the totals as gradients come."""
+    """Forward and backward pass, in which hooks add the gradients of parameters to the totals."""
 
     def __init__(
         self,
@@ -273,34 +272,38 @@ class _Backward:
     ):
         self.model, self.images = causal(model), images
         self.outside = outside_language(self.model)
-        # Of parameters by id, those that are scored here.
+        # Names of the parameters that are scored here, by id.
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         # Names of the parameters whose gradients are in the totals.
         self.added: set[str] = set()
-        # By parameter: how many parts of its gradient are to arrive, and those that have.
+        # For each parameter: the number of expected parts of its gradient, and those that arrived.
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
-        # Names of parameters of which a part cannot be had by a rule.
+        # Names of parameters with a part that no rule gives.
         self.left_out: set[str] = set()
         self.passes: list[_Pass] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        # Name of the weight of both embedding and output layer, if they have the same.
+        # Name of the weight that embedding and output layer share, None if they do not.
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
-        others = (m for m in body(self.model).modules() if m is not embedding and self._own(m))
-        used_elsewhere = self.shared in {name for module in others for name in self._own(module)}
+        others = (
+            m for m in body(self.model).modules() if m is not embedding and self._scored_names(m)
+        )
+        used_elsewhere = self.shared in {
+            name for module in others for name in self._scored_names(module)
+        }
         if self.shared and (None in (layers.kind(embedding), layers.kind(head)) or used_elsewhere):
             self._score_shared_alone()
 
-    def _own(self, module: nn.Module) -> list[str]:
+    def _scored_names(self, module: nn.Module) -> list[str]:
         """Return the names of a module's direct parameters that are scored here."""
-        own = module.parameters(recurse=False)
-        return [self.names[id(p)] for p in own if id(p) in self.names]
+        parameters = module.parameters(recurse=False)
+        return [self.names[id(p)] for p in parameters if id(p) in self.names]
 
     def _score_shared_alone(self) -> None:
-        """Leave both shares of the weight of embedding and output layer to `one_by_one`."""
+        """Leave the shared weight of embedding and output layer to `one_by_one`."""
         self.names = {key: name for key, name in self.names.items() if name != self.shared}
         self.shared = None
 
@@ -313,9 +316,9 @@ class _Backward:
         layer_weights: LayerWeights | None,
         counts: Sequence[int],
         contiguous: bool,
-        whole: bool,
+        all_columns: bool,
     ) -> None:
-        """Run the forward and the backward pass; the scores are then in the totals.
+        """Run the forward and the backward pass, which fill the totals.
 
         The arguments are those of `completion_scores`; `counts`: rows of each pass.
         """
@@ -326,23 +329,23 @@ class _Backward:
                 start, stop = stop, stop + count
                 pass_ = _Pass(
                     slice(start, stop), self.ids, self.attention,
-                    LayerByLayer(self.model, layer_weights) if by_layer else None, whole,
+                    LayerByLayer(self.model, layer_weights) if by_layer else None, all_columns,
                 )  # fmt: skip
                 self.passes.append(pass_)
                 self._forward(pass_, contiguous)
             if self.shared in self.left_out:
                 self._score_shared_alone()
             self._output_layer(completion_mask_BT, temperature)
-            ways = [pass_.backward() for pass_ in self.passes]
-            # Each layer of every pass is computed before the next one.
-            for _ in zip_longest(*ways):
+            layer_steps = [pass_.backward() for pass_ in self.passes]
+            # All passes finish a layer before the next one begins.
+            for _ in zip_longest(*layer_steps):
                 pass
         with torch.no_grad():
             self._add_embeddings()
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Watch the calls of all modules that have a rule, and of embeddings, within the block."""
+        """Put forward hooks on modules with a rule, and on embeddings, within the block."""
         outside = {module for top in self.outside for module in top.modules()}
         handles = [
             module.register_forward_hook(partial(self._called, name), with_kwargs=True)
@@ -357,7 +360,7 @@ class _Backward:
                 handle.remove()
 
     def _forward(self, pass_: _Pass, contiguous: bool) -> None:
-        """Read the rows of a pass, up to the last hidden states."""
+        """Compute the last hidden states of a pass."""
         base = body(self.model)
         places = row_inputs(self.images, pass_.attention, self.model.dtype)
         begun_BT = nn.functional.pad(pass_.attention, (1, 0), value=1)
@@ -374,7 +377,7 @@ class _Backward:
         self._add_zeros([top for top in self.outside if top not in called])
 
     def _add_zeros(self, modules: list[nn.Module]) -> None:
-        """Add the parameters of modules that were not called: their gradients are 0."""
+        """Add gradients of 0 for the parameters of modules that were not called."""
         for module in modules:
             for parameter in module.parameters():
                 name = self.names.get(id(parameter))
@@ -385,8 +388,8 @@ class _Backward:
     def _called(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> torch.Tensor | None:
-        """Begin the graph at an embedding's output; at another module's, wait for the gradient."""
-        # that goes through the model now, or computes a layer again
+        """Begin the graph at an embedding's output; put a gradient hook on another output."""
+        # The pass that computes a layer again, or else the one that is in the model now.
         pass_ = next(
             (x for x in self.passes if x.layers is not None and x.layers.recomputes),
             self.passes[-1],
@@ -395,12 +398,12 @@ class _Backward:
             return self._root(pass_, module, args, output)
         called_twice = pass_.layers is not None and pass_.layers.computes
         if not output.requires_grad and not called_twice:
-            # A rule calls the module too.
+            # A rule calls the module itself.
             return None
         by_row = self._by_row(pass_, path, args, kwargs)
         if by_row is None:
-            self.left_out.update(self._own(module))
-        elif self._own(module):
+            self.left_out.update(self._scored_names(module))
+        elif self._scored_names(module):
             if pass_.layers is None or not pass_.layers.recomputes:
                 self._expect(module)
             if output.requires_grad:
@@ -410,13 +413,13 @@ class _Backward:
         return None
 
     def _root(self, pass_: _Pass, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
-        """Make an embedding's output a leaf, so that the backward pass ends there."""
+        """Make an embedding's output a leaf, at which the backward pass ends."""
         leaf = output.detach().requires_grad_()
         if layers.kind(module) and args and args[0].shape == pass_.ids.shape:
             self._expect(module)
             pass_.roots.append((leaf, module, args))
         else:
-            self.left_out.update(self._own(module))
+            self.left_out.update(self._scored_names(module))
             pass_.roots.append((leaf, module, None))
         # A model may scale its embeddings in place.
         return leaf.clone()
@@ -437,8 +440,8 @@ class _Backward:
         return None
 
     def _expect(self, module: nn.Module) -> None:
-        """Note that one more part of the gradient of each of a module's parameters is to come."""
-        for name in self._own(module):
+        """Expect one more part of the gradient of each parameter of a module."""
+        for name in self._scored_names(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
     def _output_layer(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
@@ -450,13 +453,13 @@ class _Backward:
             grads = add_output_layer(layer, windows, self.names, self.totals, self.tokens_U)
         for pass_, (grad_BTD, grad_BTU) in zip(self.passes, grads, strict=True):
             pass_.grad_window, pass_.grad_logits = grad_BTD, grad_BTU
-        own = [] if layer.opaque else self._own(layer.head)
-        self.added.update(name for name in own if name != self.shared)
+        names = [] if layer.opaque else self._scored_names(layer.head)
+        self.added.update(name for name in names if name != self.shared)
 
     def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
-        """Form the parts of the gradients of a module's parameters from a gradient at its output.
+        """Compute the module's parts of gradients from the gradient at its output.
 
-        A parameter of which this is the last part is added to the totals.
+        A parameter whose last part this is goes to the totals.
         """
         grad = grad.detach()
         if grad.shape[0] != len(pass_.ids):
@@ -471,7 +474,7 @@ class _Backward:
                 self._reduce(name)
 
     def _reduce(self, name: str) -> None:
-        """Join the parts of a parameter's gradient that have arrived, and add it to the totals."""
+        """Join the arrived parts of a parameter's gradient, and add it to the totals."""
         arrived = self.arrived.pop(name)
         by_pass = [
             layers.joined([part for of, part in arrived if of is pass_]) for pass_ in self.passes
@@ -482,8 +485,8 @@ class _Backward:
             return
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
-            # H of the output layer, E of the embedding, which lives on the tokens that occur:
-            # ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>
+            # With H of the output layer, and E of the embedding, which is 0 for tokens that do not
+            # occur: ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>.
             for ids_U, dense_BUD in layers.dense_rows(part):
                 place = torch.searchsorted(self.tokens_U, ids_U)
                 products = torch.cat([pass_.head_rows(place) for pass_ in self.passes])
@@ -492,7 +495,7 @@ class _Backward:
         self.added.add(name)
 
     def _add_embeddings(self) -> None:
-        """Add the embeddings, whose gradients are at the leaves, and what waits for no more."""
+        """Add the embeddings, whose gradients are at the leaves, and all parts that still wait."""
         for pass_ in self.passes:
             for leaf, module, args in pass_.roots:
                 if args is not None and leaf.grad is not None:

@@ -1,9 +1,10 @@
-"""A forward pass that keeps only the inputs of its layers.
+"""Forward pass that keeps only the inputs of its layers.
 
-Each layer is computed again in the backward pass (gradient checkpointing, Chen et al. 2016), so
-that one layer's graph exists at a time, and it drops what it dropped before.
+Each layer is computed again in the backward pass (gradient checkpointing, Chen et al. 2016), with
+the same dropout masks, so that only the graph of one layer exists at a time.
 
-transformers' own checkpointing would run the score rules' hooks twice, and only in training mode.
+The checkpointing of transformers would run the hooks of the score rules twice, and works only in
+training mode.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ from grpo_ustat.policy.dropout import RandomStates, random_states, same_draws
 from grpo_ustat.policy.output_layer import body
 
 LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
-"""Returns, for a layer, a block within which it has its weights."""
+"""Returns a context within which a layer has its weights."""
 
 
 @dataclass
 class _Call:
-    """One call of one layer."""
+    """Call of a layer."""
 
     layer: nn.Module
-    # The layer's own forward pass.
+    # The layer's original forward pass.
     forward: Callable[..., Any]
-    # Its arguments, flat, and their structure.
+    # Arguments of the call, flat, and their structure.
     inputs: list[Any]
     structure: Any
-    # States of the generators before it, if it may drop; else None.
+    # States of the generators before the call, if the layer may drop; else None.
     states: RandomStates | None
-    # Gradients that have come so far, at its outputs through which gradients flow.
+    # Gradients so far at the outputs through which gradients flow.
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class _Top(torch.autograd.Function):
-    """A layer's output as the bottom of the graph above it.
+    """Output of a layer as the bottom of the graph above it.
 
-    Its gradient goes to the call, and nothing is held for it.
+    Its gradient goes to the call; the function saves no tensors.
     """
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, call: _Call, output: list[torch.Tensor]) -> torch.Tensor:
-        """Return the output, which a list hands over so that it counts as new."""
+        """Return the output; it comes in a list, so that autograd treats it as a new tensor."""
         ctx.call, ctx.place = call, len(call.grads)
         call.grads.append(None)
         return output.pop()
@@ -64,10 +65,10 @@ class _Top(torch.autograd.Function):
 
 
 class LayerByLayer:
-    """The forward and backward pass of a model's layers, one layer's graph at a time.
+    """Forward and backward pass of a model's layers, with the graph of one layer at a time.
 
     Args:
-        weights: for layers that have their weights only while they are computed; None: always.
+        weights: context in which a layer has its weights; None: layers always have them.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
@@ -75,16 +76,17 @@ class LayerByLayer:
         layers = [m for m in body(model).modules() if isinstance(m, GradientCheckpointingLayer)]
         inside = {m for layer in layers for m in layer.modules() if m is not layer}
         self.layers = [m for m in layers if m not in inside]
-        # `computes`: True while a layer is computed for the first time, without a graph.
-        # `recomputes`: True while it is computed for the second time.
-        self.computes = self.recomputes = False
+        # True while a layer is computed for the first time, without a graph.
+        self.computes = False
+        # True while a layer is computed for the second time.
+        self.recomputes = False
         self._calls: list[_Call] = []
         # A tensor below every graph.
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
     def fits(self) -> bool:
-        """True if the model is made of such layers, without embeddings inside them."""
+        """True if the model has such layers, without embeddings inside them."""
         embeddings = (isinstance(m, nn.Embedding) for x in self.layers for m in x.modules())
         return bool(self.layers) and not any(embeddings)
 
@@ -105,9 +107,9 @@ class LayerByLayer:
     def backward(
         self, hidden: torch.Tensor, grad: torch.Tensor, roots: list[torch.Tensor]
     ) -> Iterator[None]:
-        """Propagate the gradient at the last hidden states through every layer to the roots.
+        """Propagate the gradient at the last hidden states through all layers to the roots.
 
-        It arrives in `grad` of the roots. Yields after each layer.
+        It ends in `grad` of the roots. Yields after each layer.
         """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
@@ -137,7 +139,7 @@ class LayerByLayer:
                 if _is_above_a_layer(before):
                     torch.autograd.backward(before, value.grad, inputs=below, retain_graph=True)
                 else:
-                    # What is below all layers is done once, such as Gemma 3n's inputs by layer.
+                    # The part below all layers is done once, such as Gemma 3n's inputs by layer.
                     _, total = at_the_bottom.get(id(before), (before, 0.0))
                     at_the_bottom[id(before)] = (before, total + value.grad)
             # The graph above holds the call itself.
@@ -148,7 +150,7 @@ class LayerByLayer:
             torch.autograd.backward(ends, grads, inputs=below)
 
     def _first(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward pass without a graph, which keeps its call for the backward pass."""
+        """Return the forward pass without a graph, which records its call for the backward pass."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             """Return the layer's output, at the bottom of a new graph."""
@@ -181,14 +183,14 @@ def _flows(value: Any) -> bool:
 
 def _is_above_a_layer(value: torch.Tensor) -> bool:
     """Return True if the graph of a value leads to the output of a layer."""
-    nodes, known = [value.grad_fn], set()
+    nodes, visited = [value.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in known:
+        if node is None or node in visited:
             continue
         if isinstance(node, _Top._backward_cls):
             return True
-        known.add(node)
+        visited.add(node)
         nodes.extend(below for below, _ in node.next_functions)
     return False
 

@@ -16,7 +16,7 @@ from grpo_ustat.policy.scores.backward import completion_scores, trainable
 from grpo_ustat.policy.scores.images import same_positions
 from grpo_ustat.policy.scores.one_by_one import logprob
 
-# float64: transformers computes norms and rotations of such models in float32
+# Wide for float64, because transformers computes norms and rotations of such models in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 # At this temperature no token is nearly certain.
 FLAT = 10.0
@@ -35,9 +35,9 @@ def check_scores(
 ) -> None:
     """Compare a pooled gradient of these completions with plain differentiation, by parameter.
 
-    A layer that uses its inputs in a way that its rule does not cover would differ. Unequal weights
-    reveal rows that were mixed up. A high temperature keeps a peaked policy's scores from being
-    little but the rounding of 1 - p. With `images` the rows belong to one prompt, see
+    It reveals a layer that uses its inputs in a way that its rule does not cover. Unequal weights
+    reveal rows that were mixed up. At a high temperature the scores of a peaked policy are not
+    dominated by the rounding of 1 - p. With `images` the rows belong to one prompt, see
     `completion_scores`.
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
@@ -63,17 +63,17 @@ def check_scores(
         for (name, _), grad in zip(group, plain, strict=True):
             norms.append(_norm(grad))
             errors.append(_norm(gradients.pop(name).sub_(grad)))
-    whole, worst = torch.stack(norms).norm(), int(torch.stack(errors).argmax())
-    if errors[worst] > TOLERANCE.get(parameters[0][1].dtype, 0.1) * whole:
+    total, worst = torch.stack(norms).norm(), int(torch.stack(errors).argmax())
+    if errors[worst] > TOLERANCE.get(parameters[0][1].dtype, 0.1) * total:
         raise ConfigError(
             f"the score of {parameters[worst][0]} disagrees with plain differentiation by "
-            f"{errors[worst]:.3g} of {whole:.3g}: freeze it (requires_grad=False) or report the "
+            f"{errors[worst]:.3g} of {total:.3g}: freeze it (requires_grad=False) or report the "
             f"model class {type(model).__name__}"
         )
 
 
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Yield neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or one larger one."""
+    """Yield neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or a larger one."""
     group, entries = [], 0
     for name, parameter in parameters:
         if group and entries + parameter.numel() > PARAMETERS_AT_ONCE:

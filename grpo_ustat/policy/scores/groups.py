@@ -32,11 +32,10 @@ class GroupGradient:
 class GroupScores:
     """Inner products and sketches of the scores of one prompt's group.
 
-    No gradient of all parameters is ever held.
+    It never holds a gradient of all parameters.
     """
 
-    # <s_i, s_j>, float64; exact within a pass of the model, between passes from sketches, and
-    # unbiased.
+    # <s_i, s_j>, float64; exact within a pass of the model, unbiased from sketches between passes.
     gram_GG: Array
     # Sketches of the scores, exact if the model has no more parameters than R.
     features_GR: npt.NDArray[np.float32]

@@ -1,8 +1,8 @@
-"""Images of a prompt: the model's inputs beside tokens, and the modules that read them.
+"""Images of a prompt: the model's inputs besides tokens, and the modules that read them.
 
-All completions of a prompt have the same images. Towers and projectors are read without a graph:
-scores of the language part do not need one, and their own trainable parameters are left to
-`one_by_one`.
+All completions of a prompt have the same images. Towers and projectors are computed without a
+graph: scores of the language part do not need it, and trainable parameters of these modules are
+left to `one_by_one`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TOKEN_TYPES = "token_type_ids"
 def row_inputs(
     images: Mapping[str, torch.Tensor], attention_mask_BT: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the model's inputs beside the token ids, for B rows of one prompt.
+    """Return the model's inputs besides the token ids, for B rows of one prompt.
 
     Args:
-        images: the processor's output for the prompt alone: `pixel_values`, `image_grid_thw`,
-            `image_sizes` and other inputs of the model, repeated along the first axis;
-            `*token_type_ids` has one entry for each token of the prompt, and completions are text.
+        images: the processor's output for the prompt without completions: `pixel_values`,
+            `image_grid_thw`, `image_sizes` and other inputs of the model, repeated along the first
+            axis; `*token_type_ids` has an entry for each token of the prompt; completions are text.
         attention_mask_BT: 1 on real tokens of prompts and completions.
         dtype: type of the model.
     """
@@ -51,19 +51,19 @@ def row_inputs(
 def outside_language(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules below the output layer that do not belong to the language part.
 
-    They are vision towers and projectors, each with all that is in it.
+    They are vision towers and projectors, without the modules inside them.
     """
     base = body(causal(model))
     decoder, embedding = causal(model).get_decoder(), causal(model).get_input_embeddings()
-    found: list[nn.Module] = []
+    outside: list[nn.Module] = []
     ways = [base] if decoder is not base and decoder in set(base.modules()) else []
     while ways:
         for child in ways.pop().children():
             if child is decoder:
                 continue
             inside = set(child.modules())
-            (ways if decoder in inside or embedding in inside else found).append(child)
-    return [module for module in found if module is not embedding]
+            (ways if decoder in inside or embedding in inside else outside).append(child)
+    return [module for module in outside if module is not embedding]
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
-        """Return the forward of a module without a graph, which notes the call."""
+        """Return the module's forward pass without a graph, which records the call."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             called.add(module)
@@ -89,7 +89,7 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def same_positions(model: PreTrainedModel) -> Iterator[None]:
-    """Restore what some models remember of the positions of the last images they read."""
+    """Restore positions that some models store from the last images that they read."""
     base: Any = body(causal(model))
     before = getattr(base, "rope_deltas", None)
     try:

@@ -1,11 +1,11 @@
-r"""Contribution of each kind of layer to a score, from its input and the gradient at its output.
+r"""Rules: a layer's part of a score, from its input and the gradient at its output.
 
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
     norms             dw_i = sum_t b_it * xhat_it, for `w * xhat` and `(1 + w) * xhat` alike
     embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
 
-A layer that is called twice, or a weight that two layers share, is one parameter: its parts are
-joined before anything is squared. Parameters without a rule here are scored by `one_by_one`.
+The weight of a layer that is called twice, or that two layers share, is one parameter: its parts
+are joined before they are squared. Parameters without a rule here are scored by `one_by_one`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ EMBEDDING_BYTES = 2**25
 
 @dataclass(frozen=True)
 class Outer:
-    """`sum_t left_it right_it'`, the gradient of a matrix; of the completions of several passes."""
+    """Gradient of a matrix, `sum_t left_it right_it'`, for the completions of all passes."""
 
     factors: Factors
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """`sum_t e_{ids_it} grad_it'`, the gradient of an embedding."""
+    """Gradient of an embedding, `sum_t e_{ids_it} grad_it'`."""
 
     ids_BT: torch.Tensor
     grads_BTD: torch.Tensor
@@ -43,7 +43,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Small:
-    """The gradient itself, [B, *shape]: biases and norm weights."""
+    """Gradient itself, [B, *shape], of biases and norm weights."""
 
     gradient_B: torch.Tensor
 
@@ -53,9 +53,9 @@ P = TypeVar("P", Outer, Lookup, Small)
 
 
 def kind(module: nn.Module) -> str | None:
-    """Return the rule for a module's own parameters; None: no rule."""
-    forward, own = type(module).forward, dict(module.named_parameters(recurse=False))
-    if not own:
+    """Return the rule for a module's direct parameters; None: no rule."""
+    forward, parameters = type(module).forward, dict(module.named_parameters(recurse=False))
+    if not parameters:
         return None
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         return "linear"
@@ -64,13 +64,13 @@ def kind(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding):
         plain = forward is nn.Embedding.forward or hasattr(module, "embed_scale")
         return "embedding" if plain and not module.scale_grad_by_freq else None
-    if type(module).__name__.endswith("Norm") and set(own) <= {"weight", "bias"}:
+    if type(module).__name__.endswith("Norm") and set(parameters) <= {"weight", "bias"}:
         return "norm"
     return None
 
 
 def looks_up_tokens(module: nn.Module) -> bool:
-    """Return True if a module reads token ids: an embedding, or PEFT's layer around one.
+    """Return True if a module reads token ids: an embedding, or PEFT's wrapper of an embedding.
 
     PEFT's layer looks up trained rows in the embedding without calling it
     (`trainable_token_indices`).
@@ -80,10 +80,10 @@ def looks_up_tokens(module: nn.Module) -> bool:
 
 
 def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield contributions by local parameter name.
+    """Yield the local name of each parameter and its part.
 
     Args:
-        module: of a kind that has a rule.
+        module: module with a rule.
         arguments: arguments of its call, batch first.
         grads: gradient at its output.
     """
@@ -92,8 +92,8 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
         assert isinstance(module, nn.Embedding)
         ids, scale = arguments[0], getattr(module, "embed_scale", None)
         if module.padding_idx is not None:
-            # which gets no gradient in backpropagation either, not even one that is not finite, as
-            # that of a root at a row of zeros (Gemma 3n)
+            # This row gets no gradient in backpropagation either. Its gradient may not be finite,
+            # such as the gradient of a root at a row of zeros (Gemma 3n).
             grads = grads.masked_fill((ids == module.padding_idx)[..., None], 0)
         grads = grads if scale is None else grads * torch.as_tensor(scale).to(grads)
         yield "weight", Lookup(ids, grads)
@@ -110,17 +110,17 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield a norm's contributions by parameter name, [B, *shape]."""
-    own = dict(module.named_parameters(recurse=False))
+    """Yield the name and the part of each parameter of a norm, [B, *shape]."""
+    parameters = dict(module.named_parameters(recurse=False))
 
     def output(value: float) -> torch.Tensor:
-        chosen = {name: torch.zeros_like(p) for name, p in own.items()}
-        if "weight" in own:
-            chosen["weight"] = torch.full_like(own["weight"], value)
+        chosen = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        if "weight" in parameters:
+            chosen["weight"] = torch.full_like(parameters["weight"], value)
         return torch.func.functional_call(module, chosen, arguments)
 
     batch = grads.shape[0]
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         with torch.no_grad():
             change = widen(grads)
             if name == "weight":
@@ -129,7 +129,7 @@ def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def joined(parts: list[Part]) -> Part | None:
-    """Join one parameter's contributions in a pass; None if their kinds differ."""
+    """Join a parameter's parts of one pass; None if their kinds differ."""
     if len(parts) == 1:
         return parts[0]
     if small := _all(Small, parts):
@@ -146,7 +146,7 @@ def joined(parts: list[Part]) -> Part | None:
 
 
 def stacked(parts: Sequence[Part | None]) -> Part | None:
-    """Join the contributions of passes over consecutive completions.
+    """Join the parts of passes over consecutive completions.
 
     None if their kinds differ or one is missing.
     """
@@ -175,7 +175,7 @@ def _all(cls: type[P], parts: Sequence[Part | None]) -> list[P]:
 
 
 def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
-    """Add one parameter's contribution to the totals."""
+    """Add a parameter's part to the totals."""
     if isinstance(part, Outer):
         totals.add_outer(name, shape, part.factors)
     elif isinstance(part, Small):
@@ -186,10 +186,7 @@ def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
 
 
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the embedding's gradients on the tokens that occur, in chunks.
-
-    A chunk has ids [U] and rows [B, U, D].
-    """
+    """Yield the embedding's gradients at occurring tokens in chunks: ids [U], rows [B, U, D]."""
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widen(part.grads_BTD)
     batch, _, width = grads.shape
@@ -201,7 +198,7 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> torch.Tensor:
-    """Sum the vectors at each place 0 ... count - 1, [B, count, D]; leave out other places."""
+    """Sum the vectors at each place 0 ... count - 1, [B, count, D]; other places are ignored."""
     inside = (place_BT >= 0) & (place_BT < count)
     target = torch.where(inside, place_BT, 0)[:, :, None].expand_as(grads_BTD)
     empty = grads_BTD.new_zeros((len(grads_BTD), count, grads_BTD.shape[2]))
@@ -211,9 +208,9 @@ def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> tor
 def row_sums_of_products(
     place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Compute row sums in an order that is the same each time.
+    """Compute row sums in a fixed order.
 
-    On a GPU `scatter_add_` adds in any order, so that the same call would give other bits.
+    On a GPU `scatter_add_` adds in any order, so that the bits would differ from call to call.
     """
     places_U = torch.arange(count, device=place_BT.device)
     at_BUT = (place_BT[:, None] == places_U[:, None]).to(grads_BTD)

@@ -1,4 +1,4 @@
-r"""The norm in which a gradient's error is measured: Euclidean, or that of AdamW's step.
+r"""Norm in which a gradient's error is measured: Euclidean, or the norm of AdamW's step.
 
 AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) moves entry j of the parameters by the learning
 rate times `d_j m_j`, where m is a mean of gradients and
@@ -6,13 +6,13 @@ rate times `d_j m_j`, where m is a mean of gradients and
     d_j = 1 / (sqrt(v_j) + eps),        v_j = a running mean of the squared entries ghat_j^2
 
 With v at its mean for one policy, v_j = E ghat_j^2, the error of that step is
-||D (ghat - grad J)|| with D = diag(d), and no entry adds more than 1 to E ||D ghat||^2, however
-rarely it is moved. `mse.adam_pool` explains which ghat v belongs to, and how v is estimated. Every
-estimator here is linear in the scores, so its bias, variance and error in this norm are those of
-the scores D s_i: norms, Gram matrices, sketches and closed forms need no other change. A common
-factor of v changes no ratio of errors and no best G.
+||D (ghat - grad J)|| with D = diag(d), and no entry adds more than 1 to E ||D ghat||^2, even if it
+rarely has a gradient. `mse.adam_pool` explains the choice of ghat and the estimate of v. Every
+estimator here is linear in the scores, so its bias, variance and error in this norm follow from the
+scores D s_i: norms, Gram matrices, sketches and closed forms need no other change. A common factor
+of v changes no ratio of errors and no best G.
 
-An entry without any gradient has v_j = 0 and no error; its weight is 0.
+An entry that never has a gradient has v_j = 0 and no error; its weight is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPS = 1e-8
 
 
 class Metric:
-    """The weights d of a model's trainable parameters.
+    """Weights d of a model's trainable parameters.
 
     Args:
         weights: by parameter name, flat.

@@ -1,4 +1,4 @@
-"""Plain differentiation of one completion at a time: slow, and right for every parameter."""
+"""Plain differentiation of one completion at a time, which is slow but valid for any parameter."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def one_by_one(
     totals: Accumulator,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Add the parameters that no rule covers, differentiating one completion at a time.
+    """Differentiate parameters without a rule, one completion at a time, into the totals.
 
     Args:
         rest: names and parameters.
         rows: input ids, attention mask and completion mask, [B, T] each.
         temperature: divides the logits.
-        totals: to add to.
+        totals: totals that grow.
         images: images that all rows share, see `row_inputs`.
     """
     batch = len(rows[0])
@@ -76,7 +76,7 @@ def logprob(
         ids_T: token ids, the prompt's and the completion's.
         completion_T: weights of the tokens' log-probabilities.
         temperature: divides the logits.
-        images: of the prompt, see `row_inputs`.
+        images: images of the prompt, see `row_inputs`.
     """
     inputs = row_inputs(images or {}, torch.ones_like(ids_T)[None], model.dtype)
     logits = model(input_ids=ids_T[None], use_cache=False, **inputs).logits[0, :-1]

@@ -1,7 +1,7 @@
-"""The output layer's share of a score: its own parameters, and the gradient for the layers below.
+"""Part of the output layer in scores: its parameters, and the gradient for the layers below.
 
 All logits of a batch are computed at once if they fit into memory; else some rows, or some of the
-vocabulary.
+vocabulary, at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_ustat.policy.output_layer import OutputLayer, Window
 from grpo_ustat.policy.scores.accumulate import Accumulator
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Of each window, at its hidden states [B, T, D] and at its logits of U tokens [B, T, U]."""
+"""Gradients of each window, at hidden states [B, T, D] and at logits of U tokens [B, T, U]."""
 
 
 def add_output_layer(
@@ -30,9 +30,9 @@ def add_output_layer(
     """Add the output layer's parameters to the totals.
 
     Args:
-        windows: positions that count, of consecutive completions in as many passes.
-        names: names of the trainable parameters, by identity.
-        totals: to add to.
+        windows: positions that count, a window for each pass over consecutive completions.
+        names: names of the trainable parameters, by id.
+        totals: totals that grow.
         tokens_U: tokens whose logits' gradients are returned too.
 
     Returns:
@@ -57,7 +57,7 @@ def add_output_layer(
         return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
     add = partial(_add_parameters, layer, names=names, totals=totals)
     if sum(window.mask_BT.numel() for window in windows) * vocabulary <= budget:
-        _whole(layer, windows, grads, tokens_U, add)
+        _all_logits(layer, windows, grads, tokens_U, add)
     elif totals.gram_BB is None:
         _by_rows(layer, windows, grads, tokens_U, add, budget // vocabulary)
     else:
@@ -66,14 +66,14 @@ def add_output_layer(
     return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
 
 
-def _whole(
+def _all_logits(
     layer: OutputLayer,
     windows: Sequence[Window],
     grads: Gradients,
     tokens_U: torch.Tensor,
     add: Callable[..., None],
 ) -> None:
-    """Hold the gradients at all logits, and fill `grads`, as do the next two."""
+    """Fill `grads` with the gradients at all logits in memory at once."""
     logit_grads = [layer.gradients(window)[0] for window in windows]
     for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
         grad_BTD[:] = layer.back(grad_BTV)
@@ -89,7 +89,10 @@ def _by_rows(
     add: Callable[..., None],
     most: int,
 ) -> None:
-    """Hold those at `most` positions at a time, of rows of similar length: each exists once."""
+    """Fill `grads` by rows of similar length, with logits at `most` positions at a time.
+
+    Each logit is computed once.
+    """
     start = 0
     for window, (grad_BTD, grad_BTU) in zip(windows, grads, strict=True):
         order = window.mask_BT.sum(dim=1).argsort()
@@ -110,7 +113,10 @@ def _by_tokens(
     add: Callable[..., None],
     budget: int,
 ) -> None:
-    """Hold those of some of the vocabulary at a time, `budget` logits, after its normalisers."""
+    """Fill `grads` by parts of the vocabulary, `budget` logits at a time.
+
+    The normalisers over the vocabulary are computed first.
+    """
     vocabulary = layer.head.weight.shape[0]
     step = max(1, budget // sum(window.mask_BT.numel() for window in windows))
     slices = [slice(low, min(low + step, vocabulary)) for low in range(0, vocabulary, step)]
@@ -129,7 +135,7 @@ def _by_tokens(
 
 
 def _rows(window: Window, positions: int) -> int:
-    """Return how many rows of a window have so many positions, at least one."""
+    """Return the number of rows of a window with so many positions, at least 1."""
     return max(1, positions // window.mask_BT.shape[1])
 
 
@@ -152,7 +158,7 @@ def _add_parameters(
     first_row: int = 0,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Add the gradients of the layer's weight and bias, if these are trained."""
+    """Add the gradients of the layer's weight and bias, if they are trained."""
     weight, bias = layer.head.weight, layer.head.bias
     if (name := names.get(id(weight))) is not None:
         pairs = zip(logit_grads, (window.hidden_BTD for window in windows), strict=True)

@@ -1,4 +1,4 @@
-"""Scores of sampled completions: from rollouts to rows and back, equal completions once."""
+"""Scores of sampled completions, with equal completions scored once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 
-# products of weights and tokens that take as long as the calls of a layer in one more pass
+# Products of weights and tokens that take as long as the calls of a layer in one more pass.
 PRODUCTS_OF_A_LAYER = {"cpu": 3e7, "cuda": 1e11}
 
 
@@ -44,8 +44,8 @@ def score_rollouts(
     """Score the completions with the given flat indices p*G + i, in that order.
 
     They are scored layer by layer if the whole graph would take over half of the free memory.
-    Without dropout, equal completions of a prompt have equal scores: each is scored once, with
-    their weights added. Completions of similar length pass through the model together, see
+    Without dropout, equal completions of a prompt have equal scores, so they are scored once with
+    the sum of their weights. Completions of similar length pass through the model together, see
     `pass_sizes`.
 
     Args:
@@ -53,12 +53,12 @@ def score_rollouts(
         temperature: divides the logits.
         token_weights_BT: weights of the tokens' log-probabilities in a score; None: 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
-        images: images of the one prompt of these completions, see `completion_scores`.
+        images: images of the prompt that these completions share, see `completion_scores`.
         drops: see `completion_scores`.
         layer_weights: see `completion_scores`; with it all completions are read in one pass.
     """
     size = rollouts.mask_PGT.shape[1]
-    assert not images or len(set(index // size)) == 1, "images are those of one prompt"
+    assert not images or len(set(index // size)) == 1, "images belong to one prompt"
     first = place_B = np.arange(len(index))
     if not drops:
         first, place_B = distinct(rollouts, index, token_weights_BT)
@@ -106,7 +106,7 @@ def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
 def _merged(weights_KB: np.ndarray, place_B: np.ndarray, count: int) -> torch.Tensor:
     """Add up the weights of equal completions, [K, count]."""
     merged = np.zeros((len(weights_KB), count))
-    # NumPy's stub of `at` knows no tuples of indices
+    # NumPy's stub of `at` does not allow tuples of indices.
     np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
     return torch.from_numpy(merged)
 
@@ -117,18 +117,18 @@ def _graph_is_large(
     """Return True if the graphs of all passes would take over half of the free memory."""
     parts = np.split(np.arange(len(prompt_U)), np.cumsum(passes)[:-1])
     read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
-    whole = score_bytes(model, read, by_layer=False)
-    return whole > GRAPH_MEMORY_SHARE * free_bytes(model.device)
+    needed = score_bytes(model, read, by_layer=False)
+    return needed > GRAPH_MEMORY_SHARE * free_bytes(model.device)
 
 
 def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
-    """Choose how many rows each pass through the model reads, at the least cost.
+    """Choose the number of rows of each pass through the model, at the least cost.
 
     The cost is that of padding and of passes together.
 
     Args:
         tokens_U: tokens of every row, prompt included, ascending; a pass costs its rows times the
-            tokens of its longest row, as for rows of one prompt.
+            tokens of its longest row.
         overhead: tokens that cost as much as one more pass.
     """
     count = len(tokens_U)
@@ -158,10 +158,9 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
 def distinct(
     rollouts: Rollouts, index: np.ndarray, token_weights_BT: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the distinct completions.
+    """Return the places in `index` of distinct completions, [U], and the place of each among them.
 
-    Returns their places in `index`, [U], and for each entry of `index` its place among these, [B].
-    Completions whose tokens have other weights are different.
+    The second array is [B]. Completions are distinct if prompt, tokens or token weights differ.
     """
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]

@@ -1,13 +1,13 @@
-r"""Seeded sketches: inner products of long vectors from short ones, unbiased.
+r"""Seeded sketches: unbiased inner products of long vectors from short ones.
 
 With independent random signs `e_j = +-1` and buckets `h(j) = j mod R`, R prime,
 
     (F u)_r = sum_{j: h(j) = r} e_j u_j        E <F u, F v> = <u, v>
     Var <F u, F v> <= ( ||u||^2 ||v||^2 + <u, v>^2 ) / R   on average over buckets
 
-(count sketch, Charikar, Chen & Farach-Colton 2002, with only the signs random: cross terms e_j e_k
-have mean zero whatever the buckets, so every fixed F is one draw of an unbiased product). For a
-model with no more parameters than R, vectors are kept in full, and products are exact.
+(count sketch, Charikar, Chen & Farach-Colton 2002, in which only the signs are random: cross terms
+e_j e_k have mean zero for any buckets, so the product is unbiased). If a model has at most R
+parameters, vectors are kept in full, and products are exact.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ENTRIES_AT_ONCE = 2**26
 
 
 class Signs:
-    """The random signs of all entries of named parameters, a bit each.
+    """Random signs of all entries of named parameters, a bit each.
 
     Args:
         sizes: number of entries of every parameter by name.
-        seed: a parameter's signs are a function only of (seed, name).
+        seed: a parameter's signs depend only on seed and name.
     """
 
     def __init__(self, sizes: dict[str, int], seed: int = 0):
@@ -64,12 +64,12 @@ def _unpacked(bytes_M: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 class Sketch:
-    """A linear map from named parameter gradients to R numbers.
+    """Linear map from named parameter gradients to R numbers.
 
     Args:
-        sizes: number of entries of every parameter by name; the order of names does not matter.
-        size: R, best a prime; at least as many as parameters keeps vectors in full.
-        signs: signs of another sketch of the same parameters, to hold them only once.
+        sizes: number of entries of every parameter by name, in any order.
+        size: R, best a prime; vectors are kept in full if there are at most R parameters.
+        signs: signs of another sketch of the same parameters, to share their memory.
     """
 
     def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
