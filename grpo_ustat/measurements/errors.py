@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from grpo_ustat.estimators.baseline_errors import baseline_errors, baseline_rows
@@ -29,6 +29,7 @@ from grpo_ustat.pages.tables import (
     Table,
     closed_interval_text,
     count_text,
+    enumeration,
     interval_scope,
     rows_table,
 )
@@ -45,8 +46,16 @@ INTERVAL_WORDS = {
     "questions": "generalising to new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-BOLD_NOTE = "Bold: the least error of a line among unbiased baselines that know no values"
-UNDERLINE_NOTE = "underlined: its 95 % interval reaches that of the least"
+# Mark of an error that is significantly above the least one.
+WORSE = "*"
+WORSE_NOTE = (
+    f"{WORSE}: significantly above the least error of its line, of unbiased baselines that need no "
+    "values of the questions (their intervals do not meet)."
+)
+BIASED_NOTE = (
+    "Biased: {}. Their error is mostly that of the length of their estimates, which says little on "
+    "training: compare their relative efficiency (objectives=[NAME])."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,9 +267,11 @@ def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
         f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"Of all rows: {'; '.join(values)}. In brackets: 95 % intervals."
-    every = rows_table("Mean squared error of the gradient", differing, note)
-    return [*(_by_baseline(study, of_kind) for of_kind in _by_kind(curves)), every]
+    note = f"All rows: {'; '.join(values)}. In brackets: 95 % intervals."
+    details = rows_table("Mean squared error of the gradient", differing, note)
+    *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
+    last = replace(last, notes=[*last.notes, *_biased_note(curves)])
+    return [*first, last, details]
 
 
 def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
@@ -317,7 +328,7 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
     if first.method == MONTE_CARLO:
         source = f"replicates of the largest G: {min(row.replicates or 0 for row in rows)}"
     unbiased = {row.baseline: row.unbiased for row in rows}
-    cells = {(row.group_size, row.baseline): mse_text(row) for row in rows}
+    cells, worse = _error_cells(rows)
     sizes = sorted({row.group_size for row in rows})
     return Table(
         title=(
@@ -328,13 +339,37 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
         ),
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
-        notes=[f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}", *missing_errors(rows)],
+        notes=[
+            f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}.",
+            *worse,
+            *missing_errors(rows),
+        ],
     )
 
 
-def mse_text(row: CurveRow) -> str:
-    """Format an error with its interval below it."""
-    return (closed_interval_text(row.error) or "-").replace(" ", "\n", 1)
+def _error_cells(rows: Sequence[CurveRow]) -> tuple[dict[tuple[int, str], str], list[str]]:
+    """Format the errors of one kind by G and baseline, with a note on the marks of the worse ones.
+
+    An error has its interval below it.
+    """
+    cells = {}
+    for row in rows:
+        value, *interval = (closed_interval_text(row.error) or "-").split(" ", 1)
+        cells[row.group_size, row.baseline] = "\n".join([value, *interval])
+    worse = [
+        (size, name)
+        for size in {row.group_size for row in rows}
+        for name in worse_baselines([row for row in rows if row.group_size == size])
+    ]
+    for key in worse:
+        cells[key] = cells[key].replace("\n", f"{WORSE}\n", 1)
+    return cells, [WORSE_NOTE] * bool(worse)
+
+
+def _biased_note(rows: Iterable[CurveRow]) -> list[str]:
+    """Return a note on baselines whose error says little of them; none without any."""
+    names = dict.fromkeys(baseline_word(row.baseline) for row in rows if not row.unbiased)
+    return [BIASED_NOTE.format(enumeration([*names]))] if names else []
 
 
 def missing_errors(rows: Iterable[CurveRow]) -> list[str]:
@@ -359,21 +394,19 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
     curves = [row for study in studies for row in study.need(CURVES)]
     names = list(dict.fromkeys(row.baseline for row in curves))
     several = [key for key in ("method", "setting") if len({getattr(x, key) for x in curves}) > 1]
-    rows, marks, data = [], {}, []
+    rows, worse_notes, data = [], [], []
     for study in studies:
         columns = _columns(study, study_keys)
         data += [columns | content_of(row) for row in study.need(CURVES)]
         for kind in _by_kind(study.need(CURVES)):
             heading = _heading(study, [getattr(kind[0], key) for key in several])
-            cells = {(row.group_size, row.baseline): mse_text(row) for row in kind}
+            cells, worse = _error_cells(kind)
+            worse_notes += worse
             for size in sorted({row.group_size for row in kind}):
-                of_size = [row for row in kind if row.group_size == size]
-                for name, best in smallest(of_size).items():
-                    marks[len(rows), 2 + names.index(name)] = best
                 rows.append([heading, str(size), *(cells.get((size, x), "-") for x in names)])
-    notes = [_interval_note(studies, curves), *_missing_points(studies), *missing_in(studies)]
-    words = [BOLD_NOTE] * (True in marks.values()) + [UNDERLINE_NOTE] * (False in marks.values())
-    legend = [f"{'; '.join(words)}."] if words else []
+    missing = [*_missing_points(studies), *missing_in(studies)]
+    worse_notes = [*dict.fromkeys(worse_notes)]
+    notes = [_interval_note(studies, curves), *worse_notes, *_biased_note(curves), *missing]
     return Table(
         name="mse",
         title="MSE of the gradient",
@@ -381,10 +414,8 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         rows=rows,
         notes=notes,
         data=data,
-        figure_notes=notes,
+        figure_notes=[_interval_note(studies, curves), *missing],
         headings=True,
-        marks=marks,
-        latex_notes=[*notes, *legend],
     )
 
 
@@ -420,26 +451,20 @@ def missing_in(studies: Iterable[Study]) -> list[str]:
     ]
 
 
-def smallest(rows: Sequence[CurveRow]) -> dict[str, bool]:
-    """Return the best unbiased baselines of one group size.
+def worse_baselines(rows: Sequence[CurveRow]) -> list[str]:
+    """Return the unbiased baselines of one group size whose error is surely not the least.
 
-    They are the baseline of least error, True, and those whose interval reaches that of the least,
-    False. Biased baselines, whose error is their length, and baselines that need the values of the
-    questions do not take part.
-
-    Errors whose intervals are apart are significantly different; those whose intervals meet may be
-    so in a paired comparison.
+    Their interval does not meet that of the least error, so they are significantly different; those
+    whose intervals meet may be so in a paired comparison. Biased baselines, whose error is mostly
+    their length, and baselines that need the values of the questions do not take part.
     """
-    own = [
+    compared = [
         row
         for row in rows
         if row.unbiased and row.baseline not in NEED_VALUES and row.error.is_known
     ]
-    if len(own) < 2:
-        return {}
-    least = min(own, key=lambda row: row.error.estimate)
-    alike = [row.baseline for row in own if row is not least and row.error.low <= least.error.high]
-    return {least.baseline: True} | dict.fromkeys(alike, False)
+    least = min(compared, key=lambda row: row.error.estimate, default=None)
+    return [row.baseline for row in compared if least and row.error.low > least.error.high]
 
 
 def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:

@@ -28,6 +28,7 @@ from grpo_ustat.measurements.loss_efficiencies import (
     EFFICIENCY_NOTE,
     NOISE_NOTE,
     UNBIASED_SAME_G,
+    WORSE_SIZE_NOTE,
     LossEfficiency,
     Panel,
     any_decided,
@@ -48,8 +49,6 @@ from grpo_ustat.measurements.panels import panel_grid, panel_title
 from grpo_ustat.pages.tables import Table, enumeration, shorten
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys, key_label
-
-MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
 
 
 def measure(study: PoolStudy) -> list[LossEfficiency] | None:
@@ -144,39 +143,32 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Ta
     """Return a table with a row per policy, loss and group size; none where none is measured."""
     panels = loss_panels(rows_by_study)
     study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
-    rows, marks, data = [], {}, []
+    rows, data = [], []
     for panel in panels:
         for name, (study, own) in panel.lines.items():
             run = study.run
             of_study = study_columns(run, study_keys) | {"seed": run.config["seed"], "line": name}
             data += [of_study | content_of(row) for row in own]
-            measured = panel.measured.get(name, [])
-            for row in measured:
-                mark = ""
-                if row.may_be_best and len(measured) > 1 and row.is_decided:
-                    marks[len(rows), 2] = row.best
-                    mark = "*" if row.best else "~"
+            for row in panel.measured.get(name, []):
                 policy = f"{run.policy}\n{run.dataset}\nn = {row.rollouts}"
-                rows.append([policy, name, f"{row.group_size}{mark}", *number_cells(row, "\n")])
+                rows.append([policy, name, str(row.group_size), *number_cells(row, "\n")])
     every = [row for panel in panels for _, own in panel.lines.values() for row in own]
     missing = [
         f"{panel.study.run.label}: {line}"
         for panel in panels
         for line in not_measured([row for _, own in panel.lines.values() for row in own])
     ]
-    notes = [EFFICIENCY_NOTE, NOISE_NOTE, described(every)]
+    worse = [WORSE_SIZE_NOTE] * any(row.is_worse for row in every)
     table = Table(
         name="losses",
         title="Relative efficiency of each loss",
         columns=["policy", "loss", "G", f"efficiency against\n{UNBIASED_SAME_G}", "at its best G",
                  "cos with the gradient", "share of noise"],
         rows=rows,
-        notes=[*notes, *[MARKS_NOTE.format("*:", "~:")] * bool(marks), *missing],
+        notes=[EFFICIENCY_NOTE, *worse, NOISE_NOTE, described(every), *missing],
         data=data,
-        figure_notes=[BARS_NOTE, *_without_a_line(panels)],
+        figure_notes=[BARS_NOTE, *_without_a_line(panels)] if any_decided(every) else None,
         headings=True,
-        marks=marks,
-        latex_notes=[*notes, *[MARKS_NOTE.format("Bold:", "underlined:")] * bool(marks), *missing],
     )  # fmt: skip
     return [table] if panels else []
 

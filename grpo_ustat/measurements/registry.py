@@ -164,8 +164,9 @@ def report_answers(studies: Sequence[Study]) -> list[str]:
 def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[str]) -> None:
     """Draw the figures of a report, with lines below each."""
     for one, records in _joint(studies):
-        if one.draw is not None and (first := one.tables(records)[:1]):
-            one.draw(folder, records, [*(first[0].figure_notes or ()), *lines])
+        first = next(iter(one.tables(records)), None)
+        if one.draw is not None and first is not None and first.figure_notes is not None:
+            one.draw(folder, records, [*first.figure_notes, *lines])
 
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:

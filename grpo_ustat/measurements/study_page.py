@@ -107,7 +107,7 @@ def notes(run: RunRecord) -> list[str]:
 
 
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
-COSTS_CAPTION = "What each group size costs at the same number of rollouts"
+COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of rollouts"
 
 
 def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:

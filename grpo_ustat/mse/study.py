@@ -106,7 +106,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     rest = [one for one in measurements_of([view]) if not one.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
     for table in filter(None, (group_size.extra_error_table(view), *first, *last)):
-        console.print(table.terminal())
+        console.print(table)
     if absent := dict.fromkeys(row.baseline for row in view.of(NOT_MEASURED) or []):
         text = f"Some errors of {', '.join(absent)} were not measured; the page has the reasons."
         console.print(wrapped(text))

@@ -16,7 +16,17 @@ from matplotlib.ticker import MaxNLocator
 from grpo_ustat.estimators.intervals import MIN_UNITS, clustered_mean
 from grpo_ustat.estimators.scaling import CONSTANTS, CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.pages.advice import noise_text
-from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
+from grpo_ustat.pages.figures import (
+    FONTS,
+    legend_above,
+    legend_label,
+    note,
+    panel_figure,
+    panel_rows,
+    plt,
+    save,
+    series_style,
+)
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
@@ -89,12 +99,10 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
     quantities = [evaluation_name(runs), *CURVES]
     quantities += [name for name in MONITORED if any(row["quantity"] == name for row in rows)]
     with plt.rc_context(FONTS):
-        wide = 3 if len(quantities) < 6 else 4
-        size = (0.2 + 3.6 * wide, 6.6)
-        figure, panels = plt.subplots(2, wide, figsize=size, squeeze=False, layout="constrained")
+        figure, _ = panel_figure(panel_rows(len(quantities)))
         names = list(dict.fromkeys(run.series for run in runs))
         seeds = seed_rows(runs) if len(names) <= MAX_LINES_WITH_SEEDS else []
-        for axes, quantity in zip(panels.flat, quantities, strict=False):
+        for axes, quantity in zip(figure.axes, quantities, strict=True):
             _panel(
                 axes,
                 [row for row in rows if row["quantity"] == quantity],
@@ -102,12 +110,9 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
                 names,
             )
             axes.set_ylabel(LABELS.get(quantity, quantity))
-        for axes in panels.flat[len(quantities) :]:
-            axes.set_axis_off()  # the panel that is left over
         if len(names) > 1:
-            handles, labels = panels.flat[0].get_legend_handles_labels()
-            panels.flat[-1].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
-        note(figure, notes(rows), size[0])
+            legend_above(figure)
+        note(figure, notes(rows))
         save(figure, folder, name)
     return rows
 

@@ -27,6 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from grpo_ustat.config.schema import flatten
+from grpo_ustat.pages.caveats import is_warning
 from grpo_ustat.pages.symbols import legend, parts
 from grpo_ustat.pages.tables import Cell, Table, as_cell, cell_text, sort_value
 from grpo_ustat.terminal.streams import single_line, visible
@@ -322,4 +323,5 @@ def _template() -> Template:
 
     environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}
     environment.filters |= {"sort_value": sort_value, "explained": _explained}
+    environment.tests["warns"] = is_warning
     return environment.get_template("page.html.j2")

@@ -27,10 +27,8 @@ BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("se
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
 FEW_SEEDS = "(4 of 5): how many seeds of how many."
-
-# Of the best, of those not significantly different from it, and of the others.
-MARKS = ("*", "~", "no mark")
-LATEX_MARKS = ("Bold", "underlined", "no mark")
+# Mark of a mean that is significantly less than the largest one.
+LESS = "*"
 
 AccuracyCell = dict[str, Any]
 
@@ -278,18 +276,15 @@ def accuracy_table(
     present = {cell["x"] for cell in cells}
     values = [value for value in axis.values if value in present]
     names = [axis.text(value) for value in values]
-    rows, marks = _grid([(cell["line"], values.index(cell["x"]), cell) for cell in cells], names)
-    among = f"the {axis.symbol} of a row"
+    places = [(cell["line"], values.index(cell["x"]), cell) for cell in cells]
     return Table(
         name=name.replace(" ", "_"),
         title=f"Held-out {name}",
         columns=["", *names],
-        rows=rows,
-        notes=[*notes(cells, MARKS, among)],
-        latex_notes=[*notes(cells, LATEX_MARKS, among)],
-        marks=marks,
+        rows=_grid(places, names),
+        notes=notes(cells, LESS, f"the {axis.symbol} of a row"),
         data=data,
-        figure_notes=notes(cells, ("ring", "filled", "hollow"), f"the {axis.symbol} of a line"),
+        figure_notes=notes(cells, "hollow", f"the {axis.symbol} of a line"),
         headings=True,
     )
 
@@ -304,15 +299,12 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
     sizes = sorted({cell["group_size"] for cell in cells})
     names = [f"G = {size}" for size in sizes]
     places = [(budget_name(cell), sizes.index(cell["group_size"]), cell) for cell in cells]
-    rows, marks = _grid(places, names)
     return Table(
         name="budget",
         title=f"Held-out {name} by rollouts a step (n) and group size (G)",
         columns=["", *names],
-        rows=rows,
-        notes=[*notes(cells, MARKS, "the (n, G) of a series")],
-        latex_notes=[*notes(cells, LATEX_MARKS, "the (n, G) of a series")],
-        marks=marks,
+        rows=_grid(places, names),
+        notes=notes(cells, LESS, "the (n, G) of a series"),
         data=cells,
         headings=True,
     )
@@ -326,7 +318,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
     Args:
         cells: of `BY_SETTING`.
     """
-    rows, marks = [], {}
+    rows = []
     quantity = joint_quantity(cell["quantity"] for cell in cells)
     most = max(cell["seeds"] for cell in cells)
     names = {cell["setting"].partition("=")[0] for cell in cells}
@@ -335,8 +327,6 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         heading = " ".join(
             filter(None, (budget_name(cell | {"series": cell["test"]}), f"G={cell['group_size']}"))
         )
-        if cell["decided"] and (cell["best"] or cell["distinct"] is False):
-            marks[len(rows), 2] = cell["best"]
         verdict = "significantly less" if cell["distinct"] else "not significantly different"
         difference = "-"
         if cell["difference"] is None:
@@ -353,9 +343,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {quantity} by setting, and its difference from the largest mean",
         columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
-        notes=[*notes(cells, MARKS, "the settings of one n and G")],
-        latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G")],
-        marks=marks,
+        notes=notes(cells, LESS, "the settings of one n and G"),
         data=cells,
         headings=True,
     )
@@ -368,8 +356,8 @@ def budget_name(cell: AccuracyCell) -> str:
 
 def _grid(
     places: Sequence[tuple[str, int, AccuracyCell]], columns: Sequence[str]
-) -> tuple[list[list[str]], dict[tuple[int, int], bool]]:
-    """Return rows and marks of a table, see `Table`.
+) -> list[list[str]]:
+    """Return the rows of a table.
 
     Args:
         places: each cell with the heading of its row, to which its step is added, and the index of
@@ -378,36 +366,33 @@ def _grid(
     """
     most = max(cell["seeds"] for *_, cell in places)
     rows: dict[str, list[str]] = {}
-    marks = {}
     for name, column, cell in places:
         heading = f"{name}, step {cell['step']}"
         rows.setdefault(heading, ["-"] * len(columns))[column] = _cell_text(cell, most)
-        if cell["decided"] and (cell["best"] or cell["distinct"] is False):
-            marks[list(rows).index(heading), 1 + column] = cell["best"]
-    return [[name, *row] for name, row in rows.items()], marks
+    return [[name, *row] for name, row in rows.items()]
 
 
 def _cell_text(cell: AccuracyCell, most: int) -> str:
-    """Format a mean with its mark, its interval below, and the number of seeds if some are missing.
+    """Format a mean with its interval below, and the number of seeds if some are missing.
 
-    Nothing is marked if no cell of a family is significantly different.
+    A mean that is significantly less than the largest one has a mark, and one that is not compared
+    with it a question mark if others are.
     """
-    mark = ""
-    if cell["decided"]:
-        mark = "*" if cell["best"] else {False: "~", True: "", None: "?"}[cell["distinct"]]
+    mark = LESS if cell["distinct"] else ""
+    if cell["decided"] and cell["distinct"] is None and not cell["best"]:
+        mark = "?"
     few = f"\n({cell['seeds']} of {most})" if cell["seeds"] < most else ""
     return f"{cell['mean_reward']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]{few}"
 
 
-def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str) -> list[str]:
-    """Write lines for captions: the source of intervals and the meaning of marks.
+def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
+    """Write lines for captions: the source of intervals and the meaning of the mark.
 
     Args:
         cells: the cells shown.
-        marks: marks of the best, of those not significantly different from it, and of the others.
+        mark: of a mean that is significantly less than the largest one.
         among: the cells that are compared with each other, in words.
     """
-    best, alike, less = marks
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
@@ -421,22 +406,12 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str
         )
         if any(cell["difference_dof"] for cell in compared):
             pairing += ", one variance for all that are compared"
-        simultaneous = (
-            f"intervals of differences ({pairing}) are 95 % simultaneous over {among} (Bonferroni)"
-        )
+        simultaneous = f"intervals of differences ({pairing}) are 95 % simultaneous (Bonferroni)"
         if any(cell["decided"] for cell in compared):
-            verdicts = {cell["distinct"] for cell in compared if cell["decided"]}
-            words = [f"{best}: largest mean"]
-            if False in verdicts:
-                words.append(
-                    f"{alike}: not significantly different from the best, the interval of the "
-                    "difference contains 0"
-                )
-            if True in verdicts:
-                words.append(f"{less}: significantly less")
-            lines.append(f"{'; '.join(words)}; {simultaneous}, the best chosen on the same data.")
-            if not all(cell["decided"] for cell in compared):
-                lines.append("Where nothing is marked: no significant difference.")
+            lines.append(
+                f"{mark}: significantly less than the largest mean among {among}; {simultaneous}, "
+                "the largest chosen on the same data."
+            )
         else:
             lines.append(f"No significant difference between {among}; {simultaneous}.")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
@@ -447,7 +422,7 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str
 
 
 def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
-    """Write one line for within the figure: the meaning of dots, bars and rings.
+    """Write one line for within the figure: the meaning of dots, bars and hollow markers.
 
     Args:
         cells: of `BY_LINE`, see `pooled_cells`.
@@ -458,12 +433,12 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         bars = f"dots: seeds; bars: 95 % intervals over seeds, pooled variance (t, {dof} dof)"
-    ring = ""
+    difference = ""
     if any(cell["decided"] for cell in cells):
-        ring = "; ring: largest mean, hollow: significantly less"
+        difference = "; hollow: significantly less than the largest mean"
     elif any(not cell["best"] for cell in cells):
-        ring = f"; no significant difference between {among}"
-    return [f"{bars}{ring}."]
+        difference = f"; no significant difference between {among}"
+    return [f"{bars}{difference}."]
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:

@@ -62,7 +62,7 @@ from grpo_ustat.runs.record import (
     study_rollouts,
 )
 from grpo_ustat.runs.status import Entry
-from grpo_ustat.terminal.console import Console, tell
+from grpo_ustat.terminal.console import Console, tell, wrapped
 from grpo_ustat.terminal.streams import best_size, single_line
 
 MEASURED = "|".join(one.name for one in OURS)
@@ -134,16 +134,16 @@ def write_report(report: Report) -> None:
 
     console = Console()
     for line in report.answers:
-        console.print(line, soft_wrap=True)
+        console.print(f"{wrapped(line)}\n", soft_wrap=True)
     main_tables = {"theorems", "fixed_n", "accuracy", "mean_reward", "settings"}
     main_tables |= {"best_group_size", "best_group_size_claims"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
     for table in report.tables:
         if table.name in main_tables:
-            console.print(table.terminal())
+            console.print(table)
     for line in shorten(report.notes, MAX_LINES, "runs.tex"):
-        console.print(line, soft_wrap=True)
+        console.print(wrapped(line), soft_wrap=True)
     if report.next_step:
         console.print(f"next: {report.next_step}", soft_wrap=True)
     console.print(f"page: {report.folder / NAME}", soft_wrap=True)

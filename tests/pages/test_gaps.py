@@ -87,7 +87,7 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
     assert not runs.damaged
     studies = list(map(Study, runs.runs))
     for table in (errors.joint_table(studies, ()), group_size.joint_table(studies, ())):
-        assert table.latex() and table.csv() and table.terminal()
+        assert table.latex() and table.csv()
     error_figures.draw_joint(tmp_path, "mse", studies, [])
     group_size.draw_joint(tmp_path, "fixed_n", studies, [])
 

@@ -17,6 +17,7 @@ from folders import completed
 from page_views import page_of
 from test_page import SVG, Skeleton
 
+from grpo_ustat.measurements.study_page import COSTS_CAPTION
 from grpo_ustat.pages import run_page as pages
 from grpo_ustat.pages.page import render, visible
 from grpo_ustat.pages.run_page import leave_page
@@ -204,7 +205,7 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
     assert page.next_step in render(page)
     assert page.notes[0].startswith("Intervals of 95 %") and page.notes[1] == "corr(q, Z) = -0.5."
-    assert page.lead.title == "What each group size costs at the same number of rollouts"
+    assert page.lead.title == COSTS_CAPTION
     assert [(f.title, f.data) for f in page.figures] == [
         ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
     ]  # fmt: skip

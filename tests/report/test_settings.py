@@ -106,7 +106,7 @@ def test_where_nothing_differs_nothing_is_best(tmp_path, undrawn, capsys):
             changes = [("baseline.name", name)]
             trained(tmp_path / f"runs/{name}/{seed}", 4, seed, final, changes=changes)
     report_runs([str(tmp_path / "runs")], tmp_path / "joint", None)
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "no significant difference in held-out accuracy between the 2 settings" in printed
     assert "largest at" not in printed and "*" not in printed.split("No significant")[0]
 

@@ -217,7 +217,7 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
     places = [found.texts.index(text) for text in order[:-3]]
     assert places == sorted(places) and set(order) <= set(found.texts)
     assert not {"Policies", "Tokens of the finished", "step", "accuracy"} & set(found.texts)
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "Theorem 8" in said and "The laws are the same." not in said and order[0] in said
 
 
