@@ -331,15 +331,12 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
     cells, worse = _error_cells(rows)
     sizes = sorted({row.group_size for row in rows})
     return Table(
-        title=(
-            f"MSE of the gradient, {setting}\n"
-            f"against the {first.target}\n"
-            f"policy {policy.name}, {policy.quantity} {mean:.3f} [{low:.3f}, {high:.3f}] "
-            f"({interval_scope(result.questions)})"
-        ),
+        title=f"MSE of the gradient, {setting}",
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
         notes=[
+            f"Against the {first.target} of {policy.name}, {policy.quantity} {mean:.3f} "
+            f"[{low:.3f}, {high:.3f}] ({interval_scope(result.questions)}).",
             f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}.",
             *worse,
             *missing_errors(rows),

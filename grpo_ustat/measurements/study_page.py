@@ -63,16 +63,16 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ),
         ("Mean length", f"{policy.mean_length:.1f} tokens"),
         ("Questions", result.questions),
-        ("Completions a question", result.pool_completions),
-        ("Methods", ", ".join(map(str, value("study.methods") or ()))),
-        *([("Parameters measured", f"{metric.parameters}; {metric.norm}"),
-           ("Products between questions", metric.between_questions)]
+        ("Completions of each question", result.pool_completions),
+        ("Methods of measuring errors", ", ".join(map(str, value("study.methods") or ()))),
+        *([("Parameters of the gradient", f"{metric.parameters}; {metric.norm}"),
+           ("Inner products between questions", metric.between_questions)]
           if metric else []),
         ("Sampling", f"temperature {value('temperature')}, at most "
                      f"{value('max_completion_length')} tokens"),
-        ("Rollouts in all", cost.rollouts),
+        ("Completions sampled in all", cost.rollouts),
         ("Tokens sampled", cost.tokens),
-        ("Answers not judged", cost.judge_timeouts + cost.judge_failures),
+        ("Answers that could not be judged", cost.judge_timeouts + cost.judge_failures),
     ]  # fmt: skip
 
 

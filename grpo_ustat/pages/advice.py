@@ -178,8 +178,8 @@ def noise_text(scale: Interval, rollouts: int) -> str:
     r"""Return a sentence on the noise of a step, and one on twice or half as many rollouts.
 
     The first-order improvement of a step of its best length is proportional to 1 / (1 + n_c/n)
-    (McCandlish et al., arXiv 1812.06162), so 2n rollouts improve 2 (n + n_c) / (2n + n_c) times as
-    much as n.
+    (McCandlish et al., arXiv 1812.06162), so 2n rollouts make 2 (n + n_c) / (2n + n_c)
+    times the progress of n.
 
     Args:
         scale: n_c, in rollouts; the sentence is "" where nothing is known of it.
@@ -187,9 +187,9 @@ def noise_text(scale: Interval, rollouts: int) -> str:
 
     >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace(". ", ".\n"))
     The leave-one-out gradient of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200).
-    Twice the rollouts improve the policy up to 1.9 times as much per step.
+    Twice the rollouts make up to 1.9 times the progress per step.
     >>> noise_text(Interval(9, 5, 20), 256).partition(". ")[2]
-    'Half the rollouts improve the policy 97 % as much per step.'
+    'Half the rollouts make 97 % of the progress per step.'
     >>> noise_text(Interval(math.nan, 400, math.inf), 256)
     'The leave-one-out gradient of 256 rollouts is at least 61 % noise.'
     """
@@ -207,8 +207,6 @@ def noise_text(scale: Interval, rollouts: int) -> str:
     )
     if rollouts > scale.high:
         kept = (rollouts + scale.estimate) / (rollouts + 2 * scale.estimate)
-        return f"{first} Half the rollouts improve the policy {100 * kept:.0f} % as much per step."
+        return f"{first} Half the rollouts make {100 * kept:.0f} % of the progress per step."
     times = 2 * (rollouts + scale.estimate) / (2 * rollouts + scale.estimate)
-    return (
-        f"{first} Twice the rollouts improve the policy up to {times:.1f} times as much per step."
-    )
+    return f"{first} Twice the rollouts make up to {times:.1f} times the progress per step."

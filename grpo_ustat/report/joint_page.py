@@ -203,14 +203,14 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
     of_beds = [run for run in runs if run.command == "gap"]
     facts: list[tuple[str, Cell]] = [
         ("Runs", counts(run.state.name for run in runs)),
-        ("Entries", counts(run.command for run in runs)),
+        ("Commands", counts(run.command for run in runs)),
     ]
     if of_models:
         facts += [
             ("Policies", counts(run.policy for run in of_models)),
-            ("Questions of", counts(run.dataset for run in of_models)),
-            ("Rollouts of the finished", total(of_models, "rollouts")),
-            ("Tokens of the finished", total(of_models, "tokens")),
+            ("Data sets", counts(run.dataset for run in of_models)),
+            ("Completions sampled by finished runs", total(of_models, "rollouts")),
+            ("Tokens sampled by finished runs", total(of_models, "tokens")),
         ]
     if of_beds:
         facts += [
@@ -221,8 +221,8 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
     packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]
     return [
         *facts,
-        ("Commits", counts((run.commit or "unknown")[:12] for run in runs)),
-        ("Package", counts(packages)),
+        ("Commits of the code", counts((run.commit or "unknown")[:12] for run in runs)),
+        ("Version", counts(packages)),
     ]
 
 

@@ -89,16 +89,16 @@ def test_one_rollout_has_no_group():
     [
         (64, "at 64 rollouts a step use G = 4, within 5 % of the least error (G = 2: +44 % [+26 %, "
          "+54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out gradient of 64 rollouts is 92 % "
-         "noise [89 %, 94 %] (half at n = 770). Twice the rollouts improve the policy up to 1.9 "
-         "times as much per step."),
+         "noise [89 %, 94 %] (half at n = 770). Twice the rollouts make up to 1.9 times the "
+         "progress per step."),
         (10, "at 10 rollouts a step use G = 5, within 5 % of the least error (G = 2: +41 % [+18 %, "
          "+54 %]; G = 10: +41 % [+33 %, +54 %]). The leave-one-out gradient of 10 rollouts is 99 % "
-         "noise [98 %, 99 %] (half at n = 770). Twice the rollouts improve the policy up to 2.0 "
-         "times as much per step."),
+         "noise [98 %, 99 %] (half at n = 770). Twice the rollouts make up to 2.0 times the "
+         "progress per step."),
         (97, "only G = 97 divides 97; at 104 rollouts a step use G = 4, within 5 % of the least "
          "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out "
          "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Twice the rollouts "
-         "improve the policy up to 1.8 times as much per step."),
+         "make up to 1.8 times the progress per step."),
     ],
 )  # fmt: skip
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
@@ -316,12 +316,12 @@ NOISE = {
 @pytest.mark.parametrize(
     "size, sentence",
     [
-        (None, "75 % noise [67 %, 80 %] (half at n = 770). Twice the rollouts improve the policy "
-         "up to 1.6 times as much per step."),
-        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Twice the rollouts improve the policy "
-         "up to 1.7 times as much per step."),
-        (50, "3 % noise [2 %, 7 %] (half at n = 9). Half the rollouts improve the policy 97 % as "
-         "much per step."),
+        (None, "75 % noise [67 %, 80 %] (half at n = 770). Twice the rollouts make up to 1.6 times the "
+         "progress per step."),
+        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Twice the rollouts make up to 1.7 times the "
+         "progress per step."),
+        (50, "3 % noise [2 %, 7 %] (half at n = 9). Half the rollouts make 97 % of the "
+         "progress per step."),
     ],
 )  # fmt: skip
 def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):

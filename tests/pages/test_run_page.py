@@ -126,7 +126,10 @@ def test_a_finished_training_run_says_what_it_found(tmp_path):
     ]  # fmt: skip
     facts = dict(page.facts)
     assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
-    assert facts["Starts"] == "2; went on from step 2" and facts["Alarms"] == "no_signal in 2 steps"
+    assert (
+        facts["Started"] == "2 times; resumed from step 2"
+        and facts["Alarms"] == "no_signal in 2 steps"
+    )
     assert facts["Commit"] == "f" * 40 + ", with 2 lines of uncommitted changes"
     assert (facts["Steps"], facts["Wall time of training steps"]) == ("4 of 4", "8 s")
     accuracy = page.tables[0]
@@ -217,7 +220,7 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     assert "method: closed_form" in curves.notes[0]
     assert law.notes == ["95 % intervals generalising to new questions.", "not above 0"]
     assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
-    assert dict(page.facts)["Answers not judged"] == 3
+    assert dict(page.facts)["Answers that could not be judged"] == 3
 
 
 def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
@@ -236,7 +239,9 @@ def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
     assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
     assert page.next_step.startswith("harder questions: grpo-ustat mse ")
     assert [table.title for table in page.tables] == ["Starts and ends"] and page.figures == []
-    assert dict(page.facts)["Questions"] == 10 and "Parameters measured" not in dict(page.facts)
+    assert dict(page.facts)["Questions"] == 10 and "Parameters of the gradient" not in dict(
+        page.facts
+    )
     assert "All are right." in render(page)
 
 

@@ -52,7 +52,7 @@ def test_a_finished_study_says_what_it_found(folder):
     facts = dict(page.facts)
     assert facts["Test problem"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
     assert (facts["Completions drawn"], facts["Wall time"]) == ("1 234 567", "12 s")
-    assert facts["Fingerprint"] == "0123456789ab" and "Model" not in facts
+    assert facts["Hash of the configuration"] == "0123456789ab" and "Model" not in facts
     (figure,) = page.figures
     assert (figure.title, figure.data) == (
         "Predictions are lines, measurements markers with 95 % intervals", "curves.csv",
