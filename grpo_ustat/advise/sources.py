@@ -117,7 +117,8 @@ def advice_of(request: Request) -> Advice:
         run = RunRecord(source)
         if not run.config:
             raise ConfigError(f"{source}: {'; '.join(run.notes) or f'{CONFIG} is empty'}")
-        if "launch" not in run.config:  # another program that uses Hydra, such as verl
+        # Another program that uses Hydra, such as verl, has no such key.
+        if "launch" not in run.config:
             _refuse_dump(request)
         if run.command == "train":
             return _from_training(run, request)
@@ -165,7 +166,8 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     pool = request.source if request.source.is_file() else run.config.get("pool")
     theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
     if theirs is not None and group_size is not None:
-        theirs = theirs // group_size * group_size or None  # whole groups
+        # An update has whole groups.
+        theirs = theirs // group_size * group_size or None
     asked = request.rollouts or theirs or rollouts_in_groups(group_size, study.rollouts)
     rollouts = divisible_rollouts(asked) if group_size is None else asked
     _check_sizes(group_size, rollouts)
@@ -457,7 +459,8 @@ def parse_request(words: Sequence[str]) -> Request:
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
             overrides.append(word)
         elif "/" in word:
-            sources.append(word)  # a path that does not exist
+            # A path that does not exist is refused later, by its name.
+            sources.append(word)
         else:
             hint = did_you_mean(key, OPTION_NAMES)
             raise ConfigError(f"unknown {word}: {hint}choose from {', '.join(OPTION_NAMES)}")

@@ -72,7 +72,8 @@ def _load(name: str) -> Measurement[Any]:
         )
     try:
         offered = entry_points(group=MEASUREMENTS)[name].load()
-    except Exception as error:  # of any kind: the package's own code is run
+    except Exception as error:
+        # Errors of any kind: the package's own code is run.
         reason = single_line(f"{type(error).__name__}: {error}", 200)
         raise ConfigError(f"study.measurements={name} cannot be loaded: {reason}") from error
     if not isinstance(offered, Measurement) or offered.name != name:

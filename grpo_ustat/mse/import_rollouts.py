@@ -64,7 +64,8 @@ def import_pool(
         EqualRewards: all rewards are one and the same, so nothing is scored.
     """
     logged = logged_rollouts(config)
-    assert config.pool is not None  # `config.imports_pool`
+    # `config.imports_pool` says so.
+    assert config.pool is not None
     policy = configured_policy(config.policy_options)
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
@@ -138,7 +139,8 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
     """Read the rows of `config.pool`; their ends are logged or follow from `study.cut_at`."""
-    assert config.pool is not None  # `config.imports_pool`
+    # `config.imports_pool` says so.
+    assert config.pool is not None
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
     if config.study.corrections and rollouts[0].logprobs is None:
@@ -435,7 +437,8 @@ class EndTokens:
         """
         for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
             if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():
-                return ids[:stop]  # what follows is the template's, or padding
+                # What follows is the template's, or padding.
+                return ids[:stop]
         is_turn = is_turn or bool(self.opening and self.opening in prompt)
         end = self.of_turns if is_turn else self.of_texts
         if end is None:

@@ -96,7 +96,8 @@ def rescored_pool(
     scored = [*losses, *judged.values()]
     wanted = list(dict.fromkeys(loss.tokens for loss in scored if loss.tokens is not None))
     if question == "gap" and EXACT not in wanted:
-        wanted.append(EXACT)  # of what the losses are compared with
+        # The losses are compared with the exact ratios.
+        wanted.append(EXACT)
     parts, cost = _scored(config, wanted, prompts, rollouts, pool.rewards_PN, folder)
     weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
     size = pool.rewards_PN.shape[1]
@@ -287,7 +288,8 @@ def weighted_part(
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
-    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+    # Overflows are refused below.
+    with np.errstate(over="ignore", invalid="ignore"):
         factors_VT = np.concatenate([
             token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
             for kind in weights.kinds

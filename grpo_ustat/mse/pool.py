@@ -285,7 +285,8 @@ def _score_chunks(
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
         seconds = chunk_cost.seconds_generate / len(chunk_prompts)
         costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
-        costs_P[0] += judge_cost  # once for the chunk
+        # The judge is paid once for the chunk.
+        costs_P[0] += judge_cost
         sampled = (first, rollouts, rewards_PNF, costs_P)
         if seen is not None:
             seen = seen | distinct_rewards(np.concatenate(rewards_PNF))
@@ -298,7 +299,8 @@ def _score_chunks(
                 unscored.append(sampled)
                 yield WorkCost(rollouts=rewards_PNF[..., 0].size)
                 continue
-            if first:  # those before it are unscored: all are drawn again
+            # Those before it are unscored: all are drawn again.
+            if first:
                 return
             seen = None
         for before in [*unscored, sampled]:

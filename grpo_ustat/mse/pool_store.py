@@ -82,7 +82,8 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["dataset"].pop(key, None)
     if adapter_base(model_folder(config.model.model_name_or_path)) is not None:
         draws["merge_adapters"] = config.study.merge_adapters
-    return draws | {  # weights of reward functions are of the sum alone, which no pool holds
+    # Weights of reward functions are left out: they belong to the sum, which no pool holds.
+    return draws | {
         "rollout": config.rollout.name,
         "tf32": config.computes_tf32,
         "parameters": config.study.parameters,
@@ -381,7 +382,8 @@ def reuse_pool(
             continue
         try:
             os.link(path, target)
-        except OSError:  # another file system, or one without links
+        except OSError:
+            # Another file system, or one without links.
             with atomic_write(target, shared=True) as staged:
                 shutil.copyfile(path, staged)
     return f"{most:,} completions of {best} are reused".replace(",", " ")

@@ -151,7 +151,8 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 
 def fill_part(config: MseConfig) -> str:
     """Fill part `study.part` of the pool, and return a text on what the pool has and lacks."""
-    assert config.pool is not None  # `config.fills_part`
+    # `config.fills_part` says so.
+    assert config.pool is not None
     pool = Path(config.pool)
     main_only(PoolStore(pool, draws_of(config)).open)
     prompts, _ = _prompts(config, pool)

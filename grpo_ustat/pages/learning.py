@@ -225,7 +225,8 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
         for step, rows in _monitored(run, block).items():
             if len(rows) > 1:
                 curve[step] = _joint_gstar([[row] for row in rows])
-            else:  # of one step with its own interval
+            else:
+                # A single step has an interval of its own.
                 best, low, high = (rows[0].get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
                 curve[step] = math.nan if best is None else best, low, high
         blocks_known = {(step - 1) // block for step in curve}
@@ -291,7 +292,8 @@ def _panel(
         own = [row for row in seeds if row["series"] == name]
         for row in own:
             axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
-        means = [math.nan if row["mean"] is None else row["mean"] for row in line]  # a gap
+        # A missing mean is a gap of the line.
+        means = [math.nan if row["mean"] is None else row["mean"] for row in line]
         axes.plot(
             [row["step"] for row in line], means, color=colour,
             marker=marker if len(line) <= 25 else "", markersize=3,
@@ -308,7 +310,8 @@ def _panel(
             axes.fill_between(
                 [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
             )
-    if quantity == GSTAR:  # powers of two from below the intervals to well above most estimates
+    # The axis has powers of two, from below the intervals to well above most estimates.
+    if quantity == GSTAR:
         lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
         means = [row["mean"] for row in rows if row["mean"] is not None]
         bottom = max(min([*means, *lows]), 1.0) / 1.15

@@ -193,7 +193,8 @@ def render(page: Page) -> str:
         completions=Markup(completions_json(page.completions)) if page.completions else None,
         configuration=visible(configuration),
     )
-    return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
+    # The text is the same in every encoding.
+    return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:

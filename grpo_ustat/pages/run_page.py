@@ -129,7 +129,8 @@ def run_page(
         title=view.title(run),
         answer=view.answer(run),
         next_step=view.following(run),
-        notes=[*view.notes(run), *run.notes],  # once all files are read
+        # The run's own notes are complete once all files are read.
+        notes=[*view.notes(run), *run.notes],
         facts=[*facts, *_provenance(run, now)],
         lead=lead,
         overview=view.overview(run),

@@ -20,7 +20,8 @@ from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.runs.record import RunRecord
 
 Keys = tuple[str, ...]
-BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # of family, of cell
+# Keys of a family of cells, and of a cell in it.
+BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)
 BY_LINE: tuple[Keys, Keys] = ("line", "step"), ("x",)
 BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
@@ -134,7 +135,8 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
     groups: dict[tuple, list[AccuracyCell]] = {}
     for cell in cells:
         groups.setdefault((cell["line"], cell["step"]), []).append(cell)
-    laws = {}  # variance of one run, and its degrees of freedom
+    # Variance of a run, and its degrees of freedom.
+    laws = {}
     for key, group in groups.items():
         several = [cell for cell in group if cell["sd"] is not None]
         dof = sum(cell["seeds"] - 1 for cell in several)

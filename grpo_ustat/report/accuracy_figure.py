@@ -26,7 +26,8 @@ from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.settings import Axis, value_text
 from grpo_ustat.terminal.console import excerpt, visible
 
-MAX_CHARACTERS = 60  # of a value along an axis
+# Of a value along an axis.
+MAX_CHARACTERS = 60
 
 
 def accuracy_figure(
@@ -92,7 +93,8 @@ def _accuracy_panel(
             return x * 2**share
         return x + share * span / max(len(positions) - 1, 1)
 
-    by_value = len(lines) == 1 and not axis.is_numeric  # colours as those of learning curves
+    # The colours are those of learning curves.
+    by_value = len(lines) == 1 and not axis.is_numeric
     for i, name in enumerate(axis.values if by_value else lines):
         line = [cell for cell in cells if cell["x" if by_value else "line"] == name]
         line = sorted(line, key=lambda cell: axis.position(cell["x"]))
@@ -102,7 +104,8 @@ def _accuracy_panel(
         title = f"{axis.key.removesuffix('.name')}={name}" if by_value else name
         place = 0 if by_value else i
         colour, marker = series_style(title, i)
-        places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]  # bars apart
+        # The bars of lines stand side by side.
+        places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]
         if any(cell["seeds"] > 1 for cell in line):
             axes.plot(
                 [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in own],
@@ -110,8 +113,9 @@ def _accuracy_panel(
                 markeredgewidth=0,
             )  # fmt: skip
         heights = [cell["mean_reward"] for cell in line]
-        below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]  # rounding at 0
-        above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]  # and 1
+        # Rounding may put a mean outside its interval at 0 and at 1.
+        below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]
+        above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]
         axes.errorbar(
             places, heights, (below, above), color=colour, marker=marker, markersize=4,
             linewidth=1, capsize=2, label=legend_label(title),

@@ -70,10 +70,14 @@ TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
-MAX_STEPS = 8  # with a panel each, where no steps are asked for
-MAX_LINES = 12  # on the terminal, of what is missing
-LONGEST_SLUG = 80  # bytes; file systems end names at 255
-MAX_CURVES = 4  # of several G and settings, in one figure of learning
+# Steps with a panel each, if none are asked for.
+MAX_STEPS = 8
+# Lines on the terminal on what is missing.
+MAX_LINES = 12
+# Bytes; file systems end names at 255.
+LONGEST_SLUG = 80
+# Lines of several G and settings in one figure of learning.
+MAX_CURVES = 4
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
@@ -81,7 +85,8 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
     if (folder / CONFIG).exists() or (folder / CODE).exists():
         raise ConfigError(f"{folder} is a run's folder: choose another with name=NAME")
     run_set = without_unreadable(read_runs(entries_in(patterns)))
-    run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))  # as typed
+    # In the order in which they were typed.
+    run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))
     report = Report(folder, run_set, steps)
     if report.is_empty:
         reasons = [*(run.unfinished for run in report.runs), *report.run_set.damaged]
@@ -106,7 +111,8 @@ def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | 
 def write_report(report: Report) -> None:
     """Write tables, figures and page, then print the answers, the main tables and the notes."""
     report.folder.mkdir(parents=True, exist_ok=True)
-    if (report.folder / NAME).is_file():  # an earlier report, parts of which this one may not have
+    # An earlier report may have parts that this one has not.
+    if (report.folder / NAME).is_file():
         for file in report.folder.iterdir():
             if TABLE_FILE.fullmatch(file.name):
                 file.unlink()
@@ -159,7 +165,8 @@ def without_unreadable(run_set: RunSet) -> RunSet:
         try:
             _tables_of_one(run)
             runs.append(run)
-        except Exception as error:  # of any kind: what a folder holds, anybody can have written
+        except Exception as error:
+            # Errors of any kind: anybody can have written what a folder holds.
             reason = single_line(f"{type(error).__name__}: {error}", 200)
             damaged.append(f"{run.label}: it cannot be shown ({reason})")
     return RunSet(runs, damaged, run_set.absent, run_set.twins)
@@ -333,7 +340,8 @@ def _add_learning(
     for budget, members in budgets.items():
         several_sizes = len({run.config["group_size"] for run in members}) > 1
         members = sorted(members, key=lambda run: run.config["group_size"])
-        labels = []  # of each run: size and setting
+        # Size and setting of each run.
+        labels = []
         for run in members:
             setting = setting_labels(run, keys, axis)["setting"]
             labels.append((f"G={run.config['group_size']}", setting))

@@ -37,8 +37,10 @@ from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign
 from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord, distinguishing_keys
 
-MEAN, LAST = "mean of the evaluations", "last evaluation"  # the first counts
-MIN_SEEDS = 3  # with every G, or differences are not compared
+# Outcomes of a run; claims are about the first.
+MEAN, LAST = "mean of the evaluations", "last evaluation"
+# Seeds with every G; with fewer, differences are not compared.
+MIN_SEEDS = 3
 POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
 CELL_KEYS = (
     "group_size", "seeds", "quantity", "mean_reward", "low", "high", "best", "difference",
@@ -165,7 +167,8 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
         run = grid[rollouts, size, seed]
         row = {"series": "", "rollouts": rollouts, "group_size": size, "seed": seed}
         row |= {key: run.evals[-1][key] for key in ("quantity", "low", "high", "n")}
-        for outcome, value_of in OUTCOMES.items():  # in place of the step of accuracy_cells
+        # An outcome stands for the step of `accuracy_cells`.
+        for outcome, value_of in OUTCOMES.items():
             rows.append(row | {"step": outcome, "mean_reward": value_of(run)})
     cells = accuracy_cells(rows)
     by_outcome = {name: [cell for cell in cells if cell["step"] == name] for name in OUTCOMES}

@@ -31,7 +31,8 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs import log
 from grpo_ustat.runs.record import RunRecord
 
-MAX_COMPLETIONS = 2000  # of all runs together
+# Of all runs together.
+MAX_COMPLETIONS = 2000
 
 
 @dataclass

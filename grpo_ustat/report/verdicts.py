@@ -127,7 +127,8 @@ def verdict_sentence(studies: Sequence[RunRecord]) -> str:
         studies: finished studies of theorems in order.
     """
     kinds = [kind_of(run) for run in studies]
-    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}  # of studies, by verdict
+    # Names of studies by verdict.
+    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}
     for run, identity in zip(studies, _identities(studies), strict=True):
         several = kinds.count(identity["study"]) > 1
         name = _study_name(identity) if several else identity["result"].partition(", ")[0]

@@ -316,10 +316,10 @@ NOISE = {
 @pytest.mark.parametrize(
     "size, sentence",
     [
-        (None, "75 % noise [67 %, 80 %] (half at n = 770). Twice the rollouts make up to 1.6 times the "
-         "progress per step."),
-        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Twice the rollouts make up to 1.7 times the "
-         "progress per step."),
+        (None, "75 % noise [67 %, 80 %] (half at n = 770). Twice the rollouts make up to "
+         "1.6 times the progress per step."),
+        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Twice the rollouts make up to "
+         "1.7 times the progress per step."),
         (50, "3 % noise [2 %, 7 %] (half at n = 9). Half the rollouts make 97 % of the "
          "progress per step."),
     ],
