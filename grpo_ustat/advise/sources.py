@@ -143,12 +143,12 @@ def advice_of(request: Request) -> Advice:
 def _refuse_dump(request: Request) -> None:
     """Refuse a file that another framework wrote, except a single log of TRL."""
     source = request.source
-    one = format_of(source)
-    if one is None or (one.name == "trl" and source.is_file()):
+    framework = format_of(source)
+    if framework is None or (framework.name == "trl" and source.is_file()):
         return
     size = [f"num_generations={request.num_generations}"] * (request.num_generations is not None)
     raise ConfigError(
-        f"{source} is what {one.name} writes: type "
+        f"{source} is what {framework.name} writes: type "
         f"{command_line('convert', str(source), 'rollouts.parquet')}, and then "
         f"{command_line('advise', 'rollouts.parquet', *size)}"
     )
@@ -280,7 +280,7 @@ def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
         run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2] or 0)
     )
     if checkpoints:
-        overrides = [one for one in overrides if not one.startswith("model")]
+        overrides = [override for override in overrides if not override.startswith("model")]
         overrides = [f"model={checkpoints[-1]}", *overrides]
     note = "" if checkpoints else "  # the model that it starts from: there is no checkpoint here"
     return command_line("mse", *overrides) + note
@@ -459,7 +459,7 @@ def parse_request(words: Sequence[str]) -> Request:
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
             overrides.append(word)
         elif "/" in word:
-            # A path that does not exist is refused later, by its name.
+            # A path that contains "=" and need not exist.
             sources.append(word)
         else:
             hint = did_you_mean(key, OPTION_NAMES)

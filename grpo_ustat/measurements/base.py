@@ -224,8 +224,8 @@ class Measurement(Generic[R]):
 
     def of(self, studies: Iterable[Study]) -> dict[Study, R]:
         """Return what each of the studies that have measured it found."""
-        found = {study: study.of(self) for study in studies}
-        return {study: record for study, record in found.items() if record is not None}
+        records = {study: study.of(self) for study in studies}
+        return {study: record for study, record in records.items() if record is not None}
 
 
 def table_of_studies(

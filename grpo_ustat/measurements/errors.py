@@ -156,12 +156,12 @@ def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
 
 
 def _formula_rows(
-    study: PoolStudy, found: ClosedForm, method: str, interval: str
+    study: PoolStudy, statistics: ClosedForm, method: str, interval: str
 ) -> list[CurveRow]:
     """Return a row for each point that has a closed form."""
     rows = []
-    for point, (bias2, variance, *moments) in found.parts.items():
-        error = GradientError(found[point.key], bias2, variance, *scale_free(*moments))
+    for point, (bias2, variance, *moments) in statistics.parts.items():
+        error = GradientError(statistics[point.key], bias2, variance, *scale_free(*moments))
         rows.append(_row(study, point, error, method, interval))
     return rows
 
@@ -171,7 +171,7 @@ def _row(
 ) -> CurveRow:
     """Return a row; columns free of scale are null where ||grad J||^2 is not surely above 0."""
     target_sq = _target_sq(study, method)
-    known = target_sq.low > 0
+    is_above_0 = target_sq.low > 0
     return CurveRow(
         method=method,
         baseline=point.baseline,
@@ -187,9 +187,9 @@ def _row(
         replicates=error.draws,
         bias2=error.bias2,
         variance=error.variance,
-        relative_mse=error.mse.estimate / target_sq.estimate if known else None,
-        best_scalar_mse=error.best_scalar_mse if known else None,
-        cosine=error.cosine if known else None,
+        relative_mse=error.mse.estimate / target_sq.estimate if is_above_0 else None,
+        best_scalar_mse=error.best_scalar_mse if is_above_0 else None,
+        cosine=error.cosine if is_above_0 else None,
     )
 
 
@@ -229,10 +229,10 @@ def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
             setting=point.setting,
             group_size=point.group_size,
             num_prompts=point.num_prompts,
-            ratio=found[point.ratio_key],
+            ratio=statistics[point.ratio_key],
         )
-        for found in (study.at_hand, study.population)
-        for point in found.parts
+        for statistics in (study.at_hand, study.population)
+        for point in statistics.parts
         if point.baseline != "oracle"
     ]
 
@@ -247,12 +247,12 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
     ]
 
 
-def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
+def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
     """Return tables of G by baseline, and one with a row and all numbers for every point.
 
     In the latter a column with one value becomes a note.
     """
-    ((study, curves),) = found.items()
+    ((study, curves),) = rows_by_study.items()
     rows = [
         content_of(row)
         | {"baseline": baseline_word(row.baseline), "mse": closed_interval_text(row.error)}
@@ -274,9 +274,9 @@ def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
     return [*first, last, details]
 
 
-def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
+def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table]:
     """Return a table with a row for every point."""
-    (ratios,) = found.values()
+    (ratios,) = rows_by_study.values()
     rows = [
         content_of(row)
         | {"baseline": baseline_word(row.baseline), "ratio": closed_interval_text(row.ratio)}
@@ -287,9 +287,9 @@ def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
     return [rows_table("Error of the gradient over the oracle's", rows, note)] if rows else []
 
 
-def not_measured_tables(found: Mapping[Study, list[NotMeasured]]) -> list[Table]:
+def not_measured_tables(rows_by_study: Mapping[Study, list[NotMeasured]]) -> list[Table]:
     """Return a table with a row for each baseline and G."""
-    (absent,) = found.values()
+    (absent,) = rows_by_study.values()
     return [rows_table("Not measured", list(map(content_of, absent)))] if absent else []
 
 
@@ -479,10 +479,10 @@ def _missing_points(studies: Iterable[Study]) -> list[str]:
         study.run.label: {(row.baseline, row.group_size) for row in study.need(CURVES)}
         for study in studies
     }
-    every = set().union(*points.values())
+    all_points = set().union(*points.values())
+    missing = {name: sorted(all_points - of_study) for name, of_study in points.items()}
     return [
-        f"Missing in {name}: "
-        f"{', '.join(f'{baseline_word(b)} at G = {g}' for b, g in sorted(every - own))}."
-        for name, own in points.items()
-        if every - own
+        f"Missing in {name}: {', '.join(f'{baseline_word(b)} at G = {g}' for b, g in of_study)}."
+        for name, of_study in missing.items()
+        if of_study
     ]

@@ -423,9 +423,9 @@ def extra_error_table(study: Study) -> Table | None:
     return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 
-def law_tables(found: Mapping[Study, Scaling]) -> list[Table]:
+def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
     """Return a table of the scaling law and Assumption 2 of one study, and one of other best G."""
-    ((study, scaling),) = found.items()
+    ((study, scaling),) = scaling_by_study.items()
     assumption = study.need(ASSUMPTION2)
     rows = [
         *_quantity_rows(scaling, LAW_ROWS),
@@ -452,9 +452,9 @@ def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> l
     return rows
 
 
-def noise_tables(found: Mapping[Study, Noise]) -> list[Table]:
+def noise_tables(noise_by_study: Mapping[Study, Noise]) -> list[Table]:
     """Return a table of one study's noise scale at every G, and at the best of both kinds."""
-    (noise,) = found.values()
+    (noise,) = noise_by_study.values()
     best = noise.best
     rows = [[number_text(row.group_size or math.nan), *_noise_cells(row)] for row in noise.curve]
     if best.group_size is not None:

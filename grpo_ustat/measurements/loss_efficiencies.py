@@ -128,13 +128,13 @@ class LossEfficiency:
 
 def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
     """Return measured losses as a file holds them."""
-    every = asdict(RowFilter())
+    default = asdict(RowFilter())
     return [
         LossEfficiency(
             loss=row.loss.name,
             baseline=row.loss.baseline,
             loss_type=row.loss.loss_type,
-            **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
+            **{name: x for name, x in asdict(row.loss.rows).items() if x != default[name]},
             rollouts=row.rollouts,
             group_size=row.group_size,
             kept=row.kept,
@@ -178,10 +178,12 @@ def efficiency_sentences(
         compared: what it is compared with, in words.
     """
     same: dict[str, list[list[LossEfficiency]]] = {}
-    for own in by_loss(rows):
-        same.setdefault(_sentence("", own, wrote, compared), []).append(own)
+    for of_loss in by_loss(rows):
+        same.setdefault(_sentence("", of_loss, wrote, compared), []).append(of_loss)
     return [
-        _sentence(enumeration([own[0].loss for own in losses], "or"), losses[0], wrote, compared)
+        _sentence(
+            enumeration([of_loss[0].loss for of_loss in losses], "or"), losses[0], wrote, compared
+        )
         for losses in same.values()
     ]
 
@@ -353,10 +355,10 @@ def draw_efficiencies(
     folder: Path, name: str, title: str, rows: Sequence[LossEfficiency], lines: Sequence[str]
 ) -> None:
     """Draw the relative efficiency of each loss against G, with its interval, if any is decided."""
-    losses = {own[0].loss: own for own in by_loss(rows)}
+    losses = {of_loss[0].loss: of_loss for of_loss in by_loss(rows)}
     if not any_decided(rows):
         return
-    absent = [loss for loss, own in losses.items() if not any_decided(own)]
+    absent = [loss for loss, of_loss in losses.items() if not any_decided(of_loss)]
     without = [f"Not decided or not measured: {enumeration(absent)}."] if absent else []
     panel = (f"{title}, n = {rows[0].rollouts}", losses)
     draw_panels(folder, name, {"": [[panel]]}, [BARS_NOTE, *without, *lines])
@@ -401,20 +403,22 @@ def efficiency_panel(
     """
     lines: dict[str, dict[int, Interval]] = {}
     for name, rows in losses.items():
-        known = {row.group_size: row.efficiency_best_g for row in rows if row.is_decided}
-        if known:
+        efficiencies = {row.group_size: row.efficiency_best_g for row in rows if row.is_decided}
+        if efficiencies:
             lines[name] = {
-                size: efficiency for size, efficiency in known.items() if efficiency is not None
+                size: efficiency
+                for size, efficiency in efficiencies.items()
+                if efficiency is not None
             }
     shown = [(size, efficiency) for line in lines.values() for size, efficiency in line.items()]
     least = min([1.0, *(x.low for _, x in shown)])
     most = max([1.0, *(x.estimate for _, x in shown)])
     # Wider intervals leave the picture, some have no end.
     top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
-    apart = min(APART, ASIDE / max(1, len(lines)))
+    spacing = min(APART, ASIDE / max(1, len(lines)))
     for place, (name, line) in enumerate(lines.items()):
         colour, marker = line_style(names.index(name))
-        aside = 2 ** (apart * (place - (len(lines) - 1) / 2))
+        aside = 2 ** (spacing * (place - (len(lines) - 1) / 2))
         sizes = [size * aside for size in line]
         axes.plot(sizes, [x.estimate for x in line.values()], color=colour, marker=marker,
                   markersize=4, linewidth=0.6, label=legend_label(name))  # fmt: skip
@@ -425,8 +429,8 @@ def efficiency_panel(
         axes.text(0.5, 0.4, "not decided from these questions", transform=axes.transAxes,
                   ha="center")  # fmt: skip
     axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
-    every = {row.group_size for rows in losses.values() for row in rows}
-    log_sizes(axes, sorted({size for size, _ in shown} or every))
+    all_sizes = {row.group_size for rows in losses.values() for row in rows}
+    log_sizes(axes, sorted({size for size, _ in shown} or all_sizes))
     axes.set_xlabel("group size G")
     axes.set_ylim(max(0.0, least - (top - least) / 10) if lines else 0, top)
     axes.grid(alpha=0.3, linewidth=0.5)

@@ -77,7 +77,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     budget = config["budget"] | {"pool_completions": result.pool_completions}
     sizes = [f"study.questions={questions}", *study_overrides({**config, "budget": budget})]
     if questions > (config["dataset"].get("study_size") or math.inf):
-        shared = [one for one in shared if not one.startswith("dataset.study_size=")]
+        shared = [override for override in shared if not override.startswith("dataset.study_size=")]
         sizes.insert(0, f"dataset.study_size={questions}")
     sizes.append(f"pool={config.get('pool') or study.run.folder / 'pool'}")
     return command_line("mse", *shared, *sizes)
@@ -146,12 +146,12 @@ def _best_of_loss(study: Study, best: int) -> int:
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
-    known = [
+    decided = [
         row for row in rows if row.efficiency_same_g is not None and row.efficiency_same_g.is_known
     ]
-    if not known or best in [row.group_size for row in known if row.may_be_best]:
+    if not decided or best in [row.group_size for row in decided if row.may_be_best]:
         return best
-    return next(row.group_size for row in known if row.best)
+    return next(row.group_size for row in decided if row.best)
 
 
 def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
@@ -167,7 +167,7 @@ def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> s
         shared.append(f"study.questions={config['study']['questions']}")
 
     def without(*groups: str) -> list[str]:
-        return [one for one in shared if not one.startswith(groups)]
+        return [override for override in shared if not override.startswith(groups)]
 
     if not counts[fate] or fate == "no_answer":
         return command_line("mse", *policy_overrides(config), "debug=prompts")

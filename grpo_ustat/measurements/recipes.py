@@ -112,9 +112,9 @@ def recipe_efficiencies(
         if reason is None:
             updates.setdefault(count, {})[name] = loss
     measured = sum(map(len, updates.values()))
-    own_sizes = {RECIPES[name].group_size for of_count in updates.values() for name in of_count}
+    recipe_sizes = {RECIPES[name].group_size for of_count in updates.values() for name in of_count}
     completions = pool.rewards_PN.shape[1]
-    sizes = sorted({size for size in {*group_sizes, *own_sizes} if 2 <= size <= completions})
+    sizes = sorted({size for size in {*group_sizes, *recipe_sizes} if 2 <= size <= completions})
     for count, losses in updates.items():
         wanted: dict[Loss, list[int]] = {UNBIASED: sizes}
         for name, loss in losses.items():
@@ -123,12 +123,12 @@ def recipe_efficiencies(
         unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
         for name, loss in losses.items():
             size = RECIPES[name].group_size
-            found = relative_efficiency(
+            efficiency = relative_efficiency(
                 errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured
             )
             kept = kept_share(pool, size) if loss.rows.replaces else None
             rows[name] = replace(
-                rows[name], efficiency=found, best=True, may_be_best=True, kept=kept
+                rows[name], efficiency=efficiency, best=True, may_be_best=True, kept=kept
             )
     return list(rows.values())
 
@@ -227,7 +227,7 @@ def draw(
 ) -> None:
     """Draw the relative efficiency of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
-        recipes = [one for one in judged_recipes(rows, study) if one.efficiency.is_known]
+        recipes = [recipe for recipe in judged_recipes(rows, study) if recipe.efficiency.is_known]
         _draw(folder, recipes, study.result.policy, lines)
 
 
@@ -254,7 +254,9 @@ def _draw(
         axes.set_yticks(places, labels)
         axes.set_xscale("log")
         lows = [recipe.efficiency.low for recipe in recipes if recipe.efficiency.low > 0]
-        highs = [one.efficiency.high for one in recipes if math.isfinite(one.efficiency.high)]
+        highs = [
+            recipe.efficiency.high for recipe in recipes if math.isfinite(recipe.efficiency.high)
+        ]
         left = max(0.9 * min([0.85, *lows]), least / 2)
         right = min(1.1 * max([1.0, *highs]), 2 * most)
         axes.set_xlim(left, right)

@@ -46,7 +46,9 @@ def further_findings(study: Study) -> list[str]:
     """Return further findings; none where all rewards of every question are equal."""
     if not rewards_vary(study):
         return []
-    return measured_sentences(study, [one for one in measurements_of([study]) if not one.leads])
+    return measured_sentences(
+        study, [measurement for measurement in measurements_of([study]) if not measurement.leads]
+    )
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
@@ -94,7 +96,10 @@ def notes(run: RunRecord) -> list[str]:
     details = []
     if first != answer(run):
         details = [
-            *measured_sentences(study, [one for one in measurements_of([study]) if one.leads]),
+            *measured_sentences(
+                study,
+                [measurement for measurement in measurements_of([study]) if measurement.leads],
+            ),
             *further_findings(study),
             f"{interval_note(study)} {WHY_FIXED_ROLLOUTS}",
             first,
@@ -112,7 +117,11 @@ COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of ro
 
 def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
     """Return the figures of our measurements, those that lead or the others."""
-    figures = [one.figure for one in OURS if one.figure and one.leads == leads]
+    figures = [
+        measurement.figure
+        for measurement in OURS
+        if measurement.figure and measurement.leads == leads
+    ]
     return {figure.name: (figure.title, "", None) for figure in figures}
 
 

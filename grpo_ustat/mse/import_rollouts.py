@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -341,7 +342,8 @@ def _padded(
             )
     shape = (*ended_PN.shape, tokens.shape[1])
     texts = [
-        one.completion or str(policy.tokenizer.decode(one.completion_ids or [])) for one in flat
+        rollout.completion or str(policy.tokenizer.decode(rollout.completion_ids or []))
+        for rollout in flat
     ]
     size = ended_PN.shape[1]
     return Rollouts(
@@ -359,7 +361,7 @@ def _padded(
 def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseConfig) -> None:
     """Refuse token ids that the model does not have."""
     size = len(policy.model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
-    for rollout in (one for group in groups for one in group):
+    for rollout in chain.from_iterable(groups):
         largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
         if largest >= size:
             raise ConfigError(
@@ -378,8 +380,11 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
-    gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
-    nearest = min(gaps, key=lambda one: gaps[one])
+    gaps = {
+        temperature: sampler_gap(policy, rollouts, index[::4], temperature)
+        for temperature in TEMPERATURES
+    }
+    nearest = min(gaps, key=lambda temperature: gaps[temperature])
     other = gap > MIN_LOGPROB_GAP and gaps[nearest] < gap / 2
     if (gap <= MAX_LOGPROB_GAP or corrected) and not other:
         _print_on_main(

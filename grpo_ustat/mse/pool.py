@@ -220,7 +220,7 @@ def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]
 
 def _chunks_to_sample(
     sampling: StudySampling,
-    own: tuple[int, int],
+    job: tuple[int, int],
     prompts: list[Prompt],
     store: PoolStore,
     size: int,
@@ -232,9 +232,12 @@ def _chunks_to_sample(
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
     side; on an accelerator up to MAX_BATCHES_A_CHUNK times as much, where waiting completions take
     the places of finished ones, as long as each part has MIN_CHUNKS of them for its devices to
-    share. `own` is (k, n) of this job's part.
+    share.
+
+    Args:
+        job: (k, n): this job makes part k of n.
     """
-    part, parts = own
+    part, parts = job
     most = math.ceil(len(prompts) / (MIN_CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []

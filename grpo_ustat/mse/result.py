@@ -206,8 +206,10 @@ def _metric(
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
-    whole = "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
-    counted = whole if pattern is None else f"those that fit {pattern}"
+    parameters = (
+        "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
+    )
+    counted = parameters if pattern is None else f"those that fit {pattern}"
     tail_size, variance_carriers = population.tails
     return parts.Metric(
         parameters=facts.parameters,

@@ -109,11 +109,11 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
     logs: list[float] = []
     for prior in (PRIOR_QUESTIONS, OTHER_PRIOR_QUESTIONS):
         c1 = given_prompt = 0.0
-        for own, other in (halves, halves[::-1]):
-            for name in own.squares:
+        for half, other in (halves, halves[::-1]):
+            for name in half.squares:
                 v = other.second_moments(name, prompts, prior)
                 weight = torch.where(v > 0, 1 / v, 0)
-                _, between, within = own.parts(name)
+                _, between, within = half.parts(name)
                 c1 += (between * weight).sum(dtype=torch.float64).item()
                 given_prompt += (within * weight).sum(dtype=torch.float64).item()
         logs.append(math.log(given_prompt / c1) / 2 if c1 > 0 and given_prompt > 0 else math.nan)

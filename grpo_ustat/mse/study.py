@@ -98,12 +98,12 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     view = Study(RunRecord(folder.path, result=result))
     answer = group_size.study_answer(view, config.study.rollouts)
     console.print(f"{wrapped(answer)}\n", soft_wrap=True)
-    leading = [one for one in measurements_of([view]) if one.leads]
+    leading = [measurement for measurement in measurements_of([view]) if measurement.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    rest = [one for one in measurements_of([view]) if not one.leads]
+    rest = [measurement for measurement in measurements_of([view]) if not measurement.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
     for table in filter(None, (group_size.extra_error_table(view), *first, *last)):
         console.print(table)

@@ -168,9 +168,9 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
                 mean, low, high = curves[0][step]
                 if len(curves) > 1 and quantity == GSTAR:
                     parts = [_monitored(run, block).get(step) for run in members]
-                    known = [part for part in parts if part]
-                    unknown = len(known) < len(curves)
-                    mean, low, high = UNKNOWN if unknown else _joint_gstar(known)
+                    measured = [part for part in parts if part]
+                    unknown = len(measured) < len(curves)
+                    mean, low, high = UNKNOWN if unknown else _joint_gstar(measured)
                 elif len(curves) > 1:
                     values = np.array([[curve[step][0]] for curve in curves])
                     mean, low, high = clustered_mean(values)
@@ -289,20 +289,20 @@ def _panel(
     for i, name in enumerate(names):
         line = [row for row in rows if row["series"] == name]
         colour, marker = series_style(name, i)
-        own = [row for row in seeds if row["series"] == name]
-        for row in own:
+        of_series = [row for row in seeds if row["series"] == name]
+        for row in of_series:
             axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
         # A missing mean is a gap of the line.
         means = [math.nan if row["mean"] is None else row["mean"] for row in line]
         axes.plot(
             [row["step"] for row in line], means, color=colour,
             marker=marker if len(line) <= 25 else "", markersize=3,
-            linewidth=2.0 if own else 1.2, label=legend_label(name),
+            linewidth=2.0 if of_series else 1.2, label=legend_label(name),
         )  # fmt: skip
         if quantity == GSTAR:
             span = max((row["step"] for row in rows), default=0)
             _gstar_bars(axes, line, colour, 0.012 * span * i)
-        elif not own:
+        elif not of_series:
             band = [row for row in line if row["low"] is not None]
             low, high = (
                 [float(np.clip(row[end], least, most)) for row in band] for end in ("low", "high")

@@ -231,9 +231,9 @@ def difference(
         return _seeds_interval(changes, rounding, level)
     if len(runs) > 1 or len(best) > 1:
         return None
-    (own,), (largest,) = runs.values(), best.values()
-    variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (own, largest))
-    return t_interval(own["mean_reward"] - largest["mean_reward"], variance, math.inf, level)
+    (single,), (largest,) = runs.values(), best.values()
+    variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (single, largest))
+    return t_interval(single["mean_reward"] - largest["mean_reward"], variance, math.inf, level)
 
 
 def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> float:

@@ -100,7 +100,7 @@ def _accuracy_panel(
         line = sorted(line, key=lambda cell: axis.position(cell["x"]))
         if not line:
             continue
-        own = [row for row in rows if row["x" if by_value else "line"] == name]
+        of_line = [row for row in rows if row["x" if by_value else "line"] == name]
         title = f"{axis.key.removesuffix('.name')}={name}" if by_value else name
         place = 0 if by_value else i
         colour, marker = series_style(title, i)
@@ -108,8 +108,8 @@ def _accuracy_panel(
         places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]
         if any(cell["seeds"] > 1 for cell in line):
             axes.plot(
-                [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in own],
-                [row["mean_reward"] for row in own], ".", color=colour, markersize=5, alpha=0.6,
+                [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in of_line],
+                [row["mean_reward"] for row in of_line], ".", color=colour, markersize=5, alpha=0.6,
                 markeredgewidth=0,
             )  # fmt: skip
         heights = [cell["mean_reward"] for cell in line]

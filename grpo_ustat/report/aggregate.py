@@ -65,7 +65,7 @@ from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console, tell, wrapped
 from grpo_ustat.terminal.streams import best_size, single_line
 
-MEASURED = "|".join(one.name for one in OURS)
+MEASURED = "|".join(measurement.name for measurement in OURS)
 TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
@@ -174,12 +174,12 @@ def without_unreadable(run_set: RunSet) -> RunSet:
 
 def _tables_of_one(run: RunRecord) -> None:
     """Make the tables of a report of this run only, and its row among all runs."""
-    one = Report(run.folder, RunSet([run], [], [], []), None)
-    runs_table(one)
-    if one.theorems:
-        theorems_table(one.theorems)
-        claims_table(one.theorems).latex()
-    if one.studies:
+    report = Report(run.folder, RunSet([run], [], [], []), None)
+    runs_table(report)
+    if report.theorems:
+        theorems_table(report.theorems)
+        claims_table(report.theorems).latex()
+    if report.studies:
         study = Study(run)
         errors.joint_table([study], ()).latex()
         group_size.joint_table([study], ()).latex()
@@ -188,7 +188,7 @@ def _tables_of_one(run: RunRecord) -> None:
         report_answers([study])
         decision_sentence(study, study.rollouts)
         error_figures.ratio_rows(study, error_figures.widest_setting(study))
-    if one.training:
+    if report.training:
         accuracy.accuracy_rows([run], (), swept_axis([run], ()))
         learning_rows([Learning("", run.metrics, run.evals)])
 
@@ -295,13 +295,13 @@ def _add_best_group_size(report: Report) -> None:
     If they cannot be compared, a note gives the reason.
     """
     try:
-        found = best_group_size(report.training, report.studies)
+        comparison = best_group_size(report.training, report.studies)
     except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         report.notes.append(f"whether G* trains best cannot be said: {single_line(error, 200)}")
         return
-    report.tables += found.tables()
-    report.answers.append(found.answer)
-    report.notes += found.notes
+    report.tables += comparison.tables()
+    report.answers.append(comparison.answer)
+    report.notes += comparison.notes
 
 
 def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
@@ -314,7 +314,7 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
         return [run.policy, run.dataset, run.code.get("weights"), run.config.get("temperature")]
 
     starts = [start(run) for run in report.training]
-    if axis.key == SIZE_KEY and all(own == starts[0] for own in starts):
+    if axis.key == SIZE_KEY and all(other == starts[0] for other in starts):
         for run in report.studies:
             gstar = Study(run).need(SCALING).gstar
             text = best_size(*gstar)

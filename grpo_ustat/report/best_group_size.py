@@ -295,14 +295,16 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
     """Return the law of the policy from which a run starts, of the one study that measured it."""
-    own = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
-    differing = [[key for key in own if own[key] != run.keys.get(key)] for run in studies]
+    policy_keys = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
+    differing = [
+        [key for key in policy_keys if policy_keys[key] != run.keys.get(key)] for run in studies
+    ]
     same = [run for run, keys in zip(studies, differing, strict=True) if not keys]
     if studies and not same:
         key = differing[0][0]
         raise ConfigError(
-            f"{key} is {own[key]} in training and {studies[0].keys.get(key)} in the study: measure "
-            "the policy that training starts from"
+            f"{key} is {policy_keys[key]} in training and {studies[0].keys.get(key)} in the study: "
+            "measure the policy that training starts from"
         )
     if len(same) != 1:
         raise ConfigError(f"{len(same)} finished studies are of the policy before training, one is "
@@ -394,10 +396,10 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
     """Name the G that trained best, and which others are significantly different from it."""
-    alike = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
+    not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
         f"the best is G = {budget.best(outcome)}; not significantly different from it: "
-        f"{comma_list(alike) or 'no other G'}; significantly different: "
+        f"{comma_list(not_different) or 'no other G'}; significantly different: "
         f"{comma_list(budget.distinct(outcome)) or 'no G'}"
     )
 

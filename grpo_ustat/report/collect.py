@@ -57,14 +57,14 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
                 f"runs={pattern} matches a file ({matches[0]}), no folder: name run folders, or "
                 "one that they are in"
             )
-        own = []
+        run_folders = []
         # A run is recognised by its history, too, if its configuration is lost.
         for place in places:
-            own += [file.parent.parent for file in place.rglob(CONFIG)]
-            own += [file.parent for file in place.rglob(history.NAME)]
-        if not own:
+            run_folders += [file.parent.parent for file in place.rglob(CONFIG)]
+            run_folders += [file.parent for file in place.rglob(history.NAME)]
+        if not run_folders:
             raise ConfigError(f"runs={pattern} holds no run: name folders such as outputs/train")
-        folders |= {folder.resolve(): folder for folder in dict.fromkeys(own)}
+        folders |= {folder.resolve(): folder for folder in dict.fromkeys(run_folders)}
     ordered = [folders[place] for place in sorted(folders, key=natural_order)]
     shared = os.path.commonpath([folder.absolute().parent for folder in ordered])
     return [

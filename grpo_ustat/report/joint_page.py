@@ -219,7 +219,10 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
             ("Completions drawn from test problems", total(of_beds, "rollouts")),
         ]
     versions = [run.result.get("versions", {}) for run in runs if run.result is not None]
-    packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]
+    packages = [
+        f"grpo-ustat {packages_of_run.get('grpo-ustat', 'of unknown version')}"
+        for packages_of_run in versions
+    ]
     return [
         *facts,
         ("Commits of the code", counts((run.commit or "unknown")[:12] for run in runs)),

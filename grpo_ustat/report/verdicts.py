@@ -149,8 +149,10 @@ def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Identify each study; `differs_in` separates studies of the same result and test problem."""
     identities = []
     for run in studies:
-        alike = [other.keys for other in studies if kind_of(other) == kind_of(run)]
-        keys = distinguishing_keys(alike, ("study.replicates",)) or distinguishing_keys(alike, ())
+        same_kind = [other.keys for other in studies if kind_of(other) == kind_of(run)]
+        keys = distinguishing_keys(same_kind, ("study.replicates",)) or distinguishing_keys(
+            same_kind, ()
+        )
         kind = kind_of(run)
         identities.append(
             {
