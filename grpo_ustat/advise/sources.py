@@ -70,9 +70,9 @@ class Request:
 
     # A run folder, a pool folder, a log of rollouts, or a folder of logs.
     source: Path
-    # The group size to judge; None: that of the run.
+    # The group size to judge; None: the run's.
     num_generations: int | None = None
-    # n of a step; None: that of the run that wrote the log, or of the run.
+    # n of a step; None: n of the run, or of the run that wrote the log.
     rollouts: int | None = None
     # The column of rewards of a log.
     reward: str | None = None
@@ -356,7 +356,7 @@ def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
 
 
 def _from_log(path: Path, request: Request) -> Advice:
-    """Return advice from a log: with a checkpoint from its scores, else from rewards alone."""
+    """Return advice from a log: from scores if there is a checkpoint, else only from rewards."""
     if request.model is not None:
         if path.suffix != ".parquet":
             raise ConfigError(

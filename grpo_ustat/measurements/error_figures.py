@@ -144,7 +144,7 @@ def batch_text(row: CurveRow) -> str:
 def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
     """Return errors over the oracle's in one setting, with their paired intervals.
 
-    Curves without any, such as those of baselines without a closed form, have the plain ratio to
+    Curves without any, such as the ones of baselines without a closed form, have the plain ratio to
     the oracle of the same method. There are no rows where every ratio is missing.
     """
     curves = [row for row in study.need(CURVES) if row.setting == setting]

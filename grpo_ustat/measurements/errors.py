@@ -451,9 +451,10 @@ def missing_in(studies: Iterable[Study]) -> list[str]:
 def worse_baselines(rows: Sequence[CurveRow]) -> list[str]:
     """Return the unbiased baselines of one group size whose error is surely not the least.
 
-    Their interval does not meet that of the least error, so they are significantly different; those
-    whose intervals meet may be so in a paired comparison. Biased baselines, whose error is mostly
-    their length, and baselines that need the values of the questions do not take part.
+    Their interval does not meet the interval of the least error, so they are significantly
+    different. If the intervals meet, a paired comparison may still find a difference. Biased
+    baselines, whose error is mostly their length, and baselines that need the values of the
+    questions do not take part.
     """
     compared = [
         row

@@ -76,7 +76,7 @@ WHY_FIXED_ROLLOUTS = (
     "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
     "fewer prompts, so one G is best."
 )
-# The number at which nine in ten studies decide is printed up to so many times that of half.
+# The number at which nine in ten studies decide is printed up to so many times the number of half.
 USEFUL_RATIO = 10
 # Neighbours of the best admissible G whose costs the sentence names.
 NEIGHBOUR_OFFSETS = (-1, 1)
@@ -146,7 +146,7 @@ class Scaling:
     # Covariance and degrees of freedom of the errors of C1, C2, C3.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
-    # The best G that divides n, by n; of a prime n that of the next multiple of 8.
+    # The best G that divides n, by n; for a prime n, the best G of the next multiple of 8.
     best_divisor: Sometimes[dict[str, Size]] = None
     # The error at a fixed number of rollouts.
     curve: list[FixedCost]

@@ -1,4 +1,4 @@
-"""The relative efficiency of a loss: its record, and how any losses are said, tabled and drawn."""
+"""The relative efficiency of a loss: its record, and sentences, tables and figures of losses."""
 
 from __future__ import annotations
 
@@ -437,7 +437,7 @@ def efficiency_panel(
 
 
 def described(rows: Sequence[LossEfficiency]) -> str:
-    """Describe every loss of the rows, those of equal words together."""
+    """Describe every loss of the rows; losses with equal descriptions share one."""
     by_words: dict[str, dict[str, None]] = {}
     for row in rows:
         by_words.setdefault(loss_words(row), {})[row.loss] = None

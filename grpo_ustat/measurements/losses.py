@@ -1,6 +1,6 @@
 """Losses at a batch's first update: the efficiency of each, its direction and its best G.
 
-Studies that differ only in the loss, such as those of a sweep over `objective`, measure the same
+Studies that differ only in the loss, as in a sweep over `objective`, measure the same
 pool: in a report their losses are lines of one panel.
 """
 

@@ -92,9 +92,10 @@ def recipe_efficiencies(
     """Measure the relative efficiency of each recipe, for new questions, by the recipe's name.
 
     An update holds whole groups: its n is the largest multiple of the recipe's G up to `rollouts`.
-    The unbiased estimate that it is judged against has the same n; its error is n's alone, so that
-    its best G, of `group_sizes` and those of the recipes, need not divide n. The m recipes that are
-    measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in 97.5 %.
+    The unbiased estimate that it is judged against has the same n. Its error depends only on n and
+    G, so that its best G, of `group_sizes` and of the recipes, need not divide n. The m recipes
+    that are measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in
+    97.5 %.
 
     Args:
         max_completion_length: tokens after which a completion is cut.

@@ -54,17 +54,16 @@ OURS: tuple[Measurement[Any], ...] = (
 
 
 def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
-    """Return our measurements, and those of other packages that are named.
-
-    Raises:
-        ConfigError: an entry point cannot be loaded, is no `Measurement` of its name, or has the
-            name of a key that every result has.
-    """
+    """Return our measurements, and the named ones of other packages."""
     return [*OURS, *map(_load, names)]
 
 
 def _load(name: str) -> Measurement[Any]:
-    """Load the measurement that an installed package offers by this name."""
+    """Load the measurement that an installed package offers by this name.
+
+    An entry point is refused if it cannot be loaded, is no `Measurement` of its name, or has the
+    name of a key that every result has.
+    """
     if name in {measurement.name for measurement in OURS} | keys_of(StudyResult).keys():
         raise ConfigError(
             f"study.measurements={name}: result.json has a key {name} already, so the package "
@@ -102,13 +101,13 @@ def finished_study(run: RunRecord) -> Study | None:
 
 
 def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
-    """Return what every measurement finds in the pool, by name."""
+    """Return the record of every measurement of the pool, by name."""
     records = {measurement.name: measurement.measure(study) for measurement in measurements(names)}
     return {name: record for name, record in records.items() if record is not None}
 
 
 def sentences(study: Study, of: Sequence[Measurement[Any]]) -> list[str]:
-    """Return what some measurements of a study say."""
+    """Return the sentences of some measurements of a study."""
     return [
         line
         for measurement in of
@@ -128,7 +127,7 @@ def tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
 
 
 def printed_tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
-    """Return those of `tables` that a terminal shows."""
+    """Return the tables of some measurements that a terminal shows."""
     printed = [measurement for measurement in of if measurement.prints]
     return [table for table in tables(study, printed) if not table.page_only]
 
@@ -144,7 +143,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
     """Return the tables of a report, each with a name for its files and the records as its data.
 
     Args:
-        studies: all of them, of which those of one pool are shown once where they are alike.
+        studies: all of them; studies of one pool with equal results are shown once.
         study_keys: configuration keys in which the pools differ.
     """
     report = [
@@ -183,14 +182,14 @@ def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[
 
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
-    """Yield what a report shows of all studies together, with what they have measured."""
+    """Yield the joint view of each measurement in a report, with the records of its studies."""
     for measurement in measurements_of(studies):
         if measurement.joint is not None and (records := measurement.of(studies)):
             yield measurement.joint, records
 
 
 def measurements_of(studies: Sequence[Study]) -> list[Measurement[Any]]:
-    """Return our measurements and those of packages that are installed here."""
+    """Return our measurements and the asked ones of packages that are installed here."""
     asked = [name for study in studies for name in study.run.value("study.measurements") or []]
     offered = entry_points(group=MEASUREMENTS).names if asked else set()
     return measurements([name for name in dict.fromkeys(asked) if name in offered])

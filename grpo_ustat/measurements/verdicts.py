@@ -1,10 +1,9 @@
 """Published claims judged on one policy: each is a number and the bounds between which it holds.
 
-A verdict is said only where the number's interval lies wholly within the bounds or wholly without,
-at a level that is corrected for all claims of a study together (Holm 1979): of all studies, those
-that say nothing among them, at most 5 % say something that is wrong. Claims of several studies are
-not corrected together. The bounds are ours, since claims are made in words: rollouts within
-`TOLERANCE` of each other are alike.
+A verdict is given only if the number's interval lies entirely inside or entirely outside the
+bounds, at a level that is corrected for all claims of a study together (Holm 1979): at most 5 % of
+all studies give a wrong verdict. Claims of several studies are not corrected together. The bounds
+are ours, since claims are made in words: rollouts within `TOLERANCE` of each other count as equal.
 """
 
 from __future__ import annotations

@@ -59,9 +59,6 @@ def import_pool(
     and is not scored again.
 
     Raises:
-        ConfigError: the file cannot be used, see `read_rollouts`; a conversation cannot be
-            written as the model read it; a prompt has too few completions; a completion has no
-            token, or too many for the model.
         EqualRewards: all rewards are one and the same, so nothing is scored.
     """
     logged = logged_rollouts(config)
@@ -258,7 +255,7 @@ def _tokenise(
     """Turn prompts and completions into tokens, with an end token where a completion ended.
 
     Without a column `ended`, completions of `study.cut_at` tokens and more were cut. Tokens are
-    those of the text: where the policy had split it otherwise, their number may differ by a few.
+    the text's: where the policy had split it otherwise, their number may differ by a few.
     """
     exact = groups[0][0].is_exact
     if exact:

@@ -406,7 +406,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return those of the sorted (first, count) that follow each other from 0 on.
+    """Return the sorted (first, count) that follow each other from 0 on.
 
     >>> _gapless([(0, 4), (0, 8), (4, 2), (8, 8)])
     [(0, 4), (4, 2)]

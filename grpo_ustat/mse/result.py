@@ -1,4 +1,4 @@
-"""Results of a study beside its curves: the scaling law, Assumption 2, policy and cost."""
+"""Results of a study apart from its curves: the scaling law, Assumption 2, policy and cost."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def study_result(
 
 
 def study_cost(cost: WorkCost) -> parts.StudyCost:
-    """Return the cost as `result.json` has it."""
+    """Return the cost in the form of `result.json`."""
     return parts.StudyCost(
         rollouts=cost.rollouts, tokens=cost.tokens, judge_timeouts=cost.timeouts,
         judge_failures=cost.failures, seconds_generate=cost.seconds_generate,

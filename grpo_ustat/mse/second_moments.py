@@ -46,7 +46,7 @@ class GroupGradients:
     squared_means: Entries = field(default_factory=dict)
 
     def add(self, gradients: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Add a question by the gradients of those of its groups whose rewards differ.
+        """Add a question by the gradients of its groups with rewards that differ.
 
         The gradients of the others are 0.
         """
@@ -80,7 +80,7 @@ class GroupGradients:
     ) -> torch.Tensor:
         """Estimate v of a parameter's entries, for steps of B = `prompts` groups.
 
-        Unbiased but for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
+        Unbiased except for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
         moved towards the parameter's mean with the weight of `prior` questions. Without that, an
         entry that these questions hardly moved, as of a token that they did not sample, would count
         as one that AdamW knows to be still, and a few completions of other questions would be all

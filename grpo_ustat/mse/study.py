@@ -263,8 +263,8 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
 def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
     """Return the study's prompts, and the numbers of questions that were left out by reason.
 
-    It refuses too few or too long prompts. A date that the chat template writes is that of the
-    pool's first day; without a pool, today's.
+    It refuses too few or too long prompts. A date that the chat template writes is the pool's first
+    day; without a pool, today.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
     if pool is not None and reads_clock(tokenizer):

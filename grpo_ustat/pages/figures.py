@@ -87,7 +87,7 @@ def legend_label(name: str) -> str:
 
 
 def series_style(name: str, place: int) -> tuple[str, str]:
-    """Return colour and marker of a series: a baseline has its own, others those of their place."""
+    """Return colour and marker of a series: of a baseline by its name, else by its place."""
     baseline = name.split("baseline=")[-1]
     if name.startswith("baseline=") and baseline in BASELINES:
         return baseline_style(baseline, unbiased=True)[:2]
@@ -119,7 +119,7 @@ def panel_figure(
 
     Args:
         rows: number of panels in each line.
-        heights: of the axes that a panel has above each other, in those of a line of panels.
+        heights: of the axes of a panel from above, in heights of a line of panels.
 
     Returns:
         The figure, and the axes of each panel from above.
@@ -143,7 +143,11 @@ def panel_figure(
 
 
 def fitted(text: str, count: int) -> str:
-    """Break lines that are longer than a panel, of which so many are in a line."""
+    """Break lines of a text that are wider than a panel.
+
+    Args:
+        count: panels in a line of the figure.
+    """
     return broken(text, LINE_CHARACTERS // count - 2)
 
 

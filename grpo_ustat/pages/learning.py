@@ -120,7 +120,8 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return lines for below the figure that explain lines and bands.
 
-    The `rows` are those of `learning_rows`.
+    Args:
+        rows: see `learning_rows`.
     """
     steps = max((row["steps"] for row in rows), default=1)
     points = f" Points are means of {steps} steps, but for evaluations." if steps > 1 else ""

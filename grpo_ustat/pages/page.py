@@ -1,7 +1,7 @@
 """One self-contained HTML page: the answer, figures, tables and completions; no network.
 
 What models wrote is hostile. Every text goes through jinja2's autoescape, or into a block of JSON
-that no parser leaves, and from there into the page as text alone. The page's own style and script
+that no parser leaves, and from there into the page only as text. The page's own style and script
 are the only ones that its Content-Security-Policy lets run. A figure is an image of the page: in an
 image no script runs and nothing is loaded, whatever the SVG holds.
 """

@@ -1,6 +1,6 @@
 """The page of a run folder, `report.html`: the folder's content, finished or not.
 
-It is made from files alone, so the same folder makes the same page wherever it is read.
+It is made only from files, so the same folder makes the same page wherever it is read.
 """
 
 from __future__ import annotations

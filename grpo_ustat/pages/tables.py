@@ -178,8 +178,8 @@ class Table:
         It needs the packages booktabs and graphicx.
 
         A cell is one line, its interval small after its value. Headings of several lines that
-        repeat, such as those of a study, are a line of their own above their rows. No row begins
-        with `[` or `*`, which LaTeX would read as an option of the `\\` before it.
+        repeat, such as the names of a study, are a line of their own above their rows. No row
+        begins with `[` or `*`, which LaTeX would read as an option of the `\\` before it.
         """
         headings = [row[0] for row in self.rows]
         grouped = self.headings and len(set(headings)) < len(headings)
@@ -310,7 +310,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def sort_value(cell: Cell) -> float | None:
-    """Return the number that a cell sorts by: its own, or the one that its text begins with.
+    """Return the number that a cell sorts by: its value, or the number at the start of its text.
 
     >>> sort_value("0.35 [0.18, 0.57]"), sort_value("12 %"), sort_value(3)
     (0.35, 12.0, 3.0)

@@ -125,8 +125,8 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
     sum of their seeds - 1.
 
     Two seeds of one cell have t_1 = 12.7, six such cells together t_6 = 2.4. The cells' variances
-    are taken to be equal. If they are not, the interval of a noisier cell is too short and that of
-    another too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
+    are taken to be equal. If they are not, the intervals of noisier cells are too short and others
+    too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
     cover 94 % on average, 88 % for the noisiest cell and 99 % for the quietest (40 000 draws).
 
     Args:
@@ -172,7 +172,7 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
 
 
 def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
-    """Clip the interval of an accuracy to [0, 1]; return that of a mean reward as it is."""
+    """Clip the interval of an accuracy to [0, 1]; return a mean reward's interval as it is."""
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         return interval
     return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
@@ -212,7 +212,7 @@ def difference(
     level: float = CONFIDENCE,
     law: tuple[float, int] | None = None,
 ) -> Interval | None:
-    """Return a cell's mean minus that of the best cell; None if too few seeds are shared.
+    """Return a cell's mean minus the best cell's mean; None if too few seeds are shared.
 
     See `accuracy_cells`.
 
@@ -256,7 +256,7 @@ def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> I
     """Return the mean and its t interval.
 
     Few values of few questions are often all equal, which does not mean a variance of 0: the
-    variance is never taken to be less than that of their rounding.
+    variance is never taken to be less than the variance of their rounding.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -444,7 +444,7 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Say over what the intervals of the means are; with both kinds, say which is which."""
+    """Describe the population of the intervals of the means; of both kinds if there are both."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
     over_questions = "generalising to new questions, without the variation of training (one seed"
     if not counts:

@@ -9,7 +9,7 @@ theory, Lemma 6 and Theorem 7). Here C1, C2, C3 of the policy from which trainin
 compared with held-out accuracy, or mean reward, of training runs that differ only in G, n and seed.
 
 The outcome was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
-which carries less noise of evaluation than the last one alone; the last one is reported beside it.
+which has less noise of evaluation than only the last one; the last one is reported, too.
 A G is significantly different from the best if the simultaneous 95 % interval of their difference,
 paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
 """
@@ -124,7 +124,7 @@ class BudgetResult:
     def p_values(self, outcome: str = MEAN) -> dict[int, float]:
         """Return the p-value of the hypothesis, for each G, that it is the best one.
 
-        It is that of the difference from the best mean, two-sided paired t, Bonferroni over the
+        It is of the difference from the best mean, two-sided paired t, Bonferroni over the
         differences, and at most 5 % if the G differs significantly from the best.
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
@@ -167,7 +167,7 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
         run = grid[rollouts, size, seed]
         row = {"series": "", "rollouts": rollouts, "group_size": size, "seed": seed}
         row |= {key: run.evals[-1][key] for key in ("quantity", "low", "high", "n")}
-        # An outcome stands for the step of `accuracy_cells`.
+        # An outcome takes the place of the step in `accuracy_cells`.
         for outcome, value_of in OUTCOMES.items():
             rows.append(row | {"step": outcome, "mean_reward": value_of(run)})
     cells = accuracy_cells(rows)
@@ -196,7 +196,7 @@ class Comparison:
         return worst_verdict(self.claims)
 
     def tables(self) -> list[Table]:
-        """Make the table of each G with predicted error and trained result, and that of claims."""
+        """Make the table of predicted error and trained result by G, and the table of claims."""
         rows, quantity = [], joint_quantity(row["quantity"] for row in self.rows)
         for row in self.rows:
             difference, verdict = "-", "largest mean"

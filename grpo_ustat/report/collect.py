@@ -40,7 +40,7 @@ class RunSet:
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
-    """Find the run folders at or below whatever the patterns match, each once, G=4 before G=16."""
+    """Find each run folder at or below the matches of the patterns once, G=4 before G=16."""
     # By resolved path.
     folders: dict[Path, Path] = {}
     for pattern in patterns:

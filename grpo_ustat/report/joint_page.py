@@ -65,7 +65,7 @@ class Report:
 
     @property
     def studies(self) -> list[RunRecord]:
-        """Finished studies of the gradient's error, without those of equal rewards."""
+        """Finished studies of the gradient's error, without studies of equal rewards."""
         return [run for run in self._finished_studies if "equal_rewards" not in run.final_result]
 
     @property
