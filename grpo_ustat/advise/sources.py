@@ -70,9 +70,9 @@ class Request:
 
     # A run folder, a pool folder, a log of rollouts, or a folder of logs.
     source: Path
-    # The group size to judge; None: that of the run.
+    # The group size to judge; None: the run's.
     num_generations: int | None = None
-    # n of a step; None: that of the run that wrote the log, or of the run.
+    # n of a step; None: n of the run, or of the run that wrote the log.
     rollouts: int | None = None
     # The column of rewards of a log.
     reward: str | None = None
@@ -117,7 +117,8 @@ def advice_of(request: Request) -> Advice:
         run = RunRecord(source)
         if not run.config:
             raise ConfigError(f"{source}: {'; '.join(run.notes) or f'{CONFIG} is empty'}")
-        if "launch" not in run.config:  # another program that uses Hydra, such as verl
+        # Another program that uses Hydra, such as verl, has no such key.
+        if "launch" not in run.config:
             _refuse_dump(request)
         if run.command == "train":
             return _from_training(run, request)
@@ -142,12 +143,12 @@ def advice_of(request: Request) -> Advice:
 def _refuse_dump(request: Request) -> None:
     """Refuse a file that another framework wrote, except a single log of TRL."""
     source = request.source
-    one = format_of(source)
-    if one is None or (one.name == "trl" and source.is_file()):
+    framework = format_of(source)
+    if framework is None or (framework.name == "trl" and source.is_file()):
         return
     size = [f"num_generations={request.num_generations}"] * (request.num_generations is not None)
     raise ConfigError(
-        f"{source} is what {one.name} writes: type "
+        f"{source} is what {framework.name} writes: type "
         f"{command_line('convert', str(source), 'rollouts.parquet')}, and then "
         f"{command_line('advise', 'rollouts.parquet', *size)}"
     )
@@ -165,7 +166,8 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     pool = request.source if request.source.is_file() else run.config.get("pool")
     theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
     if theirs is not None and group_size is not None:
-        theirs = theirs // group_size * group_size or None  # whole groups
+        # An update has whole groups.
+        theirs = theirs // group_size * group_size or None
     asked = request.rollouts or theirs or rollouts_in_groups(group_size, study.rollouts)
     rollouts = divisible_rollouts(asked) if group_size is None else asked
     _check_sizes(group_size, rollouts)
@@ -278,7 +280,7 @@ def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
         run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2] or 0)
     )
     if checkpoints:
-        overrides = [one for one in overrides if not one.startswith("model")]
+        overrides = [override for override in overrides if not override.startswith("model")]
         overrides = [f"model={checkpoints[-1]}", *overrides]
     note = "" if checkpoints else "  # the model that it starts from: there is no checkpoint here"
     return command_line("mse", *overrides) + note
@@ -354,7 +356,7 @@ def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
 
 
 def _from_log(path: Path, request: Request) -> Advice:
-    """Return advice from a log: with a checkpoint from its scores, else from rewards alone."""
+    """Return advice from a log: from scores if there is a checkpoint, else only from rewards."""
     if request.model is not None:
         if path.suffix != ".parquet":
             raise ConfigError(
@@ -457,7 +459,8 @@ def parse_request(words: Sequence[str]) -> Request:
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
             overrides.append(word)
         elif "/" in word:
-            sources.append(word)  # a path that does not exist
+            # A path that contains "=" and need not exist.
+            sources.append(word)
         else:
             hint = did_you_mean(key, OPTION_NAMES)
             raise ConfigError(f"unknown {word}: {hint}choose from {', '.join(OPTION_NAMES)}")

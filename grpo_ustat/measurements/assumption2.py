@@ -54,29 +54,29 @@ def measure(study: PoolStudy) -> Assumption2:
     The assumption is a hypothesis on every question, so it is refuted where the questions at hand
     refute it.
     """
-    found = study.at_hand
-    refuted = refutes_assumption2(found["share"], found["corr"])
+    statistics = study.at_hand
+    refuted = refutes_assumption2(statistics["share"], statistics["corr"])
     rewards_PN = study.pool.rewards_PN
     if len(rewards_PN) >= MIN_QUESTIONS:
-        found = study.population
-    corr, crossover = found["corr"].within(-1, 1), found["crossover"]
+        statistics = study.population
+    corr, crossover = statistics["corr"].within(-1, 1), statistics["crossover"]
     size, share_at_crossover, reason = rewards_PN.shape[1], None, None
     if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
         zero_variance_P = zero_variance_share(rewards_PN, math.ceil(crossover.estimate))
         share_at_crossover = float(zero_variance_P.mean())
     if not math.isfinite(corr.estimate):
         reason = "all rewards of a question are equal: no covariance with the reward"
-    elif found["av_minus_a0"].low > 0:
+    elif statistics["av_minus_a0"].low > 0:
         reason = "A_0 < A_V: GRPO never passes vanilla"
     elif not math.isfinite(crossover.high):
         reason = "A_0 - A_V is not significantly different from 0: no finite crossover interval"
     return Assumption2(
-        a0=found["a0"].estimate,
-        a_v=found["a_v"].estimate,
-        a_bstar=found["a_bstar"].estimate,
-        share=found["share"],
-        av_minus_abstar=found["av_minus_abstar"],
-        av_minus_a0=found["av_minus_a0"],
+        a0=statistics["a0"].estimate,
+        a_v=statistics["a_v"].estimate,
+        a_bstar=statistics["a_bstar"].estimate,
+        share=statistics["share"],
+        av_minus_abstar=statistics["av_minus_abstar"],
+        av_minus_a0=statistics["av_minus_a0"],
         corr=corr,
         crossover_group_size=crossover,
         zero_variance_share_at_crossover=share_at_crossover,
@@ -148,9 +148,9 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
 
 
 def _ordering_sentence(study: PoolStudy) -> str:
-    found, rewards_PN = study.population, study.pool.rewards_PN
-    difference, cross = found["av_minus_a0"], found["crossover"]
-    a_0, a_v = (three_digits(found[name].estimate) for name in ("a0", "a_v"))
+    population, rewards_PN = study.population, study.pool.rewards_PN
+    difference, cross = population["av_minus_a0"], population["crossover"]
+    a_0, a_v = (three_digits(population[name].estimate) for name in ("a0", "a_v"))
     values = f"A_0 = {a_0}, A_V = {a_v}"
     if difference.high < 0:
         high = f"{cross.high:.1f}" if math.isfinite(cross.high) else "infinity"

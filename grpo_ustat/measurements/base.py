@@ -1,4 +1,4 @@
-"""A measurement: what a study finds out about a pool, and how that is said, tabled and drawn.
+"""A measurement: a finding of a study about a pool, with its sentences, tables and figure.
 
 It is an object of `Measurement` in a module of its own. Those of other packages are offered as an
 entry point of `grpo_ustat.measurements` and asked for by name in `study.measurements`.
@@ -104,7 +104,7 @@ class Study:
 
     def __init__(self, run: RunRecord):
         self.run = run
-        self._found: dict[str, Any] = {}
+        self._records: dict[str, Any] = {}
 
     @cached_property
     def result(self) -> StudyResult:
@@ -119,16 +119,12 @@ class Study:
     def of(self, measurement: Measurement[R]) -> R | None:
         """Return what was measured; None where the study did not, or where it is damaged."""
         name = measurement.name
-        if name not in self._found:
-            self._found[name] = self._read(measurement)
-        return self._found[name]
+        if name not in self._records:
+            self._records[name] = self._read(measurement)
+        return self._records[name]
 
     def need(self, measurement: Measurement[R]) -> R:
-        """Return what every study measures, unless all of its rewards are equal.
-
-        Raises:
-            ConfigError: it is missing or damaged.
-        """
+        """Return what every study measures, unless all of its rewards are equal."""
         record = self.of(measurement)
         if record is None:
             raise ConfigError(
@@ -206,7 +202,7 @@ class Measurement(Generic[R]):
     record: Any
     # None where the pool does not tell it, or where it was not asked for.
     measure: Callable[[PoolStudy], R | None]
-    # Said beside the answer.
+    # Sentences beside the answer.
     sentences: Callable[[R, Study], list[str]] = nothing_to_say
     # On the page of a study, and in a report of the studies that have measured it, one a pool.
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
@@ -224,8 +220,8 @@ class Measurement(Generic[R]):
 
     def of(self, studies: Iterable[Study]) -> dict[Study, R]:
         """Return what each of the studies that have measured it found."""
-        found = {study: study.of(self) for study in studies}
-        return {study: record for study, record in found.items() if record is not None}
+        records = {study: study.of(self) for study in studies}
+        return {study: record for study, record in records.items() if record is not None}
 
 
 def table_of_studies(

@@ -21,115 +21,99 @@ from grpo_ustat.measurements.errors import (
     missing_errors,
 )
 from grpo_ustat.measurements.panels import panel_grid, panel_title, study_title
-from grpo_ustat.pages.figures import FONTS, STYLE, baseline_style, log_sizes, note, plt, save
+from grpo_ustat.pages.figures import (
+    FONTS,
+    STYLE,
+    baseline_style,
+    fitted,
+    legend_above,
+    log_sizes,
+    note,
+    panel_figure,
+    plt,
+    save,
+    spaced_ticks,
+)
 from grpo_ustat.pages.tables import count_text
 
 LINE_STYLES = {"closed_form": "-", "new_questions": "-", "monte_carlo": ":"}
 GROUP_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
+# Of the axes of a panel, from above.
+ERROR_LABELS = ("mean squared error\nof the gradient", "error over\nthe oracle's")
 # On a logarithmic axis, a lower end of 0 is here, outside the picture.
 BELOW = 1e-9
 
 
-def draw(folder: Path, study: Study) -> None:
-    """Draw one study's MSE against group size, `figure.{pdf,svg,png}`.
+# A study, one of its settings, and the title of their panel.
+Panel = tuple[Study, str, str]
 
-    There is a column of panels per setting; the lower panels show the MSE as a multiple of the
-    oracle's.
-    """
+
+def draw(folder: Path, study: Study) -> None:
+    """Draw one study's MSE against group size, `figure.{pdf,svg,png}`, a panel per setting."""
     curves = study.need(CURVES)
-    settings = list(dict.fromkeys(row.setting for row in curves))
-    ratios = [ratio_rows(study, setting) for setting in settings]
-    high = 2 if any(ratios) else 1
-    with plt.rc_context(FONTS):
-        size = (1.4 + 5.0 * len(settings), 5.6 + 2.9 * (high - 1))
-        figure, panels = plt.subplots(
-            high, len(settings), figsize=size, squeeze=False, layout="constrained",
-            height_ratios=(1.6, 1)[:high],
-        )  # fmt: skip
-        labels: dict[str, Any] = {}
-        for column, setting in enumerate(settings):
-            shown = [row for row in curves if row.setting == setting]
-            title = f"batch: {batch_text(shown[0])}"
-            labels |= _column(panels[:, column], shown, ratios[column], title, 9)
-        panels[0, 0].set_ylabel("mean squared error of the gradient")
-        if high > 1:
-            panels[1, 0].set_ylabel("MSE over the oracle's")
-        if len(labels) > 6 or len(settings) > 1:
-            figure.legend(
-                list(labels.values()), list(labels), loc="outside right upper", frameon=False,
-                fontsize=8,
-            )  # fmt: skip
-        else:
-            panels[0, 0].legend(frameon=False, fontsize=9)
-        figure.suptitle(study_title(study), fontsize=9, x=0.02, ha="left")
-        note(figure, [bands_text([study]), *missing_errors(curves)], size[0])
-        save(figure, folder, "figure")
+    settings = {row.setting: row for row in curves}
+    panels = [(study, name, f"batch: {batch_text(row)}") for name, row in settings.items()]
+    notes = [bands_text([study]), *missing_errors(curves)]
+    _draw(folder, "figure", [panels], notes, study_title(study))
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
     """Draw the paper's Figure 4, `<name>.{pdf,svg,png}`: a panel per policy.
 
-    The panel shows one setting, see `widest_setting`; below it is the MSE as a multiple of the
-    oracle's.
+    The panel shows one setting, see `widest_setting`.
 
     Args:
         notes: lines under the figure.
     """
-    grid = panel_grid(studies)
-    wide = max(map(len, grid))
-    ratios = {study: ratio_rows(study, widest_setting(study)) for study in studies}
-    high = 2 if any(ratios.values()) else 1
-    with plt.rc_context(FONTS):
-        size = (0.6 + 3.6 * wide, 1.0 + (3.6 + 2.2 * (high - 1)) * len(grid))
-        figure, panels = plt.subplots(
-            high * len(grid), wide, figsize=size, squeeze=False, layout="constrained",
-            height_ratios=(1.5, 1)[:high] * len(grid),
-        )  # fmt: skip
-        labels: dict[str, Any] = {}
-        for place, in_line in enumerate(grid):
-            line = panels[high * place : high * (place + 1)]
-            for column, study in enumerate(in_line):
-                setting = widest_setting(study)
-                shown = [row for row in study.need(CURVES) if row.setting == setting]
-                title = f"{panel_title(study)}\nbatch: {batch_text(shown[0])}"
-                labels |= _column(line[:, column], shown, ratios[study], title, 8)
-            for axes in line[:, len(in_line) :].flat:
-                axes.set_visible(False)
-            line[0, 0].set_ylabel("MSE of the gradient")
-            if high > 1:
-                line[1, 0].set_ylabel("MSE over the oracle's")
-        figure.legend(
-            list(labels.values()), list(labels), loc="outside upper left", frameon=False,
-            fontsize=8, ncols=max(1, int(size[0] / 1.9)),
-        )  # fmt: skip
-        note(figure, notes, size[0])
-        save(figure, folder, name)
+    grid: list[list[Panel]] = []
+    for in_line in panel_grid(studies):
+        panels = []
+        for study in in_line:
+            setting = widest_setting(study)
+            batch = next(batch_text(row) for row in study.need(CURVES) if row.setting == setting)
+            panels.append((study, setting, f"{panel_title(study)}\nbatch: {batch}"))
+        grid.append(panels)
+    _draw(folder, name, grid, notes)
 
 
-def _column(
-    panels: Iterable[Axes],
-    curves: Sequence[CurveRow],
-    ratios: Sequence[OracleRatio],
-    title: str,
-    size: int,
-) -> dict[str, Any]:
-    """Draw errors, and below them their ratios where there are any; return lines by label.
+def _draw(
+    folder: Path,
+    name: str,
+    grid: Sequence[Sequence[Panel]],
+    notes: Sequence[str],
+    title: str = "",
+) -> None:
+    """Draw panels of errors; below each, the errors as multiples of the oracle's if any is known.
 
     Args:
-        curves: of one setting.
-        size: of the title's letters.
+        grid: lines of panels.
+        notes: lines under the figure.
+        title: above all panels.
     """
-    above, *below = panels
-    mse_panel(above, curves)
-    above.set_title(title, fontsize=size, loc="left")
-    for axes in below:
-        if ratios:
-            ratio_panel(axes, ratios, {row.baseline: row.unbiased for row in curves})
-        else:
-            axes.set_visible(False)
-    handles, labels = above.get_legend_handles_labels()
-    return dict(zip(labels, handles, strict=True))
+    ratios = {
+        (study, setting): ratio_rows(study, setting)
+        for in_line in grid
+        for study, setting, _ in in_line
+    }
+    heights = (1.0, 0.7) if any(ratios.values()) else (1.0,)
+    with plt.rc_context(FONTS):
+        figure, panels = panel_figure([len(in_line) for in_line in grid], heights)
+        for line, in_line in zip(panels, grid, strict=True):
+            for (above, *below), (study, setting, panel_text) in zip(line, in_line, strict=True):
+                curves = [row for row in study.need(CURVES) if row.setting == setting]
+                mse_panel(above, curves)
+                above.set_title(fitted(panel_text, len(line)), loc="left")
+                for axes in below:
+                    unbiased = {row.baseline: row.unbiased for row in curves}
+                    ratio_panel(axes, ratios[study, setting], unbiased)
+            for axes, label in zip(line[0], ERROR_LABELS, strict=False):
+                axes.set_ylabel(label)
+        if title:
+            figure.suptitle(title, x=0.02, ha="left")
+        legend_above(figure)
+        note(figure, notes)
+        save(figure, folder, name)
 
 
 def bands_text(studies: Iterable[Study]) -> str:
@@ -160,7 +144,7 @@ def batch_text(row: CurveRow) -> str:
 def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
     """Return errors over the oracle's in one setting, with their paired intervals.
 
-    Curves without any, such as those of baselines without a closed form, have the plain ratio to
+    Curves without any, such as the ones of baselines without a closed form, have the plain ratio to
     the oracle of the same method. There are no rows where every ratio is missing.
     """
     curves = [row for row in study.need(CURVES) if row.setting == setting]
@@ -216,8 +200,12 @@ def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, boo
     """Draw errors over the oracle's, a line per baseline with its paired 95 % band.
 
     Args:
+        rows: empty if the study has no error of the oracle.
         unbiased: by baseline.
     """
+    if not rows:
+        axes.text(0.5, 0.5, "oracle not measured", transform=axes.transAxes, ha="center")
+        return
     axes.axhline(1.0, color=STYLE["oracle"][0], linewidth=1.2)
     for name in dict.fromkeys(row.baseline for row in rows):
         points = sorted((row.group_size, row.ratio) for row in rows if row.baseline == name)
@@ -232,12 +220,7 @@ def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, boo
     top = 1.1 * min(max([*values, *ends]), 3 * max(values))
     axes.set_yscale("log")
     axes.set_ylim(bottom, top)
-    # So that the numbers of ticks do not overlap.
-    apart = (top / bottom) ** 0.1
-    ticks = [1.0]
-    for x in RATIO_TICKS:
-        if bottom <= x <= top and all(max(x / y, y / x) > apart for y in ticks):
-            ticks.append(x)
+    ticks = spaced_ticks(RATIO_TICKS, bottom, top, 0.12)
     axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
     axes.set_yticks([], minor=True)
     log_sizes(axes, sorted({row.group_size for row in rows}))
@@ -255,10 +238,10 @@ def _band(points: Sequence[tuple[int, Interval]]) -> tuple[list[int], list[float
 
     An end at 0 lies outside the picture.
     """
-    whole = [
+    closed = [
         Interval(value.estimate, max(value.low, BELOW), value.high)
         if math.isfinite(value.low) and math.isfinite(value.high)
         else UNDETERMINED
         for _, value in points
     ]
-    return [size for size, _ in points], [x.low for x in whole], [x.high for x in whole]
+    return [size for size, _ in points], [x.low for x in closed], [x.high for x in closed]

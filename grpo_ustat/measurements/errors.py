@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from grpo_ustat.estimators.baseline_errors import baseline_errors, baseline_rows
@@ -29,6 +29,7 @@ from grpo_ustat.pages.tables import (
     Table,
     closed_interval_text,
     count_text,
+    enumeration,
     interval_scope,
     rows_table,
 )
@@ -45,8 +46,16 @@ INTERVAL_WORDS = {
     "questions": "generalising to new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-BOLD_NOTE = "Bold: the least error of a line among unbiased baselines that know no values"
-UNDERLINE_NOTE = "underlined: its 95 % interval reaches that of the least"
+# Mark of an error that is significantly above the least one.
+WORSE = "*"
+WORSE_NOTE = (
+    f"{WORSE}: significantly above the least error of its line, of unbiased baselines that need no "
+    "values of the questions (their intervals do not meet)."
+)
+BIASED_NOTE = (
+    "Biased: {}. Their error is mostly that of the length of their estimates, which says little on "
+    "training: compare their relative efficiency (objectives=[NAME])."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +156,12 @@ def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
 
 
 def _formula_rows(
-    study: PoolStudy, found: ClosedForm, method: str, interval: str
+    study: PoolStudy, statistics: ClosedForm, method: str, interval: str
 ) -> list[CurveRow]:
     """Return a row for each point that has a closed form."""
     rows = []
-    for point, (bias2, variance, *moments) in found.parts.items():
-        error = GradientError(found[point.key], bias2, variance, *scale_free(*moments))
+    for point, (bias2, variance, *moments) in statistics.parts.items():
+        error = GradientError(statistics[point.key], bias2, variance, *scale_free(*moments))
         rows.append(_row(study, point, error, method, interval))
     return rows
 
@@ -162,7 +171,7 @@ def _row(
 ) -> CurveRow:
     """Return a row; columns free of scale are null where ||grad J||^2 is not surely above 0."""
     target_sq = _target_sq(study, method)
-    known = target_sq.low > 0
+    is_above_0 = target_sq.low > 0
     return CurveRow(
         method=method,
         baseline=point.baseline,
@@ -178,9 +187,9 @@ def _row(
         replicates=error.draws,
         bias2=error.bias2,
         variance=error.variance,
-        relative_mse=error.mse.estimate / target_sq.estimate if known else None,
-        best_scalar_mse=error.best_scalar_mse if known else None,
-        cosine=error.cosine if known else None,
+        relative_mse=error.mse.estimate / target_sq.estimate if is_above_0 else None,
+        best_scalar_mse=error.best_scalar_mse if is_above_0 else None,
+        cosine=error.cosine if is_above_0 else None,
     )
 
 
@@ -220,10 +229,10 @@ def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
             setting=point.setting,
             group_size=point.group_size,
             num_prompts=point.num_prompts,
-            ratio=found[point.ratio_key],
+            ratio=statistics[point.ratio_key],
         )
-        for found in (study.at_hand, study.population)
-        for point in found.parts
+        for statistics in (study.at_hand, study.population)
+        for point in statistics.parts
         if point.baseline != "oracle"
     ]
 
@@ -238,12 +247,12 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
     ]
 
 
-def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
+def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
     """Return tables of G by baseline, and one with a row and all numbers for every point.
 
     In the latter a column with one value becomes a note.
     """
-    ((study, curves),) = found.items()
+    ((study, curves),) = rows_by_study.items()
     rows = [
         content_of(row)
         | {"baseline": baseline_word(row.baseline), "mse": closed_interval_text(row.error)}
@@ -258,14 +267,16 @@ def curve_tables(found: Mapping[Study, list[CurveRow]]) -> list[Table]:
         f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"Of all rows: {'; '.join(values)}. In brackets: 95 % intervals."
-    every = rows_table("Mean squared error of the gradient", differing, note)
-    return [*(_by_baseline(study, of_kind) for of_kind in _by_kind(curves)), every]
+    note = f"All rows: {'; '.join(values)}. In brackets: 95 % intervals."
+    details = rows_table("Mean squared error of the gradient", differing, note)
+    *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
+    last = replace(last, notes=[*last.notes, *_biased_note(curves)])
+    return [*first, last, details]
 
 
-def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
+def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table]:
     """Return a table with a row for every point."""
-    (ratios,) = found.values()
+    (ratios,) = rows_by_study.values()
     rows = [
         content_of(row)
         | {"baseline": baseline_word(row.baseline), "ratio": closed_interval_text(row.ratio)}
@@ -276,9 +287,9 @@ def ratio_tables(found: Mapping[Study, list[OracleRatio]]) -> list[Table]:
     return [rows_table("Error of the gradient over the oracle's", rows, note)] if rows else []
 
 
-def not_measured_tables(found: Mapping[Study, list[NotMeasured]]) -> list[Table]:
+def not_measured_tables(rows_by_study: Mapping[Study, list[NotMeasured]]) -> list[Table]:
     """Return a table with a row for each baseline and G."""
-    (absent,) = found.values()
+    (absent,) = rows_by_study.values()
     return [rows_table("Not measured", list(map(content_of, absent)))] if absent else []
 
 
@@ -317,24 +328,45 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
     if first.method == MONTE_CARLO:
         source = f"replicates of the largest G: {min(row.replicates or 0 for row in rows)}"
     unbiased = {row.baseline: row.unbiased for row in rows}
-    cells = {(row.group_size, row.baseline): mse_text(row) for row in rows}
+    cells, worse = _error_cells(rows)
     sizes = sorted({row.group_size for row in rows})
     return Table(
-        title=(
-            f"MSE of the gradient, {setting}\n"
-            f"against the {first.target}\n"
-            f"policy {policy.name}, {policy.quantity} {mean:.3f} [{low:.3f}, {high:.3f}] "
-            f"({interval_scope(result.questions)})"
-        ),
+        title=f"MSE of the gradient, {setting}",
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
-        notes=[f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}", *missing_errors(rows)],
+        notes=[
+            f"Against the {first.target} of {policy.name}, {policy.quantity} {mean:.3f} "
+            f"[{low:.3f}, {high:.3f}] ({interval_scope(result.questions)}).",
+            f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}.",
+            *worse,
+            *missing_errors(rows),
+        ],
     )
 
 
-def mse_text(row: CurveRow) -> str:
-    """Format an error with its interval below it."""
-    return (closed_interval_text(row.error) or "-").replace(" ", "\n", 1)
+def _error_cells(rows: Sequence[CurveRow]) -> tuple[dict[tuple[int, str], str], list[str]]:
+    """Format the errors of one kind by G and baseline, with a note on the marks of the worse ones.
+
+    An error has its interval below it.
+    """
+    cells = {}
+    for row in rows:
+        value, *interval = (closed_interval_text(row.error) or "-").split(" ", 1)
+        cells[row.group_size, row.baseline] = "\n".join([value, *interval])
+    worse = [
+        (size, name)
+        for size in {row.group_size for row in rows}
+        for name in worse_baselines([row for row in rows if row.group_size == size])
+    ]
+    for key in worse:
+        cells[key] = cells[key].replace("\n", f"{WORSE}\n", 1)
+    return cells, [WORSE_NOTE] * bool(worse)
+
+
+def _biased_note(rows: Iterable[CurveRow]) -> list[str]:
+    """Return a note on baselines whose error says little of them; none without any."""
+    names = dict.fromkeys(baseline_word(row.baseline) for row in rows if not row.unbiased)
+    return [BIASED_NOTE.format(enumeration([*names]))] if names else []
 
 
 def missing_errors(rows: Iterable[CurveRow]) -> list[str]:
@@ -359,21 +391,19 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
     curves = [row for study in studies for row in study.need(CURVES)]
     names = list(dict.fromkeys(row.baseline for row in curves))
     several = [key for key in ("method", "setting") if len({getattr(x, key) for x in curves}) > 1]
-    rows, marks, data = [], {}, []
+    rows, worse_notes, data = [], [], []
     for study in studies:
         columns = _columns(study, study_keys)
         data += [columns | content_of(row) for row in study.need(CURVES)]
         for kind in _by_kind(study.need(CURVES)):
             heading = _heading(study, [getattr(kind[0], key) for key in several])
-            cells = {(row.group_size, row.baseline): mse_text(row) for row in kind}
+            cells, worse = _error_cells(kind)
+            worse_notes += worse
             for size in sorted({row.group_size for row in kind}):
-                of_size = [row for row in kind if row.group_size == size]
-                for name, best in smallest(of_size).items():
-                    marks[len(rows), 2 + names.index(name)] = best
                 rows.append([heading, str(size), *(cells.get((size, x), "-") for x in names)])
-    notes = [_interval_note(studies, curves), *_missing_points(studies), *missing_in(studies)]
-    words = [BOLD_NOTE] * (True in marks.values()) + [UNDERLINE_NOTE] * (False in marks.values())
-    legend = [f"{'; '.join(words)}."] if words else []
+    missing = [*_missing_points(studies), *missing_in(studies)]
+    worse_notes = [*dict.fromkeys(worse_notes)]
+    notes = [_interval_note(studies, curves), *worse_notes, *_biased_note(curves), *missing]
     return Table(
         name="mse",
         title="MSE of the gradient",
@@ -381,10 +411,8 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         rows=rows,
         notes=notes,
         data=data,
-        figure_notes=notes,
+        figure_notes=[_interval_note(studies, curves), *missing],
         headings=True,
-        marks=marks,
-        latex_notes=[*notes, *legend],
     )
 
 
@@ -420,26 +448,21 @@ def missing_in(studies: Iterable[Study]) -> list[str]:
     ]
 
 
-def smallest(rows: Sequence[CurveRow]) -> dict[str, bool]:
-    """Return the best unbiased baselines of one group size.
+def worse_baselines(rows: Sequence[CurveRow]) -> list[str]:
+    """Return the unbiased baselines of one group size whose error is surely not the least.
 
-    They are the baseline of least error, True, and those whose interval reaches that of the least,
-    False. Biased baselines, whose error is their length, and baselines that need the values of the
+    Their interval does not meet the interval of the least error, so they are significantly
+    different. If the intervals meet, a paired comparison may still find a difference. Biased
+    baselines, whose error is mostly their length, and baselines that need the values of the
     questions do not take part.
-
-    Errors whose intervals are apart are significantly different; those whose intervals meet may be
-    so in a paired comparison.
     """
-    own = [
+    compared = [
         row
         for row in rows
         if row.unbiased and row.baseline not in NEED_VALUES and row.error.is_known
     ]
-    if len(own) < 2:
-        return {}
-    least = min(own, key=lambda row: row.error.estimate)
-    alike = [row.baseline for row in own if row is not least and row.error.low <= least.error.high]
-    return {least.baseline: True} | dict.fromkeys(alike, False)
+    least = min(compared, key=lambda row: row.error.estimate, default=None)
+    return [row.baseline for row in compared if least and row.error.low > least.error.high]
 
 
 def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:
@@ -457,10 +480,10 @@ def _missing_points(studies: Iterable[Study]) -> list[str]:
         study.run.label: {(row.baseline, row.group_size) for row in study.need(CURVES)}
         for study in studies
     }
-    every = set().union(*points.values())
+    all_points = set().union(*points.values())
+    missing = {name: sorted(all_points - of_study) for name, of_study in points.items()}
     return [
-        f"Missing in {name}: "
-        f"{', '.join(f'{baseline_word(b)} at G = {g}' for b, g in sorted(every - own))}."
-        for name, own in points.items()
-        if every - own
+        f"Missing in {name}: {', '.join(f'{baseline_word(b)} at G = {g}' for b, g in of_study)}."
+        for name, of_study in missing.items()
+        if of_study
     ]

@@ -40,10 +40,24 @@ from grpo_ustat.measurements.base import (
     study_columns,
 )
 from grpo_ustat.measurements.errors import GRADIENT
-from grpo_ustat.measurements.panels import panel_grid, panel_title, study_title
+from grpo_ustat.measurements.panels import study_title
 from grpo_ustat.pages.advice import noise_text
 from grpo_ustat.pages.caveats import summary_and_warnings
-from grpo_ustat.pages.figures import FONTS, STYLE, log_sizes, note, plt, save
+from grpo_ustat.pages.figures import (
+    FONTS,
+    SMALL,
+    STYLE,
+    fitted,
+    legend_above,
+    legend_label,
+    line_style,
+    log_sizes,
+    note,
+    panel_figure,
+    panel_rows,
+    plt,
+    save,
+)
 from grpo_ustat.pages.tables import (
     Cell,
     Table,
@@ -62,7 +76,7 @@ WHY_FIXED_ROLLOUTS = (
     "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
     "fewer prompts, so one G is best."
 )
-# The number at which nine in ten studies decide is printed up to so many times that of half.
+# The number at which nine in ten studies decide is printed up to so many times the number of half.
 USEFUL_RATIO = 10
 # Neighbours of the best admissible G whose costs the sentence names.
 NEIGHBOUR_OFFSETS = (-1, 1)
@@ -72,17 +86,19 @@ EXTRA_ERROR_NOTE = (
     "Mean squared error of the leave-one-out gradient (no division by a std). Simultaneous 95 % "
     "intervals for new questions."
 )
-# Quantities of the scaling law, and of Assumption 2.
-LAW_ROWS = {
-    "c1": "C1", "c2": "C2", "c3": "C3",
-    "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper", "gstar_tokens": "G*, tokens",
-}  # fmt: skip
+# Quantities of the scaling law, further ones of it in a table of their own, and of Assumption 2.
+LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
+OTHER_SIZES = {
+    "gstar_tokens": "best G at a fixed number of tokens",
+    "gstar_paper": "sqrt(C3/C1), which the paper calls G*",
+}
 ASSUMPTION_ROWS = {
     "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
     "a_bstar": "A_b*, best", "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*",
     "share": "(A_V - A_b*) / A_V",
     "crossover_group_size": "G from which GRPO beats vanilla (no baseline)",
 }  # fmt: skip
+SIZES_NOTE = "The answer is for a fixed number of rollouts, G* = 1 + sqrt(C3/C1)."
 NOISE_COLUMNS = {
     "rollouts": "n_c, rollouts",
     "tokens": "n_c, tokens",
@@ -92,7 +108,7 @@ NOISE_NOTE = (
     "n_c: rollouts of a step (tokens, prompts read once a group) at which half of E||ghat||^2 is "
     "noise. leave_one_out, prompts drawn independently; in brackets 95 % intervals."
 )
-EXTRA_ERROR = "extra error at the same rollouts, %"
+EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
 # Ratio of group sizes whose names and costs do not overlap.
 APART = 1.3
 # Top of the axis of extra errors: twice the error and a bit.
@@ -130,7 +146,7 @@ class Scaling:
     # Covariance and degrees of freedom of the errors of C1, C2, C3.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
-    # The best G that divides n, by n; of a prime n that of the next multiple of 8.
+    # The best G that divides n, by n; for a prime n, the best G of the next multiple of 8.
     best_divisor: Sometimes[dict[str, Size]] = None
     # The error at a fixed number of rollouts.
     curve: list[FixedCost]
@@ -194,7 +210,7 @@ def measure_scaling(study: PoolStudy) -> Scaling:
         n_mse, low, high = population[f"n_mse/{size}"]
         curve.append(FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
     return Scaling(
-        **{name: population[name] for name in LAW_ROWS},
+        **{name: population[name] for name in (*LAW_ROWS, *OTHER_SIZES)},
         **law.stored_errors(),
         best_divisor=best_divisor,
         curve=curve,
@@ -407,9 +423,9 @@ def extra_error_table(study: Study) -> Table | None:
     return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 
-def law_tables(found: Mapping[Study, Scaling]) -> list[Table]:
-    """Return a table of the scaling law and of Assumption 2 of one study."""
-    ((study, scaling),) = found.items()
+def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
+    """Return a table of the scaling law and Assumption 2 of one study, and one of other best G."""
+    ((study, scaling),) = scaling_by_study.items()
     assumption = study.need(ASSUMPTION2)
     rows = [
         *_quantity_rows(scaling, LAW_ROWS),
@@ -419,7 +435,11 @@ def law_tables(found: Mapping[Study, Scaling]) -> list[Table]:
     notes = [f"95 % intervals {interval_scope(study.result.questions)}."]
     notes += dict.fromkeys(reason for reason in reasons if reason)
     columns = ["quantity", "estimate", "low", "high"]
-    return [Table("Scaling law and Assumption 2", columns, rows, notes)]
+    others = _quantity_rows(scaling, OTHER_SIZES)
+    return [
+        Table("Scaling law and Assumption 2", columns, rows, notes),
+        Table("Other definitions of the best G", columns, others, [SIZES_NOTE], folded=True),
+    ]
 
 
 def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> list[list[Cell]]:
@@ -432,15 +452,13 @@ def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> l
     return rows
 
 
-def noise_tables(found: Mapping[Study, Noise]) -> list[Table]:
+def noise_tables(noise_by_study: Mapping[Study, Noise]) -> list[Table]:
     """Return a table of one study's noise scale at every G, and at the best of both kinds."""
-    (noise,) = found.values()
+    (noise,) = noise_by_study.values()
     best = noise.best
     rows = [[number_text(row.group_size or math.nan), *_noise_cells(row)] for row in noise.curve]
     if best.group_size is not None:
-        size, size_tokens = best.group_size, best.group_size_tokens
-        sizes = f"G* = {size:.1f}" + (f", of tokens {size_tokens:.1f}" if size_tokens else "")
-        rows.append([sizes, *_noise_cells(best)])
+        rows.append([f"G* = {best.group_size:.1f}", *_noise_cells(best)])
     notes = [NOISE_NOTE, *([noise.reason] if noise.reason else [])]
     return [Table("Noise scale", ["G", *NOISE_COLUMNS.values()], rows, notes)]
 
@@ -450,7 +468,7 @@ def _noise_cells(row: NoiseRow) -> list[str]:
 
 
 def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
-    """Return a table with a row per policy: the scaling law, G* and the crossover.
+    """Return a table with a row per policy: its best G, and the better of GRPO and vanilla.
 
     The crossover is the group size at which GRPO passes vanilla (paper, section 6).
 
@@ -463,10 +481,9 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         rows.append([
             f"{study.run.policy}\n{study.run.dataset}",
             _estimate_text(study.result.policy.mean_reward, 2),
-            _estimate_text(assumption.corr, 2),
-            _estimate_text(assumption.av_minus_a0, None),
-            _estimate_text(assumption.crossover_group_size, 1),
             (best_size(*scaling.gstar) or "not decided").replace(" [", "\n["),
+            _estimate_text(assumption.crossover_group_size, 1),
+            _estimate_text(assumption.av_minus_a0, None),
         ])  # fmt: skip
         content = content_of(scaling)
         names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
@@ -480,12 +497,12 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
     quantity = policies_quantity(studies)
     return Table(
         name="fixed_n",
-        title="What each group size costs at the same number of rollouts",
-        columns=["policy", quantity, "corr(q, Z)", "A_V - A_0", "crossover G", "G*"],
+        title="Best group size of each policy",
+        columns=["policy", quantity, "G*", "crossover G", "A_V - A_0"],
         rows=rows,
         notes=[law, crossover, interval_note],
         data=data,
-        figure_notes=[f"Extra error over the best size that divides n. {interval_note}"],
+        figure_notes=[f"Markers: sizes that divide n; the best of them is at 0. {interval_note}"],
         headings=True,
     )
 
@@ -510,36 +527,75 @@ def _estimate_text(value: Interval, digits: int | None) -> str:
 def draw(folder: Path, study: Study) -> None:
     """Draw the cost of each G at the study's n, `scaling.{pdf,svg,png}`."""
     with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+        figure, [[[axes]]] = panel_figure([1])
         scaling_panel(axes, study.need(SCALING), study.rollouts)
         axes.set_ylabel(EXTRA_ERROR)
-        title = f"{study_title(study)}, bands: 95 % for new questions"
-        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_title(f"{study_title(study)}, bands: 95 % for new questions", loc="left")
         save(figure, folder, "scaling")
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
-    """Draw the cost of each G at a fixed number of rollouts, a panel per policy.
+    """Draw the extra error of each G at a fixed number of rollouts, a panel per data set.
 
-    Each data set has a line of panels, or several.
+    A policy is a line of its panel, named with its G* in the legend.
 
     Args:
         notes: lines under the figure.
     """
-    grid = panel_grid(studies)
-    wide, high = max(map(len, grid)), len(grid)
+    by_dataset: dict[str, list[Study]] = {}
+    for study in studies:
+        by_dataset.setdefault(str(study.run.dataset), []).append(study)
     with plt.rc_context(FONTS):
-        size = (0.6 + 3.6 * wide, 0.8 + 3.6 * high)
-        figure, panels = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
-        for line, in_line in zip(panels, grid, strict=True):
-            for axes, study in zip(line, in_line, strict=False):
-                scaling_panel(axes, study.need(SCALING), study.rollouts)
-                axes.set_title(panel_title(study), fontsize=8, loc="left")
-            for axes in line[len(in_line) :]:
-                axes.set_visible(False)
-            line[0].set_ylabel(EXTRA_ERROR)
-        note(figure, notes, size[0])
+        figure, panels = panel_figure(panel_rows(len(by_dataset)))
+        for axes, (dataset, members) in zip(figure.axes, by_dataset.items(), strict=True):
+            laws = [(study.need(SCALING), divisible_rollouts(study.rollouts)) for study in members]
+            limits = [_limit(scaling.law.costs(n)) for scaling, n in laws if scaling.is_decided]
+            _set_axes(axes, [2**k for k in range(1, 11)], max(limits, default=64))
+            for study, (scaling, n) in zip(members, laws, strict=True):
+                colour, marker = line_style(studies.index(study))
+                size_text = best_size(*scaling.gstar) or "not enough data for a best G"
+                label = legend_label(f"{study.run.policy}: G* = {size_text}")
+                if not scaling.is_decided:
+                    label = label.replace("G* = ", "", 1)
+                    axes.plot([], [], color=colour, marker=marker, markersize=4, label=label)
+                    continue
+                costs = scaling.law.costs(n)
+                _draw_curve(axes, scaling.law, costs, colour)
+                heights = [100 * extra.estimate for extra in costs.extra.values()]
+                axes.plot(list(costs.extra), heights, linestyle="", color=colour, marker=marker,
+                          markersize=5, label=label)  # fmt: skip
+            axes.set_xlabel("group size G")
+            axes.set_title(fitted(dataset, len(panels[0])), loc="left")
+        for line in panels:
+            line[0][0].set_ylabel(EXTRA_ERROR)
+        legend_above(figure)
+        note(figure, notes)
         save(figure, folder, name)
+
+
+def _set_axes(axes: Axes, sizes: Sequence[int], limit: float) -> None:
+    """Set axes of G, with some sizes named, and of extra errors, up to a limit of G."""
+    log_sizes(axes, [size for size in sizes if size < limit])
+    axes.set_xlim(1.5, limit)
+    axes.set_ylim(-10, TOP_PERCENT)
+    axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def _limit(costs: GroupSizeCosts) -> float:
+    """Return the end of an axis of G that shows extra errors up to the top."""
+    shown = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
+    return max([32, *shown]) * 2.2
+
+
+def _draw_curve(axes: Axes, law: ScalingLaw, costs: GroupSizeCosts, colour: str) -> None:
+    """Draw the extra error over the best admissible G at all sizes, with simultaneous bands."""
+    grid = np.geomspace(2, max(costs.extra), 200)
+    curve = [law.extra_error(size, costs.best) for size in grid]
+    heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
+    axes.plot(grid, heights, color=colour, linewidth=1.5)
+    # Some have no upper end.
+    highs = np.minimum(highs, 10 * TOP_PERCENT)
+    axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
 
 
 def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
@@ -549,6 +605,9 @@ def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
     with simultaneous bands, dots at the sizes that divide. If the interval of G* has two ends, the
     dots are labelled with their costs, and a dashed line and a grey band mark G*; else a dotted
     line marks the lower end of G*.
+
+    Args:
+        rollouts: n of a training step.
     """
     costs, colour = scaling.law.costs(divisible_rollouts(rollouts)), STYLE["leave_one_out"][0]
     best, low, high = scaling.gstar
@@ -557,16 +616,12 @@ def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
     for size in costs.extra:
         if all(max(size / other, other / size) > APART for other in named):
             named.append(size)
-    log_sizes(axes, sorted(named))
-    within = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
-    axes.set_xlim(1.5, max([32, *within]) * 2.2)
-    axes.set_ylim(-10, TOP_PERCENT)
-    axes.grid(alpha=0.3, linewidth=0.5)
+    _set_axes(axes, sorted(named), _limit(costs))
     if size_text is None:
         axes.text(0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center")
         axes.set_xlabel("group size G")
         return
-    dots = f"group size G;  dots: sizes that divide n = {costs.rollouts}"
+    dots = f"group size G\ndots: sizes that divide n = {costs.rollouts}"
     bounded = math.isfinite(high)
     if bounded:
         axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
@@ -576,12 +631,7 @@ def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
     else:
         axes.axvline(low, color="black", linestyle=":", linewidth=1)
         axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")
-    grid = np.geomspace(2, max(costs.extra), 200)
-    curve = [scaling.law.extra_error(size, costs.best) for size in grid]
-    heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
-    axes.plot(grid, heights, color=colour, linewidth=1.5)
-    highs = np.minimum(highs, 10 * TOP_PERCENT)  # some have no upper end
-    axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    _draw_curve(axes, scaling.law, costs, colour)
     for size, extra in costs.extra.items():
         if not 100 * extra.estimate <= TOP_PERCENT - 10:
             continue
@@ -593,7 +643,8 @@ def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
         axes.annotate(
             f"G = {size}" if is_best else percent(extra.estimate),
             (size, 100 * extra.estimate), (0, -14) if is_best else (6, -10) if size > costs.best
-            else (4, 5), textcoords="offset points", fontsize=9, ha="center" if is_best else "left",
+            else (4, 5), textcoords="offset points", fontsize=SMALL,
+            ha="center" if is_best else "left",
             fontweight="bold" if is_best else "normal",
             bbox=dict(facecolor="white", alpha=0.9, linewidth=0, pad=0.5), zorder=5,
         )  # fmt: skip

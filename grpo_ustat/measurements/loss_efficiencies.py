@@ -1,21 +1,30 @@
-"""The relative efficiency of a loss: its record, and how any losses are said, tabled and drawn."""
+"""The relative efficiency of a loss: its record, and sentences, tables and figures of losses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.row_weights import RowFilter
-from grpo_ustat.pages.figures import FONTS, legend_label, line_style, log_sizes, note, plt, save
+from grpo_ustat.pages.figures import (
+    FONTS,
+    fitted,
+    legend_above,
+    legend_label,
+    line_style,
+    log_sizes,
+    note,
+    panel_figure,
+    plt,
+    save,
+)
 from grpo_ustat.pages.tables import MAX_BASELINES, Table, enumeration
 from grpo_ustat.runs.contents import Size, Sometimes
 
@@ -53,6 +62,10 @@ EFFICIENCY_NOTE = (
     "and G."
 )
 NOISE_NOTE = "The share of noise is that of an update's squared norm."
+# Mark of a relative efficiency at a G that is significantly worse than the loss's best G.
+WORSE = "*"
+WORSE_SIZE_NOTE = f"{WORSE}: significantly worse than the best G of the same loss."
+UNDECIDED = "not decided"
 BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
 # Octaves of G: between losses at one G, and of all of them at most.
 APART, ASIDE = 0.12, 0.6
@@ -107,16 +120,21 @@ class LossEfficiency:
         """True if its relative efficiency is known."""
         return self.efficiency_same_g is not None and self.efficiency_same_g.is_known
 
+    @property
+    def is_worse(self) -> bool:
+        """True if another G is significantly better for the same loss."""
+        return self.is_decided and not self.may_be_best
+
 
 def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
     """Return measured losses as a file holds them."""
-    every = asdict(RowFilter())
+    default = asdict(RowFilter())
     return [
         LossEfficiency(
             loss=row.loss.name,
             baseline=row.loss.baseline,
             loss_type=row.loss.loss_type,
-            **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
+            **{name: x for name, x in asdict(row.loss.rows).items() if x != default[name]},
             rollouts=row.rollouts,
             group_size=row.group_size,
             kept=row.kept,
@@ -160,10 +178,12 @@ def efficiency_sentences(
         compared: what it is compared with, in words.
     """
     same: dict[str, list[list[LossEfficiency]]] = {}
-    for own in by_loss(rows):
-        same.setdefault(_sentence("", own, wrote, compared), []).append(own)
+    for of_loss in by_loss(rows):
+        same.setdefault(_sentence("", of_loss, wrote, compared), []).append(of_loss)
     return [
-        _sentence(enumeration([own[0].loss for own in losses], "or"), losses[0], wrote, compared)
+        _sentence(
+            enumeration([of_loss[0].loss for of_loss in losses], "or"), losses[0], wrote, compared
+        )
         for losses in same.values()
     ]
 
@@ -180,7 +200,9 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
         share = ""
         if row.noise.is_known:
             percents = [f"{100 * x:.0f} %" for x in row.noise]
-            share = f"; an update is {percents[0]} noise [{percents[1]}, {percents[2]}]"
+            share = (
+                f"; an update with this loss is {percents[0]} noise [{percents[1]}, {percents[2]}]"
+            )
         return (
             f"{where} the relative efficiency of {name} is not decided: its direction is not known "
             f"from these questions{share}."
@@ -219,52 +241,64 @@ def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEffic
 def efficiency_tables(
     rows: Sequence[LossEfficiency], wrote: str = "", notes: Sequence[str] = (EFFICIENCY_NOTE,)
 ) -> list[Table]:
-    """Return tables of the losses' relative efficiency by G, side by side, and of all else.
+    """Return tables of the losses' relative efficiency by G, side by side, and of all numbers.
 
-    There are none where no loss was measured.
+    There are none if no loss was measured. If none is decided, a line says so in place of the
+    first.
 
     Args:
         wrote: the policy that wrote the rollout, in words.
         notes: the definition of relative efficiency.
     """
-    measured = [own for own in by_loss(rows) if measured_rows(own)]
-    side_by_side = [
-        _efficiency_table(measured[first : first + MAX_BASELINES], wrote, notes)
-        for first in range(0, len(measured), MAX_BASELINES)
-    ]
-    return [*side_by_side, _details_table(measured, wrote, notes)] if measured else []
+    losses = [of_loss for of_loss in by_loss(rows) if measured_rows(of_loss)]
+    if not losses:
+        return []
+    decided = [of_loss for of_loss in losses if any_decided(of_loss)]
+    lines = [*_undecided(losses), *not_measured([row for of_loss in losses for row in of_loss])]
+    title = f"Relative efficiency{wrote} at n = {losses[0][0].rollouts}, against {UNBIASED_BEST_G}"
+    side_by_side = [Table(title, ["G"], [], lines)]
+    if decided:
+        first_places = range(0, len(decided), MAX_BASELINES)
+        parts = [decided[place : place + MAX_BASELINES] for place in first_places]
+        worse = [WORSE_SIZE_NOTE] * any(row.is_worse for row in rows)
+        side_by_side = [_efficiency_table(title, part, [*notes, *worse]) for part in parts]
+        last = side_by_side[-1]
+        side_by_side[-1] = replace(last, notes=[*last.notes, *lines])
+    return [*side_by_side, _details_table(losses, wrote, notes)]
 
 
 def _efficiency_table(
-    losses: Sequence[Sequence[LossEfficiency]], wrote: str, notes: Sequence[str]
+    title: str, losses: Sequence[Sequence[LossEfficiency]], notes: Sequence[str]
 ) -> Table:
-    known = {
-        (row.group_size, column): row
-        for column, rows in enumerate(losses)
-        for row in measured_rows(rows)
+    """Return a table with a row for each G at which any of the losses is decided."""
+    cells = {
+        (row.group_size, row.loss): efficiency_text(
+            row.efficiency_best_g, WORSE * row.is_worse + "\n"
+        )
+        for of_loss in losses
+        for row in of_loss
+        if row.is_decided
     }
-    sizes = sorted({size for size, _ in known})
-    cells = [
-        [
-            str(size),
-            *(efficiency_text(known[size, i].efficiency_best_g, "\n") if (size, i) in known else "-"
-              for i in range(len(losses))),
-        ]
-        for size in sizes
-    ]  # fmt: skip
-    marks = {
-        (sizes.index(size), column + 1): row.best
-        for (size, column), row in known.items()
-        if row.may_be_best
-    }
-    return Table(
-        title=f"Relative efficiency{wrote} at n = {losses[0][0].rollouts}, "
-        f"against {UNBIASED_BEST_G}",
-        columns=["G", *(rows[0].loss for rows in losses)],
-        rows=cells,
-        notes=[*notes, *not_measured([row for rows in losses for row in rows])],
-        marks=marks,
-    )
+    names = [of_loss[0].loss for of_loss in losses]
+    sizes = sorted({size for size, _ in cells})
+    rows = [[str(size), *(cells.get((size, name), "-") for name in names)] for size in sizes]
+    return Table(title, ["G", *names], rows, notes)
+
+
+def _undecided(losses: Sequence[Sequence[LossEfficiency]]) -> list[str]:
+    """Return a line for each set of G at which losses are measured but not decided."""
+    names: dict[str, list[str]] = {}
+    for of_loss in losses:
+        measured = measured_rows(of_loss)
+        sizes = [str(row.group_size) for row in measured if not row.is_decided]
+        if sizes:
+            where = f"at G = {enumeration(sizes)}" if len(sizes) < len(measured) else "at any G"
+            names.setdefault(where, []).append(of_loss[0].loss)
+    return [
+        f"Not decided {where}: {enumeration(of_where)}, whose direction is not known from these "
+        "questions."
+        for where, of_where in names.items()
+    ]
 
 
 def not_measured(rows: Sequence[LossEfficiency]) -> list[str]:
@@ -281,24 +315,37 @@ def not_measured(rows: Sequence[LossEfficiency]) -> list[str]:
 def _details_table(
     losses: Sequence[Sequence[LossEfficiency]], wrote: str, notes: Sequence[str]
 ) -> Table:
+    """Return a table with a row per loss and G; columns without any decided number are left out."""
     rows = [
         [row.loss, loss_words(row), str(row.group_size), *number_cells(row, " ")]
-        for own in losses
-        for row in measured_rows(own)
+        for of_loss in losses
+        for row in measured_rows(of_loss)
     ]
     columns = ["loss", "advantage and tokens", "G", f"efficiency against {UNBIASED_SAME_G}",
                "at its best G", "cos of its mean and the gradient", "share of noise"]  # fmt: skip
+    kept = [
+        place
+        for place in range(len(columns))
+        if not all(row[place] in (UNDECIDED, NOT_KNOWN) for row in rows)
+    ]
     of = f", a rollout{wrote}" if wrote else ""
     return Table(
-        f"Losses at every G{of}", columns, rows, [*notes, NOISE_NOTE], page_only=True
-    )  # fmt: skip
+        f"Losses at every G{of}",
+        [columns[place] for place in kept],
+        [[row[place] for place in kept] for row in rows],
+        [*notes, NOISE_NOTE],
+        page_only=True,
+    )
 
 
 def number_cells(row: LossEfficiency, gap: str) -> list[str]:
-    """Return cells of both relative efficiencies, the direction and the noise."""
+    """Return cells of both relative efficiencies, the direction and the noise.
+
+    The efficiency against the best G has a mark if another G is better for the loss.
+    """
     return [
         efficiency_text(row.efficiency_same_g, gap),
-        efficiency_text(row.efficiency_best_g, gap),
+        efficiency_text(row.efficiency_best_g, WORSE * row.is_worse + gap),
         cosine_text(row, gap),
         efficiency_text(row.noise, gap),
     ]
@@ -307,11 +354,11 @@ def number_cells(row: LossEfficiency, gap: str) -> list[str]:
 def draw_efficiencies(
     folder: Path, name: str, title: str, rows: Sequence[LossEfficiency], lines: Sequence[str]
 ) -> None:
-    """Draw the measured relative efficiency of each loss against G, with its interval."""
-    losses = {own[0].loss: own for own in by_loss(rows)}
-    if not measured_rows(rows):
+    """Draw the relative efficiency of each loss against G, with its interval, if any is decided."""
+    losses = {of_loss[0].loss: of_loss for of_loss in by_loss(rows)}
+    if not any_decided(rows):
         return
-    absent = [loss for loss, own in losses.items() if not any_decided(own)]
+    absent = [loss for loss, of_loss in losses.items() if not any_decided(of_loss)]
     without = [f"Not decided or not measured: {enumeration(absent)}."] if absent else []
     panel = (f"{title}, n = {rows[0].rollouts}", losses)
     draw_panels(folder, name, {"": [[panel]]}, [BARS_NOTE, *without, *lines])
@@ -330,24 +377,18 @@ def draw_panels(
         grids: lines of panels by data set.
         lines: below the panels.
     """
-    grid = [(dataset, panels) for dataset, own in grids.items() for panels in own]
-    names = list(dict.fromkeys(x for _, panels in grid for _, losses in panels for x in losses))
-    wide, high = max(len(panels) for _, panels in grid), len(grid)
+    grid = [(dataset, titled) for dataset, of_dataset in grids.items() for titled in of_dataset]
+    names = list(dict.fromkeys(x for _, titled in grid for _, losses in titled for x in losses))
     with plt.rc_context(FONTS):
-        # A legend of two columns in a single panel.
-        size = (max(6.4, 0.6 + 3.6 * wide), 0.8 + 3.6 * high + 0.09 * len(names))
-        figure, axes = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
-        for line, (dataset, panels) in zip(axes, grid, strict=True):
-            for one, (title, losses) in zip(line, panels, strict=False):
-                efficiency_panel(one, losses, names)
-                one.set_title(title, fontsize=8, loc="left")
-            for one in line[len(panels) :]:
-                one.set_visible(False)
-            line[0].set_ylabel(
-                f"relative efficiency against\n{UNBIASED_BEST_G}\n{dataset}".rstrip()
-            )
-        _add_legend(figure, size[0])
-        note(figure, lines, size[0])
+        figure, panels = panel_figure([len(titled) for _, titled in grid])
+        for line, (dataset, titled) in zip(panels, grid, strict=True):
+            for [axes], (title, losses) in zip(line, titled, strict=True):
+                efficiency_panel(axes, losses, names)
+                axes.set_title(fitted(title, len(line)), loc="left")
+            label = f"relative efficiency against\n{UNBIASED_BEST_G}\n{dataset}".rstrip()
+            line[0][0].set_ylabel(label)
+        legend_above(figure)
+        note(figure, lines)
         save(figure, folder, name)
 
 
@@ -362,20 +403,22 @@ def efficiency_panel(
     """
     lines: dict[str, dict[int, Interval]] = {}
     for name, rows in losses.items():
-        known = {row.group_size: row.efficiency_best_g for row in rows if row.is_decided}
-        if known:
+        efficiencies = {row.group_size: row.efficiency_best_g for row in rows if row.is_decided}
+        if efficiencies:
             lines[name] = {
-                size: efficiency for size, efficiency in known.items() if efficiency is not None
+                size: efficiency
+                for size, efficiency in efficiencies.items()
+                if efficiency is not None
             }
     shown = [(size, efficiency) for line in lines.values() for size, efficiency in line.items()]
     least = min([1.0, *(x.low for _, x in shown)])
     most = max([1.0, *(x.estimate for _, x in shown)])
     # Wider intervals leave the picture, some have no end.
     top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
-    apart = min(APART, ASIDE / max(1, len(lines)))
+    spacing = min(APART, ASIDE / max(1, len(lines)))
     for place, (name, line) in enumerate(lines.items()):
         colour, marker = line_style(names.index(name))
-        aside = 2 ** (apart * (place - (len(lines) - 1) / 2))
+        aside = 2 ** (spacing * (place - (len(lines) - 1) / 2))
         sizes = [size * aside for size in line]
         axes.plot(sizes, [x.estimate for x in line.values()], color=colour, marker=marker,
                   markersize=4, linewidth=0.6, label=legend_label(name))  # fmt: skip
@@ -386,30 +429,15 @@ def efficiency_panel(
         axes.text(0.5, 0.4, "not decided from these questions", transform=axes.transAxes,
                   ha="center")  # fmt: skip
     axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
-    every = {row.group_size for rows in losses.values() for row in rows}
-    log_sizes(axes, sorted({size for size, _ in shown} or every))
+    all_sizes = {row.group_size for rows in losses.values() for row in rows}
+    log_sizes(axes, sorted({size for size, _ in shown} or all_sizes))
     axes.set_xlabel("group size G")
     axes.set_ylim(max(0.0, least - (top - least) / 10) if lines else 0, top)
     axes.grid(alpha=0.3, linewidth=0.5)
 
 
-def _add_legend(figure: Figure, width: float) -> None:
-    """Add a legend of all panels above a figure of so many inches; none where there is no line."""
-    labels: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles, names = axes.get_legend_handles_labels()
-        labels |= dict(zip(names, handles, strict=True))
-    if labels:
-        # Inches, at this size.
-        longest = 0.5 + 0.065 * max(map(len, labels))
-        figure.legend(
-            list(labels.values()), list(labels), loc="outside upper left", frameon=False,
-            fontsize=8, ncols=max(1, int(width / longest)),
-        )  # fmt: skip
-
-
 def described(rows: Sequence[LossEfficiency]) -> str:
-    """Describe every loss of the rows, those of equal words together."""
+    """Describe every loss of the rows; losses with equal descriptions share one."""
     by_words: dict[str, dict[str, None]] = {}
     for row in rows:
         by_words.setdefault(loss_words(row), {})[row.loss] = None
@@ -442,7 +470,7 @@ def efficiency_text(value: Interval | None, gap: str = " ", digits: int = 2) -> 
     'not decided'
     """
     if value is None or not value.is_known:
-        return "not decided"
+        return UNDECIDED
     high = f"{value.high:.{digits}f}" if math.isfinite(value.high) else "no end"
     return f"{value.estimate:.{digits}f}{gap}[{value.low:.{digits}f}, {high}]"
 

@@ -1,6 +1,6 @@
 """Losses at a batch's first update: the efficiency of each, its direction and its best G.
 
-Studies that differ only in the loss, such as those of a sweep over `objective`, measure the same
+Studies that differ only in the loss, as in a sweep over `objective`, measure the same
 pool: in a report their losses are lines of one panel.
 """
 
@@ -28,6 +28,7 @@ from grpo_ustat.measurements.loss_efficiencies import (
     EFFICIENCY_NOTE,
     NOISE_NOTE,
     UNBIASED_SAME_G,
+    WORSE_SIZE_NOTE,
     LossEfficiency,
     Panel,
     any_decided,
@@ -48,8 +49,6 @@ from grpo_ustat.measurements.panels import panel_grid, panel_title
 from grpo_ustat.pages.tables import Table, enumeration, shorten
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys, key_label
-
-MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
 
 
 def measure(study: PoolStudy) -> list[LossEfficiency] | None:
@@ -92,8 +91,8 @@ class LossPanel:
     @property
     def measured(self) -> dict[str, list[LossEfficiency]]:
         """Rows with numbers, of each loss that has any."""
-        rows = {name: measured_rows(own) for name, (_, own) in self.lines.items()}
-        return {name: own for name, own in rows.items() if own}
+        rows = {name: measured_rows(of_loss) for name, (_, of_loss) in self.lines.items()}
+        return {name: of_loss for name, of_loss in rows.items() if of_loss}
 
 
 def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[LossPanel]:
@@ -104,14 +103,14 @@ def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Los
     """
     panels = []
     for members in by_pool(rows_by_study):
-        found: dict[str, list[tuple[Study, list[LossEfficiency]]]] = {}
+        by_name: dict[str, list[tuple[Study, list[LossEfficiency]]]] = {}
         for study in members:
             for rows in by_loss(rows_by_study[study]):
-                of_name = found.setdefault(rows[0].loss, [])
+                of_name = by_name.setdefault(rows[0].loss, [])
                 if not any(_measured_alike(rows, other) for _, other in of_name):
                     of_name.append((study, rows))
         lines = {}
-        for name, of_name in found.items():
+        for name, of_name in by_name.items():
             keys = distinguishing_keys([study.run.keys for study, _ in of_name])
             for study, rows in of_name:
                 lines[f"{name} {key_label(study.run.keys, keys)}".strip()] = study, rows
@@ -144,39 +143,32 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Ta
     """Return a table with a row per policy, loss and group size; none where none is measured."""
     panels = loss_panels(rows_by_study)
     study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
-    rows, marks, data = [], {}, []
+    rows, data = [], []
     for panel in panels:
-        for name, (study, own) in panel.lines.items():
+        for name, (study, of_loss) in panel.lines.items():
             run = study.run
             of_study = study_columns(run, study_keys) | {"seed": run.config["seed"], "line": name}
-            data += [of_study | content_of(row) for row in own]
-            measured = panel.measured.get(name, [])
-            for row in measured:
-                mark = ""
-                if row.may_be_best and len(measured) > 1 and row.is_decided:
-                    marks[len(rows), 2] = row.best
-                    mark = "*" if row.best else "~"
+            data += [of_study | content_of(row) for row in of_loss]
+            for row in panel.measured.get(name, []):
                 policy = f"{run.policy}\n{run.dataset}\nn = {row.rollouts}"
-                rows.append([policy, name, f"{row.group_size}{mark}", *number_cells(row, "\n")])
-    every = [row for panel in panels for _, own in panel.lines.values() for row in own]
+                rows.append([policy, name, str(row.group_size), *number_cells(row, "\n")])
+    all_rows = [row for panel in panels for _, of_loss in panel.lines.values() for row in of_loss]
     missing = [
         f"{panel.study.run.label}: {line}"
         for panel in panels
-        for line in not_measured([row for _, own in panel.lines.values() for row in own])
+        for line in not_measured([row for _, of_loss in panel.lines.values() for row in of_loss])
     ]
-    notes = [EFFICIENCY_NOTE, NOISE_NOTE, described(every)]
+    worse = [WORSE_SIZE_NOTE] * any(row.is_worse for row in all_rows)
     table = Table(
         name="losses",
         title="Relative efficiency of each loss",
         columns=["policy", "loss", "G", f"efficiency against\n{UNBIASED_SAME_G}", "at its best G",
                  "cos with the gradient", "share of noise"],
         rows=rows,
-        notes=[*notes, *[MARKS_NOTE.format("*:", "~:")] * bool(marks), *missing],
+        notes=[EFFICIENCY_NOTE, *worse, NOISE_NOTE, described(all_rows), *missing],
         data=data,
-        figure_notes=[BARS_NOTE, *_without_a_line(panels)],
+        figure_notes=[BARS_NOTE, *_without_a_line(panels)] if any_decided(all_rows) else None,
         headings=True,
-        marks=marks,
-        latex_notes=[*notes, *[MARKS_NOTE.format("Bold:", "underlined:")] * bool(marks), *missing],
     )  # fmt: skip
     return [table] if panels else []
 
@@ -204,7 +196,7 @@ def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
     """List, for each panel, the losses that have no line in it."""
     lines = []
     for panel in panels:
-        absent = [name for name, (_, own) in panel.lines.items() if not any_decided(own)]
+        absent = [name for name, (_, of_loss) in panel.lines.items() if not any_decided(of_loss)]
         if absent:
             where = f"Not decided or not measured on {panel.study.run.policy}"
             lines.append(f"{where}: {enumeration(absent)}.")
@@ -231,7 +223,7 @@ def answer(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> str:
     if not decided:
         names = enumeration([*dict.fromkeys(undecided)], "or")
         return f"{at} the relative efficiency of {names} is not decided."
-    ends = sorted(decided, key=lambda found: found[0].estimate)
+    ends = sorted(decided, key=lambda entry: entry[0].estimate)
     ends = [ends[0], ends[-1]] if len(ends) > 1 else ends
     values = " to ".join(f"{efficiency_text(value)} ({where})" for value, where in ends)
     text = f"{at} the relative efficiency is {values}, against {UNBIASED_SAME_G}"

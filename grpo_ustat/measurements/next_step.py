@@ -43,7 +43,8 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     rollouts = divisible_rollouts(rollouts or study.rollouts)
     costs = study.need(SCALING).law.costs(rollouts)
     best = costs.best if costs.tolerance is not None else None
-    if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
+    # The rollouts are of another framework, which trains.
+    if (config.get("pool") or "").endswith(".parquet"):
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
             return new_rollouts(model, config["study"]["cut_at"], _questions_for_best(study))
@@ -53,7 +54,8 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         return command_line("mse", *shared, "debug=prompts")
     if best is not None:
         _, most = _questions_there(config["dataset"])
-        while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
+        # There may be too few training questions for so many prompts a step.
+        while rollouts // best > most and rollouts // 2 % best == 0:
             rollouts //= 2
         if rollouts // best > most:
             return (
@@ -75,7 +77,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     budget = config["budget"] | {"pool_completions": result.pool_completions}
     sizes = [f"study.questions={questions}", *study_overrides({**config, "budget": budget})]
     if questions > (config["dataset"].get("study_size") or math.inf):
-        shared = [one for one in shared if not one.startswith("dataset.study_size=")]
+        shared = [override for override in shared if not override.startswith("dataset.study_size=")]
         sizes.insert(0, f"dataset.study_size={questions}")
     sizes.append(f"pool={config.get('pool') or study.run.folder / 'pool'}")
     return command_line("mse", *shared, *sizes)
@@ -119,7 +121,8 @@ def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
         return math.inf, train
     try:
         rows, test_rows = JsonlConfig(**dataset).row_counts()
-    except ConfigError:  # the file is elsewhere
+    except ConfigError:
+        # The file is elsewhere: its rows cannot be counted.
         return math.inf, train
     tests, least_tests = (dataset["test_size"] or 0, 2) if test_rows is None else (0, 0)
     return rows - tests, min(train, max(0, rows - max(tests, least_tests) - dataset["study_size"]))
@@ -143,12 +146,12 @@ def _best_of_loss(study: Study, best: int) -> int:
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
-    known = [
+    decided = [
         row for row in rows if row.efficiency_same_g is not None and row.efficiency_same_g.is_known
     ]
-    if not known or best in [row.group_size for row in known if row.may_be_best]:
+    if not decided or best in [row.group_size for row in decided if row.may_be_best]:
         return best
-    return next(row.group_size for row in known if row.best)
+    return next(row.group_size for row in decided if row.best)
 
 
 def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
@@ -164,7 +167,7 @@ def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> s
         shared.append(f"study.questions={config['study']['questions']}")
 
     def without(*groups: str) -> list[str]:
-        return [one for one in shared if not one.startswith(groups)]
+        return [override for override in shared if not override.startswith(groups)]
 
     if not counts[fate] or fate == "no_answer":
         return command_line("mse", *policy_overrides(config), "debug=prompts")
@@ -236,7 +239,8 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that choose the objective and its baseline, of a study or a training run."""
     objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
     if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
-        return []  # a folder of another version, or with a baseline of its own
+        # The folder is of another version, or has a baseline of its own.
+        return []
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline
     words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
@@ -260,7 +264,9 @@ def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
         if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
             text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-            text = text.replace("${", "\\${")  # which OmegaConf would look up
+            # OmegaConf would look it up.
+            text = text.replace("${", "\\${")
         if isinstance(value, list) and not {"'", '"'} & set(text):
-            text = text.replace(", ", ",")  # as one types it
+            # A user types it without spaces.
+            text = text.replace(", ", ",")
         yield f"{prefix}{key}={text}"

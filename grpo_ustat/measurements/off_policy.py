@@ -89,38 +89,38 @@ def measure(study: PoolStudy) -> OffPolicy | None:
     )
 
 
-def sentences(found: OffPolicy, study: Study) -> list[str]:
+def sentences(result: OffPolicy, study: Study) -> list[str]:
     """Return sentences on the distance from the writer's policy, and on efficiency."""
-    efficiencies = efficiency_sentences(found.losses, _wrote(found), _compared(found))
-    if found.question == "penalty":
+    efficiencies = efficiency_sentences(result.losses, _wrote(result), _compared(result))
+    if result.question == "penalty":
         return efficiencies
-    kl = found.kl
+    kl = result.kl
     return [
-        f"{found.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats a token from "
-        f"{found.written_by}: weighted by their ratios tokens count as "
-        f"{share_text(found.effective_tokens)} of as many, completions by the products of theirs "
-        f"as {share_text(found.effective_completions)}.",
+        f"{result.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats a token from "
+        f"{result.written_by}: weighted by their ratios tokens count as "
+        f"{share_text(result.effective_tokens)} of as many, completions by the products of theirs "
+        f"as {share_text(result.effective_completions)}.",
         *efficiencies,
     ]
 
 
-def tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
+def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
     """Return tables of relative efficiency; a terminal shows the table of the first losses.
 
     Further losses are those of published claims.
     """
     shown = []
-    for found in found_by_study.values():
-        of_study = efficiency_tables(found.losses, _wrote(found), _notes(found))
+    for result in results_by_study.values():
+        of_study = efficiency_tables(result.losses, _wrote(result), _notes(result))
         shown += [replace(table, page_only=place > 0) for place, table in enumerate(of_study)]
     return shown
 
 
-def draw(folder: Path, found_by_study: Mapping[Study, OffPolicy], lines: Sequence[str]) -> None:
+def draw(folder: Path, results_by_study: Mapping[Study, OffPolicy], lines: Sequence[str]) -> None:
     """Draw the relative efficiency of each loss's rollout against G, `off_policy.{pdf,svg,png}`."""
-    for found in found_by_study.values():
-        title = f"written by {found.written_by}, at {found.policy}"
-        draw_efficiencies(folder, "off_policy", title, found.losses, lines)
+    for result in results_by_study.values():
+        title = f"written by {result.written_by}, at {result.policy}"
+        draw_efficiencies(folder, "off_policy", title, result.losses, lines)
 
 
 def share_text(share: Interval) -> str:
@@ -133,51 +133,51 @@ def share_text(share: Interval) -> str:
     return f"{percents[0]} [{percents[1]}, {percents[2]}]"
 
 
-def _wrote(found: OffPolicy) -> str:
-    if found.question == "penalty":
+def _wrote(result: OffPolicy) -> str:
+    if result.question == "penalty":
         return " with its penalty"
-    return f" that {found.written_by} wrote"
+    return f" that {result.written_by} wrote"
 
 
-def _compared(found: OffPolicy) -> str:
+def _compared(result: OffPolicy) -> str:
     return {
-        "lag": f"the unbiased gradient of rollouts that {found.policy} wrote",
+        "lag": f"the unbiased gradient of rollouts that {result.policy} wrote",
         "gap": "the same loss weighted by exact ratios",
         "penalty": "the unbiased gradient without a penalty",
-    }[found.question]
+    }[result.question]
 
 
-def _notes(found: OffPolicy) -> list[str]:
+def _notes(result: OffPolicy) -> list[str]:
     notes = [
-        f"Relative efficiency: rollouts of {_compared(found)} that do as much as one of the loss; "
+        f"Relative efficiency: rollouts of {_compared(result)} that do as much as one of the loss; "
         "95 % intervals for new questions, paired among losses and G."
     ]
-    if found.penalised:
+    if result.penalised:
         notes.append(
-            f"A penalty is from {found.reference} and part of a loss; what is measured is the "
+            f"A penalty is from {result.reference} and part of a loss; what is measured is the "
             "gradient of the reward alone."
         )
-    return notes if found.question == "penalty" else [*notes, DRIFT_NOTE]
+    return notes if result.question == "penalty" else [*notes, DRIFT_NOTE]
 
 
-def joint_tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
+def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
     """Return a table with a row per study and loss at G = 8 or the nearest, by policy distance."""
-    study_keys = distinguishing_keys([study.run.keys for study in found_by_study])
-    rows, data, every = [], [], []
-    for study, found in by_distance(found_by_study).items():
-        facts = {k: x for k, x in content_of(found).items() if k not in ("losses", "policy")}
-        of_study = study_columns(study.run, study_keys) | facts | {"at": found.policy}
-        data += [of_study | content_of(row) for row in found.losses]
-        every += found.losses
-        shares = (found.effective_tokens, found.effective_completions)
-        for own in by_loss(found.losses):
-            measured = measured_rows(own)
+    study_keys = distinguishing_keys([study.run.keys for study in results_by_study])
+    rows, data, all_rows = [], [], []
+    for study, result in by_distance(results_by_study).items():
+        facts = {k: x for k, x in content_of(result).items() if k not in ("losses", "policy")}
+        of_study = study_columns(study.run, study_keys) | facts | {"at": result.policy}
+        data += [of_study | content_of(row) for row in result.losses]
+        all_rows += result.losses
+        shares = (result.effective_tokens, result.effective_completions)
+        for of_loss in by_loss(result.losses):
+            measured = measured_rows(of_loss)
             if not measured:
                 continue
             row = nearest_usual(measured)
             rows.append([
-                f"{found.written_by}\n{found.policy}",
-                efficiency_text(found.kl, "\n", 4),
+                f"{result.written_by}\n{result.policy}",
+                efficiency_text(result.kl, "\n", 4),
                 "\n".join(map(share_text, shares)),
                 row.loss,
                 str(row.group_size),
@@ -191,30 +191,30 @@ def joint_tables(found_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
         columns=["written by\nat", "nats a token", "effective share by\ntokens, completions",
                  "loss", "G", "efficiency", "cos with the gradient", "share of noise"],
         rows=rows,
-        notes=[LAG_NOTE, DRIFT_NOTE, NOISE_NOTE, described(every)],
+        notes=[LAG_NOTE, DRIFT_NOTE, NOISE_NOTE, described(all_rows)],
         data=data,
         headings=True,
     )  # fmt: skip
     return [table]
 
 
-def by_distance(found_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPolicy]:
+def by_distance(results_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPolicy]:
     """Sort studies by the distance of the policy at hand from the one that wrote the rollouts."""
-    return dict(sorted(found_by_study.items(), key=lambda item: item[1].kl.estimate))
+    return dict(sorted(results_by_study.items(), key=lambda item: item[1].kl.estimate))
 
 
-def answer(found_by_study: Mapping[Study, OffPolicy]) -> str:
+def answer(results_by_study: Mapping[Study, OffPolicy]) -> str:
     """State the relative efficiency of each loss at the nearest and at the farthest policy."""
-    nearest, *further = by_distance(found_by_study).values()
+    nearest, *further = by_distance(results_by_study).values()
     lines: dict[str, list[str]] = {}
-    for found in [nearest, *further[-1:]]:
-        for own in by_loss(found.losses):
-            measured = measured_rows(own)
+    for result in [nearest, *further[-1:]]:
+        for of_loss in by_loss(result.losses):
+            measured = measured_rows(of_loss)
             if measured:
                 efficiency = efficiency_text(nearest_usual(measured).efficiency_same_g)
-                lines.setdefault(own[0].loss, []).append(f"{efficiency} at {found.policy}")
-    told = "; ".join(f"{loss} {', '.join(texts)}" for loss, texts in lines.items())
-    return f"Relative efficiency of rollouts that {nearest.written_by} wrote: {told}."
+                lines.setdefault(of_loss[0].loss, []).append(f"{efficiency} at {result.policy}")
+    values = "; ".join(f"{loss} {', '.join(texts)}" for loss, texts in lines.items())
+    return f"Relative efficiency of rollouts that {nearest.written_by} wrote: {values}."
 
 
 OFF_POLICY = Measurement(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from grpo_ustat.measurements.assumption2 import ASSUMPTION2
 from grpo_ustat.measurements.base import Study
-from grpo_ustat.pages.figures import panels_wide
+from grpo_ustat.pages.figures import panel_rows
 from grpo_ustat.pages.tables import count_text
 
 
 def study_title(study: Study) -> str:
     """Return policy, accuracy or mean reward, correlation and pool of a figure's only study."""
     policy, corr = study.result.policy, study.need(ASSUMPTION2).corr
-    known = corr.is_known
-    relation = f"corr(q, Z) = {corr.estimate:.2f}" if known else "all rewards of a question equal"
+    relation = "all rewards of a question equal"
+    if corr.is_known:
+        relation = f"corr(q, Z) = {corr.estimate:.2f}"
     return (
         f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}, {relation}\n"
         f"{pool_text(study)}"
@@ -43,8 +45,8 @@ def panel_grid(studies: Iterable[Study]) -> list[list[Study]]:
     by_dataset: dict[str | None, list[Study]] = {}
     for study in studies:
         by_dataset.setdefault(study.run.dataset, []).append(study)
-    return [
-        of_dataset[first : first + panels_wide(len(of_dataset))]
-        for of_dataset in by_dataset.values()
-        for first in range(0, len(of_dataset), panels_wide(len(of_dataset)))
-    ]
+    grid = []
+    for of_dataset in by_dataset.values():
+        remaining = iter(of_dataset)
+        grid += [list(islice(remaining, count)) for count in panel_rows(len(of_dataset))]
+    return grid

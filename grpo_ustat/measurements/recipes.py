@@ -25,7 +25,7 @@ from grpo_ustat.measurements.loss_efficiencies import (
     loss_words,
     not_measured,
 )
-from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
+from grpo_ustat.pages.figures import FONTS, STYLE, WIDTH, note, plt, save, spaced_ticks
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.study_parts import PolicyFacts
@@ -38,25 +38,38 @@ TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 
 MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
-ALONE_NOTE = (
-    "Group size alone: the error of leave_one_out at its best G over that at this one, by the "
-    "scaling law. What else the recipe does is not in it; it stands where the loss cannot be "
-    "measured or its direction is not known from these questions."
+SIZE_NOTE = (
+    "By its group size alone: the error of leave_one_out at its best G over that at the recipe's "
+    "G, by the scaling law, without the rest of the recipe."
 )
 TOGETHER_NOTE = (
-    "Intervals are for new questions, and all of them hold together in 95 % of studies "
-    "(Bonferroni's correction; Scheffe's for group sizes)."
+    "All intervals are for new questions and hold together in 95 % of studies: those of losses by "
+    "Bonferroni's correction, those of group sizes since all follow from one interval of C3/C1."
 )
+NOT_MEASURED, BY_SIZE = "not measured", "by its group size alone"
 
 
 class Judged(NamedTuple):
-    """The relative efficiency of a recipe."""
+    """The relative efficiency of a recipe, in rollouts of the unbiased gradient at its best G."""
 
     row: LossEfficiency
-    # In rollouts of the unbiased gradient at its best G.
-    efficiency_best_g: Interval
-    # True if the efficiency is only that of its group size.
-    alone: bool
+    # Of its group size, without the rest of its loss.
+    by_size: Interval
+
+    @property
+    def whole_loss(self) -> Interval:
+        """The relative efficiency of its whole loss; not known if it is not measured or decided."""
+        return self.row.efficiency_best_g or NOTHING
+
+    @property
+    def is_by_size(self) -> bool:
+        """True if nothing is known of its whole loss."""
+        return not self.whole_loss.is_known
+
+    @property
+    def efficiency(self) -> Interval:
+        """The relative efficiency of its whole loss, or of its group size if that is not known."""
+        return self.by_size if self.is_by_size else self.whole_loss
 
 
 def measure(study: PoolStudy) -> list[LossEfficiency]:
@@ -79,9 +92,10 @@ def recipe_efficiencies(
     """Measure the relative efficiency of each recipe, for new questions, by the recipe's name.
 
     An update holds whole groups: its n is the largest multiple of the recipe's G up to `rollouts`.
-    The unbiased estimate that it is judged against has the same n; its error is n's alone, so that
-    its best G, of `group_sizes` and those of the recipes, need not divide n. The m recipes that are
-    measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in 97.5 %.
+    The unbiased estimate that it is judged against has the same n. Its error depends only on n and
+    G, so that its best G, of `group_sizes` and of the recipes, need not divide n. The m recipes
+    that are measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in
+    97.5 %.
 
     Args:
         max_completion_length: tokens after which a completion is cut.
@@ -99,9 +113,9 @@ def recipe_efficiencies(
         if reason is None:
             updates.setdefault(count, {})[name] = loss
     measured = sum(map(len, updates.values()))
-    own_sizes = {RECIPES[name].group_size for of_count in updates.values() for name in of_count}
+    recipe_sizes = {RECIPES[name].group_size for of_count in updates.values() for name in of_count}
     completions = pool.rewards_PN.shape[1]
-    sizes = sorted({size for size in {*group_sizes, *own_sizes} if 2 <= size <= completions})
+    sizes = sorted({size for size in {*group_sizes, *recipe_sizes} if 2 <= size <= completions})
     for count, losses in updates.items():
         wanted: dict[Loss, list[int]] = {UNBIASED: sizes}
         for name, loss in losses.items():
@@ -110,31 +124,23 @@ def recipe_efficiencies(
         unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
         for name, loss in losses.items():
             size = RECIPES[name].group_size
-            found = relative_efficiency(
+            efficiency = relative_efficiency(
                 errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured
             )
             kept = kept_share(pool, size) if loss.rows.replaces else None
             rows[name] = replace(
-                rows[name], efficiency=found, best=True, may_be_best=True, kept=kept
+                rows[name], efficiency=efficiency, best=True, may_be_best=True, kept=kept
             )
     return list(rows.values())
 
 
 def judged_recipes(rows: Sequence[LossEfficiency], study: Study) -> list[Judged]:
-    """Return the recipes of a policy, by group size; none where nothing is known of any.
-
-    One whose whole loss is not decided is judged by the scaling law.
-    """
-    measured = any(row.is_measured for row in rows)
-    level = 1 - CHANCE if measured else CONFIDENCE
-    judged: list[Judged] = []
-    for row in rows:
-        found, alone = row.efficiency_best_g, False
-        if found is None or not found.is_known:
-            alone = True
-            found = group_size_efficiency(study.need(SCALING), row.group_size, level)
-        judged.append(Judged(row, found, alone))
-    return judged if any(one.efficiency_best_g.is_known for one in judged) else []
+    """Return the recipes of a policy, by group size; none if nothing is known of any."""
+    is_measured = any(row.is_measured for row in rows)
+    level = 1 - CHANCE if is_measured else CONFIDENCE
+    scaling = study.need(SCALING)
+    recipes = [Judged(row, group_size_efficiency(scaling, row.group_size, level)) for row in rows]
+    return recipes if any(recipe.efficiency.is_known for recipe in recipes) else []
 
 
 def group_size_efficiency(scaling: Scaling, group_size: int, level: float) -> Interval:
@@ -154,80 +160,67 @@ def group_size_efficiency(scaling: Scaling, group_size: int, level: float) -> In
 
 
 def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
-    """Return a table of each study with a row per recipe; none where nothing is known of any."""
+    """Return a table of each study with a row per recipe; none if nothing is known of any."""
     judged = [judged_recipes(rows, study) for study, rows in rows_by_study.items()]
-    return [_table(of_study) for of_study in judged if of_study]
+    return [_table(recipes) for recipes in judged if recipes]
 
 
-def _table(judged: Sequence[Judged]) -> Table:
+def _table(recipes: Sequence[Judged]) -> Table:
+    rows = [recipe.row for recipe in recipes]
     cells = [
         [
-            one.row.loss,
-            loss_words(one.row),
-            str(one.row.group_size),
-            efficiency_text(one.efficiency_best_g),
-            judgement(one),
+            recipe.row.loss,
+            loss_words(recipe.row),
+            str(recipe.row.group_size),
+            efficiency_text(recipe.whole_loss) if recipe.row.is_measured else NOT_MEASURED,
+            efficiency_text(recipe.by_size),
+            "-" if recipe.is_by_size else verdict(recipe.whole_loss),
         ]
-        for one in judged
+        for recipe in recipes
     ]
-    counts = sorted({one.row.rollouts for one in judged if one.row.is_measured})
+    counts = sorted({row.rollouts for row in rows if row.is_measured})
     update = f", of {' or '.join(map(str, counts))} rollouts in whole groups" if counts else ""
-    names = [one.row.loss for one in judged if one.row.loss in RECIPES]
+    kept = [
+        f"{row.loss}: {efficiency_text(row.kept)} of the groups drawn count, the others are not in "
+        "its efficiency."
+        for row in rows
+        if row.kept is not None
+    ]
+    names = [row.loss for row in rows if row.loss in RECIPES]
     typed = [f"{name.split(' (')[0]}: {' '.join(RECIPES[name].overrides)}" for name in names]
     notes = [
-        "Relative efficiency: rollouts of the unbiased leave-one-out gradient at its best G that "
-        f"do as much as one of the recipe, at a batch's first update{update}. {TOGETHER_NOTE}",
-        *([ALONE_NOTE] if any(one.alone for one in judged) else []),
-        *not_measured([one.row for one in judged]),
+        "Efficiency: rollouts of the unbiased leave-one-out gradient at its best G that do as much "
+        f"as one of the recipe, at a batch's first update{update}. {SIZE_NOTE} {TOGETHER_NOTE}",
+        *kept,
+        *not_measured(rows),
         f"What to type after grpo-ustat mse for a loss at every G: {'; '.join(typed)}.",
     ]
-    columns = ["recipe", "its loss", "G", "efficiency", "verdict"]
+    columns = ["recipe", "its loss", "G", "efficiency", BY_SIZE, "verdict"]
     return Table("Published recipes on this policy", columns, cells, notes)
 
 
-def judgement(one: Judged) -> str:
-    """Describe a recipe's efficiency, its scope, and the share of its groups that count."""
-    words = verdict(one.efficiency_best_g)
-    if one.alone:
-        undecided = "whole loss not decided; " if one.row.is_measured else ""
-        words = f"{undecided}group size alone: {words}"
-    if one.row.kept is not None:
-        kept = one.row.kept.estimate
-        words += f"; {kept:.2f} of the groups drawn count"
-        if not one.alone:
-            drawn = kept * one.efficiency_best_g.estimate
-            words += f", so the efficiency of a rollout drawn is {drawn:.2f}"
-    return words
-
-
 def verdict(efficiency: Interval) -> str:
-    """Return the meaning of a relative efficiency, in words.
+    """Return the rollouts for the same error against the best unbiased ones, in words.
 
     >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
-    ('takes 25 % more rollouts for the same error', 'takes 20 % fewer rollouts for the same error')
-    >>> verdict(Interval(0.95, 0.8, 1.1))
-    'not significantly different from the best, at most 25 % more rollouts'
+    ('25 % more rollouts', '20 % fewer rollouts')
+    >>> verdict(Interval(0.95, 0.8, 1.1)), verdict(Interval(0.1, 0.05, 0.2))
+    ('not significantly different', '10 times the rollouts')
     >>> verdict(Interval(1.0, 1.0, 1.0)), verdict(Interval(math.nan, 0.0, math.inf))
     ('the best', 'not decided')
-    >>> verdict(Interval(0.1, 0.05, 0.2))
-    'takes 10 times the rollouts for the same error'
     """
-    if not math.isfinite(efficiency.estimate):
+    if not efficiency.is_known:
         return "not decided"
-    if max(abs(x - 1) for x in efficiency) < ROUNDING:  # the best itself, up to rounding
+    # The best itself, up to rounding.
+    if max(abs(x - 1) for x in efficiency) < ROUNDING:
         return "the best"
     if efficiency.high < 1 and efficiency.estimate < 1 / MANY_TIMES:
-        return f"takes {1 / efficiency.estimate:.2g} times the rollouts for the same error"
+        return f"{1 / efficiency.estimate:.2g} times the rollouts"
     if efficiency.high < 1:
-        return f"takes {percentage(1 / efficiency.estimate - 1)} more rollouts for the same error"
+        return f"{percentage(1 / efficiency.estimate - 1)} more rollouts"
     if efficiency.low > 1:
-        return f"takes {percentage(1 - 1 / efficiency.estimate)} fewer rollouts for the same error"
-    most = (
-        f", at most {percentage(1 / efficiency.low - 1)} more rollouts"
-        if efficiency.low > 0
-        else ""
-    )
-    return f"not significantly different from the best{most}"
+        return f"{percentage(1 - 1 / efficiency.estimate)} fewer rollouts"
+    return "not significantly different"
 
 
 def draw(
@@ -235,58 +228,50 @@ def draw(
 ) -> None:
     """Draw the relative efficiency of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
-        judged = [one for one in judged_recipes(rows, study) if one.efficiency_best_g.is_known]
-        _draw(folder, judged, study.result.policy, lines)
+        recipes = [recipe for recipe in judged_recipes(rows, study) if recipe.efficiency.is_known]
+        _draw(folder, recipes, study.result.policy, lines)
 
 
 def _draw(
-    folder: Path, judged: Sequence[Judged], policy: PolicyFacts, notes: Sequence[str]
+    folder: Path, recipes: Sequence[Judged], policy: PolicyFacts, lines: Sequence[str]
 ) -> None:
     with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-        if not judged:
+        figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
+        if not recipes:
             axes.text(0.5, 0.5, "not enough data to judge recipes", transform=axes.transAxes,
                       ha="center")  # fmt: skip
         colour = STYLE["leave_one_out"][0]
-        places = np.arange(len(judged))[::-1]
-        least = 0.8 * min([0.8, *(one.efficiency_best_g.estimate for one in judged)])
-        most = 1.2 * max([1.0, *(one.efficiency_best_g.estimate for one in judged)])
-        for place, (_, (efficiency, low, high), alone) in zip(places, judged, strict=True):
-            ends = [max(low, least / 2), min(high, 2 * most)]
-            axes.plot(ends, [place, place], color=colour, linewidth=2, alpha=0.5 if alone else 1)
-            axes.plot(efficiency, place, "o", color=colour, markersize=6,
-                      markerfacecolor="white" if alone else colour)  # fmt: skip
+        places = np.arange(len(recipes))[::-1]
+        estimates = [recipe.efficiency.estimate for recipe in recipes]
+        least, most = 0.8 * min([0.8, *estimates]), 1.2 * max([1.0, *estimates])
+        for place, recipe in zip(places, recipes, strict=True):
+            ends = [max(recipe.efficiency.low, least / 2), min(recipe.efficiency.high, 2 * most)]
+            axes.plot(ends, [place, place], color=colour, linewidth=2,
+                      alpha=0.5 if recipe.is_by_size else 1)  # fmt: skip
+            axes.plot(recipe.efficiency.estimate, place, "o", color=colour, markersize=6,
+                      markerfacecolor="white" if recipe.is_by_size else colour)  # fmt: skip
         axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-        labels = [f"{one.row.loss}: G = {one.row.group_size}" for one in judged]
+        labels = [f"{recipe.row.loss}: G = {recipe.row.group_size}" for recipe in recipes]
         axes.set_yticks(places, labels)
         axes.set_xscale("log")
-        lows = [one.efficiency_best_g.low for one in judged if one.efficiency_best_g.low > 0]
+        lows = [recipe.efficiency.low for recipe in recipes if recipe.efficiency.low > 0]
         highs = [
-            one.efficiency_best_g.high
-            for one in judged
-            if math.isfinite(one.efficiency_best_g.high)
+            recipe.efficiency.high for recipe in recipes if math.isfinite(recipe.efficiency.high)
         ]
         left = max(0.9 * min([0.85, *lows]), least / 2)
         right = min(1.1 * max([1.0, *highs]), 2 * most)
         axes.set_xlim(left, right)
-        apart = (right / left) ** 0.08  # so that their numbers do not overlap
-        ticks = [1.0]
-        for x in TICKS:
-            if left <= x <= right and all(max(x / y, y / x) > apart for y in ticks):
-                ticks.append(x)
+        ticks = spaced_ticks(TICKS, left, right, 0.08)
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_xticks([], minor=True)
         axes.set_xlabel(f"relative efficiency against\n{UNBIASED_BEST_G}")
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
-        axes.set_title(
-            f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}",
-            fontsize=9,
-            loc="left",
-        )
-        lines = ["Lines: 95 % intervals that hold together."]
-        if any(one.alone for one in judged):
-            lines.append("Open circles: the group size alone, by the scaling law.")
-        note(figure, [*lines, *notes], 6.4)
+        title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
+        axes.set_title(title, loc="left")
+        meanings = ["Lines: 95 % intervals that hold together."]
+        if any(recipe.is_by_size for recipe in recipes):
+            meanings.append(f"Open circles: {BY_SIZE}, since the whole loss is not known.")
+        note(figure, [*meanings, *lines])
         save(figure, folder, "recipes")
 
 

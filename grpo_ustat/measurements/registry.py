@@ -54,25 +54,25 @@ OURS: tuple[Measurement[Any], ...] = (
 
 
 def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
-    """Return our measurements, and those of other packages that are named.
-
-    Raises:
-        ConfigError: an entry point cannot be loaded, is no `Measurement` of its name, or has the
-            name of a key that every result has.
-    """
+    """Return our measurements, and the named ones of other packages."""
     return [*OURS, *map(_load, names)]
 
 
 def _load(name: str) -> Measurement[Any]:
-    """Load the measurement that an installed package offers by this name."""
-    if name in {one.name for one in OURS} | keys_of(StudyResult).keys():
+    """Load the measurement that an installed package offers by this name.
+
+    An entry point is refused if it cannot be loaded, is no `Measurement` of its name, or has the
+    name of a key that every result has.
+    """
+    if name in {measurement.name for measurement in OURS} | keys_of(StudyResult).keys():
         raise ConfigError(
             f"study.measurements={name}: result.json has a key {name} already, so the package "
             "must choose another name"
         )
     try:
         offered = entry_points(group=MEASUREMENTS)[name].load()
-    except Exception as error:  # of any kind: the package's own code is run
+    except Exception as error:
+        # Errors of any kind: the package's own code is run.
         reason = single_line(f"{type(error).__name__}: {error}", 200)
         raise ConfigError(f"study.measurements={name} cannot be loaded: {reason}") from error
     if not isinstance(offered, Measurement) or offered.name != name:
@@ -90,93 +90,106 @@ def finished_study(run: RunRecord) -> Study | None:
     study = Study(run)
     if study.result.equal_rewards is not None:
         return study
-    absent = [one.name for one in OURS if one.always and study.of(one) is None]
+    absent = [
+        measurement.name
+        for measurement in OURS
+        if measurement.always and study.of(measurement) is None
+    ]
     if absent:
         run.add_note(f"{RESULT} is damaged and not shown: it has no {absent[0]}")
     return None if absent else study
 
 
 def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
-    """Return what every measurement finds in the pool, by name."""
-    found = {one.name: one.measure(study) for one in measurements(names)}
-    return {name: record for name, record in found.items() if record is not None}
+    """Return the record of every measurement of the pool, by name."""
+    records = {measurement.name: measurement.measure(study) for measurement in measurements(names)}
+    return {name: record for name, record in records.items() if record is not None}
 
 
 def sentences(study: Study, of: Sequence[Measurement[Any]]) -> list[str]:
-    """Return what some measurements of a study say."""
+    """Return the sentences of some measurements of a study."""
     return [
         line
-        for one in of
-        for record in one.of([study]).values()
-        for line in one.sentences(record, study)
+        for measurement in of
+        for record in measurement.of([study]).values()
+        for line in measurement.sentences(record, study)
     ]
 
 
 def tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
     """Return the tables of some measurements of a study."""
-    return [table for one in of if (records := one.of([study])) for table in one.tables(records)]
+    return [
+        table
+        for measurement in of
+        if (records := measurement.of([study]))
+        for table in measurement.tables(records)
+    ]
 
 
 def printed_tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
-    """Return those of `tables` that a terminal shows."""
-    return [one for one in tables(study, [x for x in of if x.prints]) if not one.page_only]
+    """Return the tables of some measurements that a terminal shows."""
+    printed = [measurement for measurement in of if measurement.prints]
+    return [table for table in tables(study, printed) if not table.page_only]
 
 
 def draw_figures(folder: Path, study: Study) -> None:
     """Draw the figures of all measurements of a study."""
-    for one in measurements_of([study]):
-        if one.figure is not None and (records := one.of([study])):
-            one.figure.draw(folder, records, [])
+    for measurement in measurements_of([study]):
+        if measurement.figure is not None and (records := measurement.of([study])):
+            measurement.figure.draw(folder, records, [])
 
 
 def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[Table]:
     """Return the tables of a report, each with a name for its files and the records as its data.
 
     Args:
-        studies: all of them, of which those of one pool are shown once where they are alike.
+        studies: all of them; studies of one pool with equal results are shown once.
         study_keys: configuration keys in which the pools differ.
     """
-    found = [table for one, records in _joint(studies) for table in one.tables(records)]
-    for one in measurements_of(studies):
-        if one.joint is not None or not one.in_reports:
+    report = [
+        table for measurement, records in _joint(studies) for table in measurement.tables(records)
+    ]
+    for measurement in measurements_of(studies):
+        if measurement.joint is not None or not measurement.in_reports:
             continue
-        records = one.of([members[0] for members in by_pool(studies)])
+        records = measurement.of([members[0] for members in by_pool(studies)])
         data = [
             study_columns(study.run, study_keys) | content_of(row)
             for study, record in records.items()
             for row in (record if isinstance(record, list) else [record])
         ]
-        for place, table in enumerate(one.tables(records) if records else []):
-            name = f"{one.name}_{place + 1}" if place else one.name
-            found.append(replace(table, name=name, data=data))
-    return found
+        for place, table in enumerate(measurement.tables(records) if records else []):
+            name = f"{measurement.name}_{place + 1}" if place else measurement.name
+            report.append(replace(table, name=name, data=data))
+    return report
 
 
 def report_answers(studies: Sequence[Study]) -> list[str]:
     """Return the sentences of a report on all studies."""
     return [
-        one.answer(records)
-        for one, records in _joint(studies)
-        if one.answer is not None and one.tables(records)
+        joint.answer(records)
+        for joint, records in _joint(studies)
+        if joint.answer is not None and joint.tables(records)
     ]
 
 
 def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[str]) -> None:
     """Draw the figures of a report, with lines below each."""
-    for one, records in _joint(studies):
-        if one.draw is not None and (first := one.tables(records)[:1]):
-            one.draw(folder, records, [*(first[0].figure_notes or ()), *lines])
+    for joint, records in _joint(studies):
+        first = next(iter(joint.tables(records)), None)
+        if joint.draw is not None and first is not None and first.figure_notes is not None:
+            joint.draw(folder, records, [*first.figure_notes, *lines])
 
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
-    """Yield what a report shows of all studies together, with what they have measured."""
-    for one in measurements_of(studies):
-        if one.joint is not None and (records := one.of(studies)):
-            yield one.joint, records
+    """Yield the joint view of each measurement in a report, with the records of its studies."""
+    for measurement in measurements_of(studies):
+        if measurement.joint is not None and (records := measurement.of(studies)):
+            yield measurement.joint, records
 
 
 def measurements_of(studies: Sequence[Study]) -> list[Measurement[Any]]:
-    """Return our measurements and those of packages that are installed here."""
+    """Return our measurements and the asked ones of packages that are installed here."""
     asked = [name for study in studies for name in study.run.value("study.measurements") or []]
     offered = entry_points(group=MEASUREMENTS).names if asked else set()
     return measurements([name for name in dict.fromkeys(asked) if name in offered])

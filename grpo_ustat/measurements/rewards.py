@@ -57,11 +57,13 @@ def measure_functions(study: PoolStudy) -> list[RewardFunction] | None:
     assert pool.reward_weights_F is not None
     rows = []
     for f, (name, weight) in enumerate(zip(study.reward_names, pool.reward_weights_F, strict=True)):
-        own = function_pool(pool, f)
+        function = function_pool(pool, f)
         values = dict.fromkeys(MEASURED, UNDETERMINED)
-        if (own.rewards_PN != own.rewards_PN[:, :1]).any():
-            values = _measured(closed_form(own, replace(study.request, points=[]), "questions"))
-        mean = pool_mean_reward(own.rewards_PN)
+        if (function.rewards_PN != function.rewards_PN[:, :1]).any():
+            values = _measured(
+                closed_form(function, replace(study.request, points=[]), "questions")
+            )
+        mean = pool_mean_reward(function.rewards_PN)
         rows.append(RewardFunction(name=name, weight=float(weight), mean=mean, **values))
     mean, values = pool_mean_reward(pool.rewards_PN), _measured(study.population)
     return [*rows, RewardFunction(name=SUM_NAME, weight=None, mean=mean, **values)]

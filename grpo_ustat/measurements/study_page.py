@@ -46,7 +46,9 @@ def further_findings(study: Study) -> list[str]:
     """Return further findings; none where all rewards of every question are equal."""
     if not rewards_vary(study):
         return []
-    return measured_sentences(study, [one for one in measurements_of([study]) if not one.leads])
+    return measured_sentences(
+        study, [measurement for measurement in measurements_of([study]) if not measurement.leads]
+    )
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
@@ -63,16 +65,16 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ),
         ("Mean length", f"{policy.mean_length:.1f} tokens"),
         ("Questions", result.questions),
-        ("Completions a question", result.pool_completions),
-        ("Methods", ", ".join(map(str, value("study.methods") or ()))),
-        *([("Parameters measured", f"{metric.parameters}; {metric.norm}"),
-           ("Products between questions", metric.between_questions)]
+        ("Completions of each question", result.pool_completions),
+        ("Methods of measuring errors", ", ".join(map(str, value("study.methods") or ()))),
+        *([("Parameters of the gradient", f"{metric.parameters}; {metric.norm}"),
+           ("Inner products between questions", metric.between_questions)]
           if metric else []),
         ("Sampling", f"temperature {value('temperature')}, at most "
                      f"{value('max_completion_length')} tokens"),
-        ("Rollouts in all", cost.rollouts),
+        ("Completions sampled in all", cost.rollouts),
         ("Tokens sampled", cost.tokens),
-        ("Answers not judged", cost.judge_timeouts + cost.judge_failures),
+        ("Answers that could not be judged", cost.judge_timeouts + cost.judge_failures),
     ]  # fmt: skip
 
 
@@ -94,7 +96,10 @@ def notes(run: RunRecord) -> list[str]:
     details = []
     if first != answer(run):
         details = [
-            *measured_sentences(study, [one for one in measurements_of([study]) if one.leads]),
+            *measured_sentences(
+                study,
+                [measurement for measurement in measurements_of([study]) if measurement.leads],
+            ),
             *further_findings(study),
             f"{interval_note(study)} {WHY_FIXED_ROLLOUTS}",
             first,
@@ -107,12 +112,16 @@ def notes(run: RunRecord) -> list[str]:
 
 
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
-COSTS_CAPTION = "What each group size costs at the same number of rollouts"
+COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of rollouts"
 
 
 def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
     """Return the figures of our measurements, those that lead or the others."""
-    figures = [one.figure for one in OURS if one.figure and one.leads == leads]
+    figures = [
+        measurement.figure
+        for measurement in OURS
+        if measurement.figure and measurement.leads == leads
+    ]
     return {figure.name: (figure.title, "", None) for figure in figures}
 
 

@@ -1,10 +1,9 @@
 """Published claims judged on one policy: each is a number and the bounds between which it holds.
 
-A verdict is said only where the number's interval lies wholly within the bounds or wholly without,
-at a level that is corrected for all claims of a study together (Holm 1979): of all studies, those
-that say nothing among them, at most 5 % say something that is wrong. Claims of several studies are
-not corrected together. The bounds are ours, since claims are made in words: rollouts within
-`TOLERANCE` of each other are alike.
+A verdict is given only if the number's interval lies entirely inside or entirely outside the
+bounds, at a level that is corrected for all claims of a study together (Holm 1979): at most 5 % of
+all studies give a wrong verdict. Claims of several studies are not corrected together. The bounds
+are ours, since claims are made in words: rollouts within `TOLERANCE` of each other count as equal.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def measure(study: PoolStudy) -> list[ClaimVerdict] | None:
 
 def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
     """Judge every claim; losses at the measured G next to 8 in ratio."""
-    size = min(study.group_sizes, key=lambda one: abs(math.log(one / USUAL_SIZE)))
+    size = min(study.group_sizes, key=lambda group_size: abs(math.log(group_size / USUAL_SIZE)))
     judged = [
         *_of_prompts(study.population, size),
         *_of_advantages(study.pool, size),
@@ -117,11 +116,12 @@ def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
         *_of_proxies(study.pool, size),
     ]
     decisions = [
-        decide(one.interval_at, one.least, one.most) if one.interval_at else None for one in judged
+        decide(claim.interval_at, claim.least, claim.most) if claim.interval_at else None
+        for claim in judged
     ]
-    holm = iter(holm_adjust([one.p_value for one in decisions if one is not None]))
+    holm = iter(holm_adjust([x.p_value for x in decisions if x is not None]))
     rows: list[ClaimVerdict] = []
-    for one, decision in zip(judged, decisions, strict=True):
+    for claim, decision in zip(judged, decisions, strict=True):
         holm_p, verdict, number = None, UNMEASURED, None
         if decision is not None:
             holm_p, verdict, number = next(holm), UNDECIDED, decision.number
@@ -129,9 +129,9 @@ def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
                 verdict = HOLDS if decision.inside else FAILS
         rows.append(
             ClaimVerdict(
-                claim=one.claim, source=one.source, measured=one.measured, number=number,
-                least=one.least, most=one.most, holm_p=holm_p, verdict=verdict, beside=one.beside,
-                reason=one.reason,
+                claim=claim.claim, source=claim.source, measured=claim.measured, number=number,
+                least=claim.least, most=claim.most, holm_p=holm_p, verdict=verdict,
+                beside=claim.beside, reason=claim.reason,
             )
         )  # fmt: skip
     return rows
@@ -143,14 +143,14 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
     beside = f"a half at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
     return [
         Judged(
-            f"the noise is that of a prompt's completions, G = {one}",
+            f"the noise is that of a prompt's completions, G = {group_size}",
             "Critical Batch Size, HiLD at ICML 2026",
-            f"share of the noise from which prompts are drawn, G = {one}",
-            partial(population.law.prompt_share, one),
+            f"share of the noise from which prompts are drawn, G = {group_size}",
+            partial(population.law.prompt_share, group_size),
             most=0.5,
             beside=beside,
         )
-        for one in (size, LARGE_SIZE)
+        for group_size in (size, LARGE_SIZE)
     ]
 
 
@@ -173,7 +173,7 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     if "hard" not in bins:
         few = "too few prompts have mixed groups beside one that is all wrong"
         return [replace(claim, reason=few)]
-    longer = "; ".join(f"{name} {_text(one.longer())}" for name, one in bins.items())
+    longer = "; ".join(f"{name} {_text(groups.longer())}" for name, groups in bins.items())
     beside = (
         f"mixed groups have a longer gradient ({longer}) exactly as they are rarer, so an update "
         "weighs every prompt alike"
@@ -213,8 +213,8 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
             rows.append(replace(claim, reason=reason.line if reason else NO_DIRECTION))
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
-        found = relative_efficiency(error, size, unbiased, pool.metrics)
-        beside = f"cos^2 of its direction {_text(found.direction, 3)}"
+        efficiency = relative_efficiency(error, size, unbiased, pool.metrics)
+        beside = f"cos^2 of its direction {_text(efficiency.direction, 3)}"
         if loss is FILTERED:
             questions, completions = pool.rewards_PN.shape
             batches = drawn_batches(
@@ -223,7 +223,7 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
             share = counted_share(pool, loss, list(batches))
             beside += (
                 f"; {share:.2f} of the rollouts count, so the efficiency of one of these is "
-                f"{found.efficiency_same_g.estimate / share:.2f}"
+                f"{efficiency.efficiency_same_g.estimate / share:.2f}"
             )
         at = partial(relative, unbiased[size], error, pool.metrics)
         rows.append(replace(claim, interval_at=at, beside=beside))
@@ -235,7 +235,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
     law, source = population.law, "arXiv 2510.01135"
     best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
     splits = ", ".join(
-        f"{STEP // one} x {one}: {_percent(law.extra_error(one, best))}" for one in SPLITS
+        f"{STEP // split} x {split}: {_percent(law.extra_error(split, best))}" for split in SPLITS
     )
     return [
         Judged(
@@ -247,7 +247,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
             most=2 * STEP,
         ),
         Judged(
-            f"{', '.join(f'{STEP // one} x {one}' for one in SPLITS)} are alike",
+            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} are alike",
             source,
             f"extra error of {STEP // worst} x {worst} over {STEP // best} x {best}",
             lambda level: law.extra_error(worst, best, level),
@@ -287,20 +287,20 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
     words = {"none": "without ratios", "token": "weighted by tokens' ratios"}
     if rescored.question == "lag":
         for level, word in words.items():
-            found = against(UNBIASED, losses[level])
+            efficiency_at = against(UNBIASED, losses[level])
             rows.append(
                 Judged(
                     f"stale rollouts {word} are as good", "arXiv 2605.17570",
                     f"relative efficiency of a stale rollout {word}, G = {size}",
-                    found, least=1 - TOLERANCE, beside=beside,
-                    reason=None if found else absent,
+                    efficiency_at, least=1 - TOLERANCE, beside=beside,
+                    reason=None if efficiency_at else absent,
                 )
             )  # fmt: skip
-        found = against(UNBIASED, losses["token"])
+        efficiency_at = against(UNBIASED, losses["token"])
         joined, reason = None, absent
-        if found is not None and drift.completions.low > 0:
-            joined, reason = partial(_over, found, drift.completions_at), None
-        elif found is not None:
+        if efficiency_at is not None and drift.completions.low > 0:
+            joined, reason = partial(_over, efficiency_at, drift.completions_at), None
+        elif efficiency_at is not None:
             reason = "a few completions decide the effective share"
         rows.append(
             Judged(
@@ -317,25 +317,26 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
     }
     if rescored.question == "gap":
         others = {"sequence": ("truncated", "the completion's truncated ratio")}
-        found = against(losses["token"], losses["none"])
+        efficiency_at = against(losses["token"], losses["none"])
         rows.append(
             Judged(
                 "a sampler's gap has to be corrected",
                 "TRL's vllm_importance_sampling_correction",
                 f"relative efficiency of a rollout without ratios, in those weighted by tokens', "
                 f"G = {size}",
-                found, most=1 - TOLERANCE, beside=beside, reason=None if found else absent,
+                efficiency_at, most=1 - TOLERANCE, beside=beside,
+                reason=None if efficiency_at else absent,
             )
         )  # fmt: skip
     for level, (word, name) in others.items():
-        found = against(losses["token"], losses[level])
+        efficiency_at = against(losses["token"], losses[level])
         rows.append(
             Judged(
                 f"ratios of the sequence ({word}) beat those of tokens",
                 "trl#4493, NeMo-RL#2269",
                 f"relative efficiency of a rollout weighted by {name}, in those weighted by "
                 f"tokens', G = {size}",
-                found, least=1.0, beside=beside, reason=None if found else absent,
+                efficiency_at, least=1.0, beside=beside, reason=None if efficiency_at else absent,
             )
         )  # fmt: skip
     return rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -57,13 +58,11 @@ def import_pool(
     and is not scored again.
 
     Raises:
-        ConfigError: the file cannot be used, see `read_rollouts`; a conversation cannot be
-            written as the model read it; a prompt has too few completions; a completion has no
-            token, or too many for the model.
         EqualRewards: all rewards are one and the same, so nothing is scored.
     """
     logged = logged_rollouts(config)
-    assert config.pool is not None  # `config.imports_pool`
+    # `config.imports_pool` says so.
+    assert config.pool is not None
     policy = configured_policy(config.policy_options)
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
@@ -137,7 +136,8 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
     """Read the rows of `config.pool`; their ends are logged or follow from `study.cut_at`."""
-    assert config.pool is not None  # `config.imports_pool`
+    # `config.imports_pool` says so.
+    assert config.pool is not None
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
     if config.study.corrections and rollouts[0].logprobs is None:
@@ -254,7 +254,7 @@ def _tokenise(
     """Turn prompts and completions into tokens, with an end token where a completion ended.
 
     Without a column `ended`, completions of `study.cut_at` tokens and more were cut. Tokens are
-    those of the text: where the policy had split it otherwise, their number may differ by a few.
+    the text's: where the policy had split it otherwise, their number may differ by a few.
     """
     exact = groups[0][0].is_exact
     if exact:
@@ -338,7 +338,8 @@ def _padded(
             )
     shape = (*ended_PN.shape, tokens.shape[1])
     texts = [
-        one.completion or str(policy.tokenizer.decode(one.completion_ids or [])) for one in flat
+        rollout.completion or str(policy.tokenizer.decode(rollout.completion_ids or []))
+        for rollout in flat
     ]
     size = ended_PN.shape[1]
     return Rollouts(
@@ -356,7 +357,7 @@ def _padded(
 def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseConfig) -> None:
     """Refuse token ids that the model does not have."""
     size = len(policy.model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
-    for rollout in (one for group in groups for one in group):
+    for rollout in chain.from_iterable(groups):
         largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
         if largest >= size:
             raise ConfigError(
@@ -375,8 +376,11 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
-    gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
-    nearest = min(gaps, key=lambda one: gaps[one])
+    gaps = {
+        temperature: sampler_gap(policy, rollouts, index[::4], temperature)
+        for temperature in TEMPERATURES
+    }
+    nearest = min(gaps, key=lambda temperature: gaps[temperature])
     other = gap > MIN_LOGPROB_GAP and gaps[nearest] < gap / 2
     if (gap <= MAX_LOGPROB_GAP or corrected) and not other:
         _print_on_main(
@@ -434,7 +438,8 @@ class EndTokens:
         """
         for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
             if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():
-                return ids[:stop]  # what follows is the template's, or padding
+                # What follows is the template's, or padding.
+                return ids[:stop]
         is_turn = is_turn or bool(self.opening and self.opening in prompt)
         end = self.of_turns if is_turn else self.of_texts
         if end is None:

@@ -209,7 +209,8 @@ def _gradients(
         scores = score_rollouts(
             policy, rollouts, index, temperature, weights_KB=weights, pooled=sketch
         )
-        assert scores.pooled_KR is not None  # `pooled` asks for it
+        # `pooled` asks for it.
+        assert scores.pooled_KR is not None
         total_CD += scores.pooled_KR.cpu().numpy()
         squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))
         progress.add(len(index))
@@ -241,7 +242,8 @@ def _replicate(
         group_context = replace(
             context,
             lengths_PG=rollouts.lengths_PG,
-            history=np.zeros((2, 3)),  # a study has no past
+            # A study has no earlier steps.
+            history=np.zeros((2, 3)),
             rewards_PGF=rewards_PGF,
             reward_weights_F=task.reward_weights_F,
         )

@@ -62,13 +62,13 @@ def check_tokenizers(config: MseConfig) -> None:
         if place is None:
             continue
         other = {"scored_by": config.later_model, "reference": config.reference_model}[key]
-        own = configured_tokenizer(config.model).get_vocab()
+        vocabulary = configured_tokenizer(config.model).get_vocab()
         theirs = configured_tokenizer(other, f"study.{key}").get_vocab()
-        if own != theirs:
+        if vocabulary != theirs:
             raise ConfigError(
                 f"study.{key}={place} knows {len(theirs)} tokens and {config.model.name} "
-                f"{len(own)}, or others: the completions of one are no tokens of the other, use "
-                f"a checkpoint of {config.model.name}"
+                f"{len(vocabulary)}, or others: the completions of one are no tokens of the other, "
+                f"use a checkpoint of {config.model.name}"
             )
 
 
@@ -89,23 +89,24 @@ def rescored_pool(
         folder: the run's folder; what is scored stays there.
     """
     study = config.study
-    is_logged = config.imports_pool and all(one.logprobs_PGT is not None for one in rollouts)
+    is_logged = config.imports_pool and all(logged.logprobs_PGT is not None for logged in rollouts)
     question = "lag" if study.scored_by is not None else "gap" if is_logged else "penalty"
     at_hand, losses = replace(config, model=config.later_model), config.measured.off_policy
     judged = config.measured.judged
     scored = [*losses, *judged.values()]
     wanted = list(dict.fromkeys(loss.tokens for loss in scored if loss.tokens is not None))
     if question == "gap" and EXACT not in wanted:
-        wanted.append(EXACT)  # of what the losses are compared with
+        # The losses are compared with the exact ratios.
+        wanted.append(EXACT)
     parts, cost = _scored(config, wanted, prompts, rollouts, pool.rewards_PN, folder)
-    weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
+    weighted = {weights: _pool_of(pool, weights, of_policy) for weights, of_policy in parts.items()}
     size = pool.rewards_PN.shape[1]
     drift = drift_of(np.array([part.drift for part in parts[wanted[0]]]), size)
     compared = pool
     if question == "lag":
         fresh = folder / "pool_scored_by"
-        root, known = Path(config.output_root), draws_of(at_hand)
-        main_only(reuse_pool, root, known, fresh, list(prompts), size)
+        root, draws = Path(config.output_root), draws_of(at_hand)
+        main_only(reuse_pool, root, draws, fresh, list(prompts), size)
         try:
             compared, further = build_pool(at_hand, list(prompts), fresh, size)
         except EqualRewards:
@@ -170,14 +171,16 @@ def _scored(
         """Compute log-probabilities of every question's completions under a model."""
         options, temperature = replace(config.policy_options, model=model), config.temperature
         title = f"log-probabilities of {model.name}"
-        found, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
-        return [logprobs_NT for _, logprobs_NT in sorted(found, key=lambda pair: pair[0])]
+        logprobs, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
+        return [logprobs_NT for _, logprobs_NT in sorted(logprobs, key=lambda pair: pair[0])]
 
     # None: log-probabilities of the policy at hand, which are computed as it scores.
     written: list[Array | None] = [None] * len(items)
     reference = written
     if config.imports_pool:
-        written = [None if one.logprobs_PGT is None else one.logprobs_PGT[0] for one in rollouts]
+        written = [
+            None if logged.logprobs_PGT is None else logged.logprobs_PGT[0] for logged in rollouts
+        ]
     elif study.scored_by is not None:
         written = logprobs_of(config.model)
     if any(weights.beta for weights in wanted):
@@ -185,13 +188,14 @@ def _scored(
             reference = logprobs_of(config.reference_model)
         elif study.scored_by is not None:
             reference = written
-    every = [
+    scored_parts = [
         (*item, old_NT, reference_NT)
         for item, old_NT, reference_NT in zip(items, written, reference, strict=True)
     ]
     _, cost = share(
-        _score, every, workers, f"score at {at_hand.model.name}", rewards_PN.size * len(stores),
-        at_hand.policy_options, config.sampler_options, config.budget, stores,
+        _score, scored_parts, workers, f"score at {at_hand.model.name}",
+        rewards_PN.size * len(stores), at_hand.policy_options, config.sampler_options,
+        config.budget, stores,
     )  # fmt: skip
     size = rewards_PN.shape[1]
     parts = {
@@ -236,8 +240,8 @@ def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -
     width = rollouts.mask_PGT.shape[-1]
     rows = pack(rollouts, np.arange(rollouts.ended_PG.size), policy.pad_token, policy.model.device)
     with torch.inference_mode(), policy.computing():
-        known = token_logprobs(policy.model, rows, temperature).double().cpu().numpy()
-    return np.pad(known, ((0, 0), (0, width - known.shape[1])))
+        logprobs = token_logprobs(policy.model, rows, temperature).double().cpu().numpy()
+    return np.pad(logprobs, ((0, 0), (0, width - logprobs.shape[1])))
 
 
 def _score(
@@ -287,7 +291,8 @@ def weighted_part(
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
-    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+    # Overflows are refused below.
+    with np.errstate(over="ignore", invalid="ignore"):
         factors_VT = np.concatenate([
             token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
             for kind in weights.kinds
@@ -323,9 +328,9 @@ def weighted_part(
     if weights.kl_in == "reward":
         rewards_N = rewards_N - reward_penalty(weights, old_NT, reference_NT, counts_NT)
     cost = question_cost(rollouts, 0)
-    own = replace(rollouts, logprobs_PGT=None)
+    unlogged = replace(rollouts, logprobs_PGT=None)
     return WeightedPart(
-        **vars(completions_of(policy, own, 0, rewards_N[:, None], sampler, cost)),
+        **vars(completions_of(policy, unlogged, 0, rewards_N[:, None], sampler, cost)),
         gram_VV=gram_VV,
         features_VR=features_VR,
         drift=np.array(drift, dtype=np.float64),

@@ -74,7 +74,8 @@ def study_cost(config: MseConfig) -> Cost:
     # Policies that write completions.
     policies = 1 if config.study.scored_by is None else 2
     pools = policies
-    if config.measured.is_off_policy:  # with inner products of all kinds of vectors
+    # Inner products of all kinds of vectors are computed.
+    if config.measured.is_off_policy:
         kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}
         pools += sum(count**2 for tokens, count in kinds.items() if tokens is not None)
     count = budget.pool_completions

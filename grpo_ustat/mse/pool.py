@@ -70,7 +70,7 @@ def build_pool(
 ) -> tuple[ScorePool, WorkCost]:
     """Sample, score and keep completions of every prompt; only what is missing is made.
 
-    Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
+    Questions are sampled in chunks that depend only on the configuration and scored one by one, so
     the pool depends neither on the number of processes nor on where it was interrupted. Several
     studies may fill one pool at once; what is missing where one kept a shorter part of a question
     is made in another round. Nothing is scored as long as all rewards are equal, see
@@ -83,7 +83,6 @@ def build_pool(
         The pool, and the cost of all of it.
 
     Raises:
-        ConfigError: the folder holds other draws, or the model does not fit.
         EqualRewards: the completions are drawn, and all have one and the same reward.
     """
     size = completions or config.budget.pool_completions
@@ -106,7 +105,7 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
 def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
     """Add the missing completions of this job's part of the pool, and return the pool's folder.
 
-    Where one worker has seen equal rewards alone and another has not, the former's completions are
+    Where one worker has seen only equal rewards and another has not, the former's completions are
     drawn again, the same ones, and scored.
     """
     store = PoolStore(folder, draws_of(config))
@@ -220,7 +219,7 @@ def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]
 
 def _chunks_to_sample(
     sampling: StudySampling,
-    own: tuple[int, int],
+    job: tuple[int, int],
     prompts: list[Prompt],
     store: PoolStore,
     size: int,
@@ -232,9 +231,12 @@ def _chunks_to_sample(
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
     side; on an accelerator up to MAX_BATCHES_A_CHUNK times as much, where waiting completions take
     the places of finished ones, as long as each part has MIN_CHUNKS of them for its devices to
-    share. `own` is (k, n) of this job's part.
+    share.
+
+    Args:
+        job: (k, n): this job makes part k of n.
     """
-    part, parts = own
+    part, parts = job
     most = math.ceil(len(prompts) / (MIN_CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []
@@ -285,7 +287,8 @@ def _score_chunks(
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
         seconds = chunk_cost.seconds_generate / len(chunk_prompts)
         costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
-        costs_P[0] += judge_cost  # once for the chunk
+        # The judge is paid once for the chunk.
+        costs_P[0] += judge_cost
         sampled = (first, rollouts, rewards_PNF, costs_P)
         if seen is not None:
             seen = seen | distinct_rewards(np.concatenate(rewards_PNF))
@@ -298,7 +301,8 @@ def _score_chunks(
                 unscored.append(sampled)
                 yield WorkCost(rollouts=rewards_PNF[..., 0].size)
                 continue
-            if first:  # those before it are unscored: all are drawn again
+            # Those before it are unscored: all are drawn again.
+            if first:
                 return
             seen = None
         for before in [*unscored, sampled]:
@@ -330,13 +334,12 @@ def read_pool(
         weights: of the reward functions in their sum.
 
     Raises:
-        ConfigError: parts are missing or damaged.
         EqualRewards: all rewards are one and the same, by every reward function.
     """
     count, cost, gaps = len(prompts), WorkCost(), list[np.ndarray | None]()
     seen: set[tuple[float, ...]] = set()
     packages: Counter[str] = Counter()
-    # one part's sums are float32 as they are, several parts' are added in float64
+    # The sums of a single part are float32 as they are, sums of several are added in float64.
     wide = np.float64 if any(len(spans) > 1 for spans in store.parts(prompts)) else np.float32
     arrays: dict[str, np.ndarray] = {}
     # Number of questions.
@@ -374,7 +377,7 @@ def read_pool(
             gram_NN[inside, inside] = part.gram_NN
             arrays["centred_sums_FR"][row] += part.centred_sums_FR
             if len(scored) > 1:
-                # the mean reward of the part is not that of all parts
+                # The mean reward of a part differs from the mean over all parts.
                 lead_F1 = centred_FN[:, inside].mean(axis=1, keepdims=True)
                 arrays["centred_sums_FR"][row] += lead_F1 * part.score_sum_R
             start = inside.stop

@@ -82,7 +82,8 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["dataset"].pop(key, None)
     if adapter_base(model_folder(config.model.model_name_or_path)) is not None:
         draws["merge_adapters"] = config.study.merge_adapters
-    return draws | {  # weights of reward functions are of the sum alone, which no pool holds
+    # Weights of reward functions are left out: they belong to the sum, which no pool holds.
+    return draws | {
         "rollout": config.rollout.name,
         "tf32": config.computes_tf32,
         "parameters": config.study.parameters,
@@ -151,39 +152,39 @@ class PoolStore:
         if not isinstance(stored, dict):
             raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
-            there, own = stored.get(key), self.draws.get(key)
-            if there != own and self._marks() == {self._mark}:
+            there, here = stored.get(key), self.draws.get(key)
+            if there != here and self._marks() == {self._mark}:
                 raise ConfigError(
                     f"{note} is damaged: delete it, it will be made again; it says {key}={there}, "
-                    f"and all completions here are of {key}={own}"
+                    f"and all completions here are of {key}={here}"
                 )
-            if key == "tf32" and there != own:
-                kinds = ["TF32 (a GPU)" if x else "full precision" for x in (there, own)]
+            if key == "tf32" and there != here:
+                kinds = ["TF32 (a GPU)" if x else "full precision" for x in (there, here)]
                 raise ConfigError(
                     f"{self.folder} holds scores in {kinds[0]}, this study computes in "
                     f"{kinds[1]}: use the launch.device and model.dtype of before, "
                     "or another pool=DIR"
                 )
-            if key in ("parameters", "merge_adapters") and there != own:
-                there, own = (SPELT.get(x, x) for x in (there, own))
+            if key in ("parameters", "merge_adapters") and there != here:
+                there, here = (SPELT.get(x, x) for x in (there, here))
                 raise ConfigError(
-                    f"{self.folder} holds scores of study.{key}={there}, asked is {own}: use "
+                    f"{self.folder} holds scores of study.{key}={there}, asked is {here}: use "
                     f"study.{key}={there} or another pool=DIR"
                 )
-            if key == "reward_funcs" and there != own:
-                texts = [as_typed(x) if isinstance(x, list) else str(x) for x in (there, own)]
+            if key == "reward_funcs" and there != here:
+                texts = [as_typed(x) if isinstance(x, list) else str(x) for x in (there, here)]
                 raise ConfigError(
                     f"{self.folder} was judged with reward_funcs={texts[0]}, asked is {texts[1]}: "
                     f"use reward_funcs={texts[0]} or another pool=DIR"
                 )
-            if isinstance(there, dict) and isinstance(own, dict):
-                there, own = flatten(there), flatten(own)
-                differ = (name for name in {**there, **own} if there.get(name) != own.get(name))
+            if isinstance(there, dict) and isinstance(here, dict):
+                there, here = flatten(there), flatten(here)
+                differ = (name for name in {**there, **here} if there.get(name) != here.get(name))
                 name = next(differ, "")
-                key, there, own = f"{key}.{name}", there.get(name), own.get(name)
-            if there != own:
+                key, there, here = f"{key}.{name}", there.get(name), here.get(name)
+            if there != here:
                 raise ConfigError(
-                    f"{self.folder} holds completions of {key}={there}, asked is {own}: use "
+                    f"{self.folder} holds completions of {key}={there}, asked is {here}: use "
                     "another pool=DIR"
                 )
 
@@ -267,9 +268,9 @@ class PoolStore:
         """Write one part, scored or not, whole or not at all."""
         kind = SCORED if isinstance(part, Part | WeightedPart) else UNSCORED
         path = self._path(prompt, first, len(part.rewards_N), kind)
-        known = {key: value for key, value in vars(part).items() if value is not None}
-        packages = known.pop("packages", None) or scored_with()
-        arrays = {key: np.ascontiguousarray(value) for key, value in known.items()}
+        arrays = {key: value for key, value in vars(part).items() if value is not None}
+        packages = arrays.pop("packages", None) or scored_with()
+        arrays = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
         facts = {"prompt": prompt.id, "digest": _digest(arrays), "packages": packages}
         facts["draws"] = self._mark
         with atomic_write(path, shared=True) as staged:
@@ -363,9 +364,9 @@ def reuse_pool(
     if root not in folder.resolve().parents:
         # The run folder was placed elsewhere.
         return ""
-    own = PoolStore(folder, draws)
+    store = PoolStore(folder, draws)
     draws = json.loads(json.dumps(draws))
-    best, most = folder, sum(count for _, count in own.usable_parts(prompts, size))
+    best, most = folder, sum(count for _, count in store.usable_parts(prompts, size))
     for note in _pools_below(root):
         with suppress(OSError, ValueError):
             if note.parent.resolve() != folder.resolve() and parsed_json(note.read_text()) == draws:
@@ -374,14 +375,15 @@ def reuse_pool(
                 best, most = (note.parent, total) if total > most else (best, most)
     if best == folder:
         return ""
-    own.open()
+    store.open()
     for path, _ in PoolStore(best, draws).usable_parts(prompts, size):
         target = folder / path.name
         if target.exists():
             continue
         try:
             os.link(path, target)
-        except OSError:  # another file system, or one without links
+        except OSError:
+            # Another file system, or one without links.
             with atomic_write(target, shared=True) as staged:
                 shutil.copyfile(path, staged)
     return f"{most:,} completions of {best} are reused".replace(",", " ")
@@ -404,7 +406,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return those of the sorted (first, count) that follow each other from 0 on.
+    """Return the sorted (first, count) that follow each other from 0 on.
 
     >>> _gapless([(0, 4), (0, 8), (4, 2), (8, 8)])
     [(0, 4), (4, 2)]

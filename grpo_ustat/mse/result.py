@@ -1,4 +1,4 @@
-"""Results of a study beside its curves: the scaling law, Assumption 2, policy and cost."""
+"""Results of a study apart from its curves: the scaling law, Assumption 2, policy and cost."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def study_result(
 
 
 def study_cost(cost: WorkCost) -> parts.StudyCost:
-    """Return the cost as `result.json` has it."""
+    """Return the cost in the form of `result.json`."""
     return parts.StudyCost(
         rollouts=cost.rollouts, tokens=cost.tokens, judge_timeouts=cost.timeouts,
         judge_failures=cost.failures, seconds_generate=cost.seconds_generate,
@@ -206,8 +206,10 @@ def _metric(
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
-    whole = "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
-    counted = whole if pattern is None else f"those that fit {pattern}"
+    parameters = (
+        "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
+    )
+    counted = parameters if pattern is None else f"those that fit {pattern}"
     tail_size, variance_carriers = population.tails
     return parts.Metric(
         parameters=facts.parameters,

@@ -63,11 +63,11 @@ def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperatu
     logged_NT = rollouts.logprobs_PGT.reshape(-1, width)
     gaps = []
     with torch.inference_mode(), policy.computing():
-        for one in index:
-            rows = pack(rollouts, np.array([one]), policy.pad_token, policy.model.device)
+        for place in index:
+            rows = pack(rollouts, np.array([place]), policy.pad_token, policy.model.device)
             own_T = token_logprobs(policy.model, rows, temperature)[0].double().cpu().numpy()
             scored_T = rows.completion_mask_BT[0, -rows.width :].bool().cpu().numpy()
-            gaps.append(np.abs(own_T - logged_NT[one, : rows.width])[scored_T])
+            gaps.append(np.abs(own_T - logged_NT[place, : rows.width])[scored_T])
     return float(np.concatenate(gaps).mean())
 
 

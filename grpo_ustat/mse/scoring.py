@@ -164,7 +164,8 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     shortest = np.argsort(prompt_R + rollouts.lengths_PG.ravel(), kind="stable")[:2]
     few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
     columns = few.input_ids_BT.shape[1] - few.width + min(few.width, CHECKED_TOKENS)
-    if not few.completion_mask_BT[:, :columns].any():  # a tool wrote all of these
+    # A tool wrote all of these tokens.
+    if not few.completion_mask_BT[:, :columns].any():
         columns = few.input_ids_BT.shape[1]
     masks = (few.attention_mask_BT[:, :columns], few.completion_mask_BT[:, :columns])
     check_scores(

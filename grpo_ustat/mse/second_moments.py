@@ -46,7 +46,7 @@ class GroupGradients:
     squared_means: Entries = field(default_factory=dict)
 
     def add(self, gradients: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Add a question by the gradients of those of its groups whose rewards differ.
+        """Add a question by the gradients of its groups with rewards that differ.
 
         The gradients of the others are 0.
         """
@@ -80,7 +80,7 @@ class GroupGradients:
     ) -> torch.Tensor:
         """Estimate v of a parameter's entries, for steps of B = `prompts` groups.
 
-        Unbiased but for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
+        Unbiased except for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
         moved towards the parameter's mean with the weight of `prior` questions. Without that, an
         entry that these questions hardly moved, as of a token that they did not sample, would count
         as one that AdamW knows to be still, and a few completions of other questions would be all
@@ -109,11 +109,11 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
     logs: list[float] = []
     for prior in (PRIOR_QUESTIONS, OTHER_PRIOR_QUESTIONS):
         c1 = given_prompt = 0.0
-        for own, other in (halves, halves[::-1]):
-            for name in own.squares:
+        for half, other in (halves, halves[::-1]):
+            for name in half.squares:
                 v = other.second_moments(name, prompts, prior)
                 weight = torch.where(v > 0, 1 / v, 0)
-                _, between, within = own.parts(name)
+                _, between, within = half.parts(name)
                 c1 += (between * weight).sum(dtype=torch.float64).item()
                 given_prompt += (within * weight).sum(dtype=torch.float64).item()
         logs.append(math.log(given_prompt / c1) / 2 if c1 > 0 and given_prompt > 0 else math.nan)

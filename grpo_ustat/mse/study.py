@@ -98,15 +98,15 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     view = Study(RunRecord(folder.path, result=result))
     answer = group_size.study_answer(view, config.study.rollouts)
     console.print(f"{wrapped(answer)}\n", soft_wrap=True)
-    leading = [one for one in measurements_of([view]) if one.leads]
+    leading = [measurement for measurement in measurements_of([view]) if measurement.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    rest = [one for one in measurements_of([view]) if not one.leads]
+    rest = [measurement for measurement in measurements_of([view]) if not measurement.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
     for table in filter(None, (group_size.extra_error_table(view), *first, *last)):
-        console.print(table.terminal())
+        console.print(table)
     if absent := dict.fromkeys(row.baseline for row in view.of(NOT_MEASURED) or []):
         text = f"Some errors of {', '.join(absent)} were not measured; the page has the reasons."
         console.print(wrapped(text))
@@ -151,7 +151,8 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 
 def fill_part(config: MseConfig) -> str:
     """Fill part `study.part` of the pool, and return a text on what the pool has and lacks."""
-    assert config.pool is not None  # `config.fills_part`
+    # `config.fills_part` says so.
+    assert config.pool is not None
     pool = Path(config.pool)
     main_only(PoolStore(pool, draws_of(config)).open)
     prompts, _ = _prompts(config, pool)
@@ -262,8 +263,8 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
 def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
     """Return the study's prompts, and the numbers of questions that were left out by reason.
 
-    It refuses too few or too long prompts. A date that the chat template writes is that of the
-    pool's first day; without a pool, today's.
+    It refuses too few or too long prompts. A date that the chat template writes is the pool's first
+    day; without a pool, today.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
     if pool is not None and reads_clock(tokenizer):

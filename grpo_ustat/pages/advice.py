@@ -175,33 +175,38 @@ def other_sizes(costs: GroupSizeCosts) -> str:
 
 
 def noise_text(scale: Interval, rollouts: int) -> str:
-    r"""Return a sentence on the noise of a step, and on twice or half as many rollouts.
+    r"""Return a sentence on the noise of a step, and one on twice or half as many rollouts.
+
+    The first-order improvement of a step of its best length is proportional to 1 / (1 + n_c/n)
+    (McCandlish et al., arXiv 1812.06162), so 2n rollouts make 2 (n + n_c) / (2n + n_c)
+    times the progress of n.
 
     Args:
         scale: n_c, in rollouts; the sentence is "" where nothing is known of it.
         rollouts: n of a training step.
 
-    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace("; ", ";\n"))
-    A step of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200);
-    doubling it gains 91 % more.
-    >>> noise_text(Interval(9, 5, 20), 256)
-    'A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 %.'
+    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace(". ", ".\n"))
+    The leave-one-out gradient of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200).
+    Twice the rollouts make up to 1.9 times the progress per step.
+    >>> noise_text(Interval(9, 5, 20), 256).partition(". ")[2]
+    'Half the rollouts make 97 % of the progress per step.'
     >>> noise_text(Interval(math.nan, 400, math.inf), 256)
-    'A step of 256 rollouts is at least 61 % noise.'
+    'The leave-one-out gradient of 256 rollouts is at least 61 % noise.'
     """
     if not scale.low > 0:
         return ""
     share, low, high = noise_share(scale, rollouts)
+    gradient = f"The leave-one-out gradient of {rollouts} rollouts"
     if round(100 * low) == 100:
-        return f"A step of {rollouts} rollouts is nearly all noise."
+        return f"{gradient} is nearly all noise."
     if not math.isfinite(scale.estimate):
-        return f"A step of {rollouts} rollouts is at least {100 * low:.0f} % noise."
+        return f"{gradient} is at least {100 * low:.0f} % noise."
     first = (
-        f"A step of {rollouts} rollouts is {100 * share:.0f} % noise [{100 * low:.0f} %, "
-        f"{100 * high:.0f} %] (half at n = {float(f'{scale.estimate:.2g}'):.0f})"
+        f"{gradient} is {100 * share:.0f} % noise [{100 * low:.0f} %, {100 * high:.0f} %] "
+        f"(half at n = {float(f'{scale.estimate:.2g}'):.0f})."
     )
     if rollouts > scale.high:
-        lost = scale.estimate / (rollouts + 2 * scale.estimate)
-        return f"{first}; halving it loses {100 * lost:.0f} %."
-    gained = scale.estimate / (2 * rollouts + scale.estimate)
-    return f"{first}; doubling it gains {100 * gained:.0f} % more."
+        kept = (rollouts + scale.estimate) / (rollouts + 2 * scale.estimate)
+        return f"{first} Half the rollouts make {100 * kept:.0f} % of the progress per step."
+    times = 2 * (rollouts + scale.estimate) / (2 * rollouts + scale.estimate)
+    return f"{first} Twice the rollouts make up to {times:.1f} times the progress per step."

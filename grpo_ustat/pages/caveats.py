@@ -24,6 +24,11 @@ def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
     return first, [f"{WARNING.strip()} {warning}" for warning in warnings]
 
 
+def is_warning(note: str) -> bool:
+    """Return True if a note is a warning of `summary_and_warnings`."""
+    return note.startswith(WARNING.strip())
+
+
 def often_cut(clipped_ratio: float) -> bool:
     """Return True if so many completions were cut that a run should say so at once."""
     return clipped_ratio >= OFTEN_CUT_SHARE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.pages.tables import broken
 from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
@@ -37,10 +39,21 @@ OTHER_COLOURS = (
     "#88CCEE",
 )  # fmt: skip
 OTHER_MARKERS = "^PX<>*pdh"
+# Inches that a page has for a figure: all are drawn at the size at which they are printed.
+WIDTH = 6.4
+# Points of letters, none of them smaller.
+SMALL, LARGE = 8, 9
+# The salt makes files of the same numbers equal.
 FONTS: dict[Any, Any] = {
-    "pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10,
-    "svg.hashsalt": "grpo_ustat",  # the same numbers make the same file
+    "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "grpo_ustat",
+    "font.size": LARGE, "axes.titlesize": SMALL, "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "figure.titlesize": SMALL,
 }  # fmt: skip
+# Characters of small letters that fill the width of a figure.
+LINE_CHARACTERS = 92
+MAX_PANELS_WIDE = 3
+# Inches of a line of panels.
+PANEL_HEIGHT, SINGLE_PANEL_HEIGHT = 2.7, 3.8
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 # Characters of a line, and lines of a text.
 MAX_CHARACTERS, MAX_LINES = 200, 40
@@ -75,7 +88,7 @@ def legend_label(name: str) -> str:
 
 
 def series_style(name: str, place: int) -> tuple[str, str]:
-    """Return colour and marker of a series: a baseline has its own, others those of their place."""
+    """Return colour and marker of a series: of a baseline by its name, else by its place."""
     baseline = name.split("baseline=")[-1]
     if name.startswith("baseline=") and baseline in BASELINES:
         return baseline_style(baseline, unbiased=True)[:2]
@@ -89,13 +102,87 @@ def line_style(place: int) -> tuple[str, str]:
     return styles[place % len(styles)]
 
 
-def panels_wide(count: int) -> int:
-    """Return the number of panels in a line that keeps type legible at the width of a page's text.
+def panel_rows(count: int) -> list[int]:
+    """Return the number of panels in each line of a figure: three at most, none of them empty.
 
-    >>> [panels_wide(count) for count in range(1, 8)]
-    [1, 2, 2, 2, 3, 3, 3]
+    >>> [panel_rows(count) for count in range(1, 8)]
+    [[1], [2], [3], [2, 2], [3, 2], [3, 3], [3, 2, 2]]
     """
-    return min(count, 2 if count <= 4 else 3)
+    lines = -(-count // MAX_PANELS_WIDE)
+    least, wider = divmod(count, lines)
+    return [least + 1] * wider + [least] * (lines - wider)
+
+
+def panel_figure(
+    rows: Sequence[int], heights: Sequence[float] = (1.0,)
+) -> tuple[Figure, list[list[list[Axes]]]]:
+    """Return a figure and its panels by line; each line fills the width.
+
+    Args:
+        rows: number of panels in each line.
+        heights: of the axes of a panel from above, in heights of a line of panels.
+
+    Returns:
+        The figure, and the axes of each panel from above.
+    """
+    inches = SINGLE_PANEL_HEIGHT if max(rows) == 1 else PANEL_HEIGHT
+    # A title above the panels, and lines below them.
+    size = (WIDTH, 0.6 + inches * sum(heights) * len(rows))
+    figure = plt.figure(figsize=size, layout="constrained")
+    columns = math.lcm(*rows)
+    grid = figure.add_gridspec(
+        len(heights) * len(rows), columns, height_ratios=[*heights] * len(rows)
+    )
+    panels = []
+    for line, count in enumerate(rows):
+        wide, tall = columns // count, range(line * len(heights), (line + 1) * len(heights))
+        panels.append([
+            [figure.add_subplot(grid[i, j * wide : (j + 1) * wide]) for i in tall]
+            for j in range(count)
+        ])  # fmt: skip
+    return figure, panels
+
+
+def fitted(text: str, count: int) -> str:
+    """Break lines of a text that are wider than a panel.
+
+    Args:
+        count: panels in a line of the figure.
+    """
+    return broken(text, LINE_CHARACTERS // count - 2)
+
+
+def legend_above(figure: Figure) -> None:
+    """Add a legend of all panels above them, each label once; none where there is no line."""
+    labels: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        labels |= dict(zip(names, handles, strict=True))
+    if not labels:
+        return
+    # A line and the space between two labels take the width of some letters.
+    longest = max(map(len, labels)) + 8
+    figure.legend(
+        list(labels.values()), list(labels), loc="outside upper left", frameon=False,
+        ncols=max(1, LINE_CHARACTERS // longest),
+    )  # fmt: skip
+
+
+def spaced_ticks(
+    candidates: Sequence[float], least: float, most: float, share: float
+) -> list[float]:
+    """Return 1 and those candidates along a logarithmic axis whose numbers do not overlap.
+
+    Args:
+        candidates: numbers to choose from, the first ones first.
+        least, most: ends of the axis.
+        share: of the axis that lies between two numbers at least.
+    """
+    gap, ticks = (most / least) ** share, [1.0]
+    for x in candidates:
+        if least <= x <= most and all(max(x / y, y / x) > gap for y in ticks):
+            ticks.append(x)
+    return ticks
 
 
 def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
@@ -105,11 +192,10 @@ def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def note(figure: Figure, lines: Sequence[str], width: float) -> None:
+def note(figure: Figure, lines: Sequence[str], width: float = WIDTH) -> None:
     """Add small lines below a figure of so many inches."""
-    most = min(int(17 * width), MAX_CHARACTERS)
-    words = "\n".join(textwrap.fill(visible(line), most) for line in lines)
-    figure.supxlabel(words, fontsize=6.5, x=0.02, ha="left")
+    words = "\n".join(textwrap.fill(visible(line), LINE_CHARACTERS) for line in lines)
+    figure.supxlabel(words, fontsize=SMALL * width / WIDTH, x=0.02, ha="left")
 
 
 def show_names_as_texts(figure: Figure) -> None:
@@ -120,7 +206,8 @@ def show_names_as_texts(figure: Figure) -> None:
     """
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
-            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # see Axes.set_xticks
+            # That of Axes.set_xticks with names.
+            named = isinstance(axis.get_major_formatter(), FuncFormatter)
             for tick in axis.get_major_ticks() if named else ():
                 tick.label1.set_parse_math(False)
     numbers = {

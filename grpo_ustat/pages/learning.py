@@ -16,7 +16,17 @@ from matplotlib.ticker import MaxNLocator
 from grpo_ustat.estimators.intervals import MIN_UNITS, clustered_mean
 from grpo_ustat.estimators.scaling import CONSTANTS, CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.pages.advice import noise_text
-from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
+from grpo_ustat.pages.figures import (
+    FONTS,
+    legend_above,
+    legend_label,
+    note,
+    panel_figure,
+    panel_rows,
+    plt,
+    save,
+    series_style,
+)
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
@@ -89,12 +99,10 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
     quantities = [evaluation_name(runs), *CURVES]
     quantities += [name for name in MONITORED if any(row["quantity"] == name for row in rows)]
     with plt.rc_context(FONTS):
-        wide = 3 if len(quantities) < 6 else 4
-        size = (0.2 + 3.6 * wide, 6.6)
-        figure, panels = plt.subplots(2, wide, figsize=size, squeeze=False, layout="constrained")
+        figure, _ = panel_figure(panel_rows(len(quantities)))
         names = list(dict.fromkeys(run.series for run in runs))
         seeds = seed_rows(runs) if len(names) <= MAX_LINES_WITH_SEEDS else []
-        for axes, quantity in zip(panels.flat, quantities, strict=False):
+        for axes, quantity in zip(figure.axes, quantities, strict=True):
             _panel(
                 axes,
                 [row for row in rows if row["quantity"] == quantity],
@@ -102,12 +110,9 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
                 names,
             )
             axes.set_ylabel(LABELS.get(quantity, quantity))
-        for axes in panels.flat[len(quantities) :]:
-            axes.set_axis_off()  # the panel that is left over
         if len(names) > 1:
-            handles, labels = panels.flat[0].get_legend_handles_labels()
-            panels.flat[-1].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
-        note(figure, notes(rows), size[0])
+            legend_above(figure)
+        note(figure, notes(rows))
         save(figure, folder, name)
     return rows
 
@@ -115,7 +120,8 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return lines for below the figure that explain lines and bands.
 
-    The `rows` are those of `learning_rows`.
+    Args:
+        rows: see `learning_rows`.
     """
     steps = max((row["steps"] for row in rows), default=1)
     points = f" Points are means of {steps} steps, but for evaluations." if steps > 1 else ""
@@ -163,9 +169,9 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
                 mean, low, high = curves[0][step]
                 if len(curves) > 1 and quantity == GSTAR:
                     parts = [_monitored(run, block).get(step) for run in members]
-                    known = [part for part in parts if part]
-                    unknown = len(known) < len(curves)
-                    mean, low, high = UNKNOWN if unknown else _joint_gstar(known)
+                    measured = [part for part in parts if part]
+                    unknown = len(measured) < len(curves)
+                    mean, low, high = UNKNOWN if unknown else _joint_gstar(measured)
                 elif len(curves) > 1:
                     values = np.array([[curve[step][0]] for curve in curves])
                     mean, low, high = clustered_mean(values)
@@ -220,7 +226,8 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
         for step, rows in _monitored(run, block).items():
             if len(rows) > 1:
                 curve[step] = _joint_gstar([[row] for row in rows])
-            else:  # of one step with its own interval
+            else:
+                # A single step has an interval of its own.
                 best, low, high = (rows[0].get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
                 curve[step] = math.nan if best is None else best, low, high
         blocks_known = {(step - 1) // block for step in curve}
@@ -283,19 +290,20 @@ def _panel(
     for i, name in enumerate(names):
         line = [row for row in rows if row["series"] == name]
         colour, marker = series_style(name, i)
-        own = [row for row in seeds if row["series"] == name]
-        for row in own:
+        of_series = [row for row in seeds if row["series"] == name]
+        for row in of_series:
             axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
-        means = [math.nan if row["mean"] is None else row["mean"] for row in line]  # a gap
+        # A missing mean is a gap of the line.
+        means = [math.nan if row["mean"] is None else row["mean"] for row in line]
         axes.plot(
             [row["step"] for row in line], means, color=colour,
             marker=marker if len(line) <= 25 else "", markersize=3,
-            linewidth=2.0 if own else 1.2, label=legend_label(name),
+            linewidth=2.0 if of_series else 1.2, label=legend_label(name),
         )  # fmt: skip
         if quantity == GSTAR:
             span = max((row["step"] for row in rows), default=0)
             _gstar_bars(axes, line, colour, 0.012 * span * i)
-        elif not own:
+        elif not of_series:
             band = [row for row in line if row["low"] is not None]
             low, high = (
                 [float(np.clip(row[end], least, most)) for row in band] for end in ("low", "high")
@@ -303,7 +311,8 @@ def _panel(
             axes.fill_between(
                 [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
             )
-    if quantity == GSTAR:  # powers of two from below the intervals to well above most estimates
+    # The axis has powers of two, from below the intervals to well above most estimates.
+    if quantity == GSTAR:
         lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
         means = [row["mean"] for row in rows if row["mean"] is not None]
         bottom = max(min([*means, *lows]), 1.0) / 1.15

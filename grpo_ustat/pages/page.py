@@ -1,7 +1,7 @@
 """One self-contained HTML page: the answer, figures, tables and completions; no network.
 
 What models wrote is hostile. Every text goes through jinja2's autoescape, or into a block of JSON
-that no parser leaves, and from there into the page as text alone. The page's own style and script
+that no parser leaves, and from there into the page only as text. The page's own style and script
 are the only ones that its Content-Security-Policy lets run. A figure is an image of the page: in an
 image no script runs and nothing is loaded, whatever the SVG holds.
 """
@@ -27,6 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from grpo_ustat.config.schema import flatten
+from grpo_ustat.pages.caveats import is_warning
 from grpo_ustat.pages.symbols import legend, parts
 from grpo_ustat.pages.tables import Cell, Table, as_cell, cell_text, sort_value
 from grpo_ustat.terminal.streams import single_line, visible
@@ -192,7 +193,8 @@ def render(page: Page) -> str:
         completions=Markup(completions_json(page.completions)) if page.completions else None,
         configuration=visible(configuration),
     )
-    return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
+    # The text is the same in every encoding.
+    return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:
@@ -322,4 +324,5 @@ def _template() -> Template:
 
     environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}
     environment.filters |= {"sort_value": sort_value, "explained": _explained}
+    environment.tests["warns"] = is_warning
     return environment.get_template("page.html.j2")

@@ -1,6 +1,6 @@
 """The page of a run folder, `report.html`: the folder's content, finished or not.
 
-It is made from files alone, so the same folder makes the same page wherever it is read.
+It is made only from files, so the same folder makes the same page wherever it is read.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from grpo_ustat.pages.page import (
 from grpo_ustat.pages.tables import (
     Cell,
     Table,
+    count_text,
     rows_table,
 )
 from grpo_ustat.runs import history
@@ -109,7 +110,7 @@ def run_page(
         model = f"{value('model.name')} ({value('model.model_name_or_path')})"
         facts = [
             ("Model", f"{model}, {value('model.dtype')} on {value('launch.device')}"),
-            ("Questions of", str(value("dataset.name"))),
+            ("Data set", str(value("dataset.name"))),
             ("Prompt", str(value("prompt.name"))),
             ("Seed", str(value("seed"))),
         ]
@@ -128,7 +129,8 @@ def run_page(
         title=view.title(run),
         answer=view.answer(run),
         next_step=view.following(run),
-        notes=[*view.notes(run), *run.notes],  # once all files are read
+        # The run's own notes are complete once all files are read.
+        notes=[*view.notes(run), *run.notes],
         facts=[*facts, *_provenance(run, now)],
         lead=lead,
         overview=view.overview(run),
@@ -177,7 +179,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
         wall = cost.get("seconds")
     starts = sum(row.get("event") == "start" for row in run.launches)
     resumed = [str(row.get("step")) for row in run.launches if row.get("event") == "resumed"]
-    again = f"; went on from step {', '.join(resumed)}" if resumed else ""
+    again = f"; resumed from step {', '.join(resumed)}" if resumed else ""
     commit = run.commit or "not from a git repository"
     diff = run.code.get("diff") or ""
     if diff:
@@ -186,10 +188,10 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
     return [
         ("Wall time", None if wall is None else duration_text(wall)),
         *own_time,
-        ("Starts", f"{starts}{again}"),
+        ("Started", f"{count_text(starts, 'time')}{again}"),
         ("Commit", commit),
         ("Versions", "\n".join(f"{name} {number}" for name, number in versions.items())),
-        ("Fingerprint", result.get("config_hash")),
+        ("Hash of the configuration", result.get("config_hash")),
         ("Folder", "/".join(run.folder.absolute().parts[-2:])),
     ]
 

@@ -69,7 +69,8 @@ def legend(texts: Iterable[str]) -> dict[str, str]:
     {'G': 'group size: completions of one prompt'}
     """
     used = {match[0] for text in texts for match in PATTERN.finditer(text)}
-    if "corr(q, Z)" in used:  # printed within it
+    # These symbols are printed within it.
+    if "corr(q, Z)" in used:
         used |= {"q", "Z"}
     return {symbol: meaning for symbol, meaning in SYMBOLS.items() if symbol in used}
 

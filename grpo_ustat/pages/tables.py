@@ -7,12 +7,14 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as TerminalTable
 
 from grpo_ustat.estimators.intervals import Interval
@@ -20,7 +22,7 @@ from grpo_ustat.records import MIN_QUESTIONS
 from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.terminal.console import excerpt
+from grpo_ustat.terminal.console import excerpt, wrapped
 from grpo_ustat.terminal.streams import visible
 
 Cell = str | int | float | bool | None
@@ -28,6 +30,11 @@ MISSING = "–"
 # Characters of a cell on a terminal; longer ones are cut.
 MAX_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
+# Characters between two columns on a terminal, and the least width of a table there.
+GAP, MIN_WIDTH = 2, 64
+# What no line of a cell breaks: an interval, and a number with its percent sign.
+UNBROKEN = re.compile(r"\[[^\]\[]*?[\])]|(?<=\d) %")
+GLUE = "\0"
 # Baselines side by side on a terminal of 80 characters.
 MAX_BASELINES = 4
 # The kind of a column of sentences.
@@ -76,13 +83,10 @@ class Table:
     headings: bool = False
     # Columns that hold sentences, for which a terminal has no room.
     sentences: Sequence[str] = ()
-    # Cells (row, column) that LaTeX sets bold, True, the best, or underlines, False, not
-    # significantly different from it. The mark in their first line, `*` or `~`, is left out there.
-    marks: Mapping[tuple[int, int], bool] = field(default_factory=dict)
     # True if a terminal leaves it out.
     page_only: bool = False
-    # In place of `notes` where LaTeX marks cells otherwise.
-    latex_notes: Sequence[str] | None = None
+    # True if a page shows only its title until a reader opens it.
+    folded: bool = False
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -91,20 +95,78 @@ class Table:
                     f"table {self.title!r} has {len(self.columns)} columns and a row of {len(row)}"
                 )
 
-    def terminal(self) -> TerminalTable:
-        """Format the table for a terminal, without the columns of sentences."""
-        table = TerminalTable(
-            title=self.title, caption="\n".join(self.notes), box=SIMPLE_HEAD, show_edge=False,
-            pad_edge=False,
-        )  # fmt: skip
-        table.min_width = 64
-        places = [i for i, column in enumerate(self.columns) if column not in self.sentences]
-        for i in places:
-            justify = "left" if self.headings and i == 0 else "right"
-            table.add_column(excerpt(self.columns[i], MAX_CHARACTERS), justify=justify)
-        for row in self._text_rows():
-            table.add_row(*(excerpt(row[i], MAX_CHARACTERS) for i in places))
-        return table
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the table for a terminal, without the columns of sentences.
+
+        No word, number or interval is broken: columns that have no room follow in a further part,
+        beside the first column. A table without rows is a line of its title and its notes.
+        """
+        if not self.rows:
+            yield wrapped(f"{self.title}: {' '.join(self.notes)}", options.max_width)
+            yield ""
+            return
+        parts = self._parts(options.max_width)
+        for place, widths in enumerate(parts):
+            first, last = place == 0, place == len(parts) - 1
+            table = TerminalTable(
+                title=self.title if first else None,
+                caption="\n".join(self.notes) if last else None,
+                box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+                title_justify="left", caption_justify="left",
+                min_width=min(MIN_WIDTH, options.max_width),
+            )  # fmt: skip
+            for column, width in widths.items():
+                is_heading = self.headings and column == 0
+                has_numbers = any(sort_value(row[column]) is not None for row in self.rows)
+                table.add_column(
+                    broken(_terminal_text(self.columns[column]), width),
+                    justify="right" if has_numbers and not is_heading else "left", width=width,
+                )  # fmt: skip
+            for row in self._text_rows():
+                table.add_row(
+                    *(broken(_terminal_text(row[i]), width) for i, width in widths.items())
+                )
+            yield table
+            yield ""
+
+    def _parts(self, room: int) -> list[dict[int, int]]:
+        """Return the width of each column that a terminal shows, by its index, in each part.
+
+        Args:
+            room: characters of a line.
+        """
+        texts = {
+            i: [_terminal_text(row[i]) for row in (self.columns, *self._text_rows())]
+            for i, column in enumerate(self.columns)
+            if column not in self.sentences
+        }
+        least = {
+            i: max(len(word) for text in column for word in _words(text))
+            for i, column in texts.items()
+        }
+        longest = {
+            i: max(len(line) for text in column for line in text.split("\n"))
+            for i, column in texts.items()
+        }
+        (heading, *others), parts = texts, []
+        # The first column stands beside each other one: only a word longer than that is broken.
+        beside = min(max((least[i] for i in others), default=0), room // 2)
+        part = {heading: min(least[heading], room - GAP - beside)}
+        for i in others:
+            least[i] = min(least[i], room - GAP - part[heading])
+            if len(part) > 1 and sum(part.values()) + len(part) * GAP + least[i] > room:
+                parts.append(part)
+                part = {heading: part[heading]}
+            part[i] = least[i]
+        parts.append(part)
+        for part in parts:
+            # The column that lacks most has each further character.
+            for _ in range(room - sum(part.values()) - (len(part) - 1) * GAP):
+                i = max(part, key=lambda i: longest[i] - part[i])
+                part[i] += longest[i] > part[i]
+        return parts
 
     def csv(self) -> str:
         """Return its data as CSV."""
@@ -117,8 +179,8 @@ class Table:
         It needs the packages booktabs and graphicx.
 
         A cell is one line, its interval small after its value. Headings of several lines that
-        repeat, such as those of a study, are a line of their own above their rows. No row begins
-        with `[` or `*`, which LaTeX would read as an option of the `\\` before it.
+        repeat, such as the names of a study, are a line of their own above their rows. No row
+        begins with `[` or `*`, which LaTeX would read as an option of the `\\` before it.
         """
         headings = [row[0] for row in self.rows]
         grouped = self.headings and len(set(headings)) < len(headings)
@@ -138,14 +200,13 @@ class Table:
                 lines += ["\\addlinespace"] if i else []
                 span = f"\\multicolumn{{{len(self.columns) - 1}}}{{l}}"
                 lines.append(_latex_row([f"{span}{{{tex(', '.join(row[0].splitlines()))}}}"]))
-            cells = [tex_cell(row[j], self.marks.get((i, j))) for j in range(1, len(row))]
+            cells = [tex_cell(row[j]) for j in range(1, len(row))]
             heading = [] if grouped else [tex(", ".join(row[0].splitlines()))]
             lines.append(_latex_row([*heading, *cells]))
         tabular = "\n".join([*lines, "\\bottomrule", "\\end{tabular}%"])
 
         title = " ".join(self.title.split()).rstrip(".")
-        notes = self.notes if self.latex_notes is None else self.latex_notes
-        caption = tex(" ".join(f"{x.rstrip('.')}." for x in (title, *notes)))
+        caption = tex(" ".join(f"{x.rstrip('.')}." for x in (title, *self.notes)))
         label = re.sub(r"[^A-Za-z0-9.=:-]+", "-", self.name)
         width = r"\ifdim\width>\linewidth\linewidth\else\width\fi"
         return "\n".join([
@@ -192,6 +253,37 @@ class Table:
         ]
 
 
+def _terminal_text(cell: str) -> str:
+    """Return a cell's text for a terminal: cut, with invisible characters spelt out."""
+    return visible(excerpt(cell, MAX_CHARACTERS)).expandtabs()
+
+
+def _words(text: str) -> list[str]:
+    """Split a text where its lines may end.
+
+    >>> _words("tiny, bare 0.5 [0.2, 0.8] 12 %")
+    ['tiny,', 'bare', '0.5', '[0.2, 0.8]', '12 %']
+    """
+    return [word.replace(GLUE, " ") for word in _glued(text).split()] or [""]
+
+
+def _glued(text: str) -> str:
+    return UNBROKEN.sub(lambda match: match[0].replace(" ", GLUE), text)
+
+
+def broken(text: str, width: int) -> str:
+    """Break the lines of a text that are longer than a width, between words if that is possible.
+
+    >>> print(broken("0.5 [0.2, 0.8]", 10))
+    0.5
+    [0.2, 0.8]
+    """
+    lines = [
+        textwrap.fill(line, width, break_on_hyphens=False) for line in _glued(text).split("\n")
+    ]
+    return "\n".join(lines).replace(GLUE, " ")
+
+
 def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Table:
     """Return a table of rows by key; columns without any value are left out."""
     keys = dict.fromkeys(key for row in rows for key in row)
@@ -219,7 +311,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def sort_value(cell: Cell) -> float | None:
-    """Return the number that a cell sorts by: its own, or the one that its text begins with.
+    """Return the number that a cell sorts by: its value, or the number at the start of its text.
 
     >>> sort_value("0.35 [0.18, 0.57]"), sort_value("12 %"), sort_value(3)
     (0.35, 12.0, 3.0)
@@ -261,24 +353,16 @@ def _tex_letter(letter: str) -> str:
     return letter if letter.isascii() else f"U+{ord(letter):04X}"
 
 
-def tex_cell(cell: str, best: bool | None = None) -> str:
+def tex_cell(cell: str) -> str:
     r"""Join a cell's lines to one LaTeX cell.
 
     The lines below its value, or its half interval, are small.
 
-    Args:
-        cell: its text.
-        best: True sets the value bold, False underlines it.
-
-    >>> print(tex_cell("23.1\n[21.3, 25.0]", True), tex_cell("0.378~", False))
-    \textbf{23.1} {\scriptsize [21.3, 25.0]} \underline{0.378}
+    >>> print(tex_cell("23.1\n[21.3, 25.0]"), tex_cell("0.378*"))
+    23.1 {\scriptsize [21.3, 25.0]} 0.378*
     """
     value, *rest = cell.split("\n")
-    if best is not None:
-        value = f"\\{'textbf' if best else 'underline'}{{{tex(value.rstrip('*~'))}}}"
-    else:
-        value = tex(value)
-    return f"{value} {{\\scriptsize {tex(', '.join(rest))}}}" if rest else value
+    return f"{tex(value)} {{\\scriptsize {tex(', '.join(rest))}}}" if rest else tex(value)
 
 
 def _latex_row(cells: Sequence[str]) -> str:

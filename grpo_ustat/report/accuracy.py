@@ -20,17 +20,16 @@ from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.runs.record import RunRecord
 
 Keys = tuple[str, ...]
-BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # of family, of cell
+# Keys of a family of cells, and of a cell in it.
+BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)
 BY_LINE: tuple[Keys, Keys] = ("line", "step"), ("x",)
 BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
 FEW_SEEDS = "(4 of 5): how many seeds of how many."
-
-# Of the best, of those not significantly different from it, and of the others.
-MARKS = ("*", "~", "no mark")
-LATEX_MARKS = ("Bold", "underlined", "no mark")
+# Mark of a mean that is significantly less than the largest one.
+LESS = "*"
 
 AccuracyCell = dict[str, Any]
 
@@ -126,8 +125,8 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
     sum of their seeds - 1.
 
     Two seeds of one cell have t_1 = 12.7, six such cells together t_6 = 2.4. The cells' variances
-    are taken to be equal. If they are not, the interval of a noisier cell is too short and that of
-    another too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
+    are taken to be equal. If they are not, the intervals of noisier cells are too short and others
+    too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
     cover 94 % on average, 88 % for the noisiest cell and 99 % for the quietest (40 000 draws).
 
     Args:
@@ -136,7 +135,8 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
     groups: dict[tuple, list[AccuracyCell]] = {}
     for cell in cells:
         groups.setdefault((cell["line"], cell["step"]), []).append(cell)
-    laws = {}  # variance of one run, and its degrees of freedom
+    # Variance of a run, and its degrees of freedom.
+    laws = {}
     for key, group in groups.items():
         several = [cell for cell in group if cell["sd"] is not None]
         dof = sum(cell["seeds"] - 1 for cell in several)
@@ -172,7 +172,7 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
 
 
 def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
-    """Clip the interval of an accuracy to [0, 1]; return that of a mean reward as it is."""
+    """Clip the interval of an accuracy to [0, 1]; return a mean reward's interval as it is."""
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         return interval
     return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
@@ -212,7 +212,7 @@ def difference(
     level: float = CONFIDENCE,
     law: tuple[float, int] | None = None,
 ) -> Interval | None:
-    """Return a cell's mean minus that of the best cell; None if too few seeds are shared.
+    """Return a cell's mean minus the best cell's mean; None if too few seeds are shared.
 
     See `accuracy_cells`.
 
@@ -231,9 +231,9 @@ def difference(
         return _seeds_interval(changes, rounding, level)
     if len(runs) > 1 or len(best) > 1:
         return None
-    (own,), (largest,) = runs.values(), best.values()
-    variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (own, largest))
-    return t_interval(own["mean_reward"] - largest["mean_reward"], variance, math.inf, level)
+    (single,), (largest,) = runs.values(), best.values()
+    variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (single, largest))
+    return t_interval(single["mean_reward"] - largest["mean_reward"], variance, math.inf, level)
 
 
 def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> float:
@@ -256,7 +256,7 @@ def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> I
     """Return the mean and its t interval.
 
     Few values of few questions are often all equal, which does not mean a variance of 0: the
-    variance is never taken to be less than that of their rounding.
+    variance is never taken to be less than the variance of their rounding.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -278,18 +278,15 @@ def accuracy_table(
     present = {cell["x"] for cell in cells}
     values = [value for value in axis.values if value in present]
     names = [axis.text(value) for value in values]
-    rows, marks = _grid([(cell["line"], values.index(cell["x"]), cell) for cell in cells], names)
-    among = f"the {axis.symbol} of a row"
+    places = [(cell["line"], values.index(cell["x"]), cell) for cell in cells]
     return Table(
         name=name.replace(" ", "_"),
         title=f"Held-out {name}",
         columns=["", *names],
-        rows=rows,
-        notes=[*notes(cells, MARKS, among)],
-        latex_notes=[*notes(cells, LATEX_MARKS, among)],
-        marks=marks,
+        rows=_grid(places, names),
+        notes=notes(cells, LESS, f"the {axis.symbol} of a row"),
         data=data,
-        figure_notes=notes(cells, ("ring", "filled", "hollow"), f"the {axis.symbol} of a line"),
+        figure_notes=notes(cells, "hollow", f"the {axis.symbol} of a line"),
         headings=True,
     )
 
@@ -304,15 +301,12 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
     sizes = sorted({cell["group_size"] for cell in cells})
     names = [f"G = {size}" for size in sizes]
     places = [(budget_name(cell), sizes.index(cell["group_size"]), cell) for cell in cells]
-    rows, marks = _grid(places, names)
     return Table(
         name="budget",
         title=f"Held-out {name} by rollouts a step (n) and group size (G)",
         columns=["", *names],
-        rows=rows,
-        notes=[*notes(cells, MARKS, "the (n, G) of a series")],
-        latex_notes=[*notes(cells, LATEX_MARKS, "the (n, G) of a series")],
-        marks=marks,
+        rows=_grid(places, names),
+        notes=notes(cells, LESS, "the (n, G) of a series"),
         data=cells,
         headings=True,
     )
@@ -326,7 +320,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
     Args:
         cells: of `BY_SETTING`.
     """
-    rows, marks = [], {}
+    rows = []
     quantity = joint_quantity(cell["quantity"] for cell in cells)
     most = max(cell["seeds"] for cell in cells)
     names = {cell["setting"].partition("=")[0] for cell in cells}
@@ -335,8 +329,6 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         heading = " ".join(
             filter(None, (budget_name(cell | {"series": cell["test"]}), f"G={cell['group_size']}"))
         )
-        if cell["decided"] and (cell["best"] or cell["distinct"] is False):
-            marks[len(rows), 2] = cell["best"]
         verdict = "significantly less" if cell["distinct"] else "not significantly different"
         difference = "-"
         if cell["difference"] is None:
@@ -353,9 +345,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {quantity} by setting, and its difference from the largest mean",
         columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
-        notes=[*notes(cells, MARKS, "the settings of one n and G")],
-        latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G")],
-        marks=marks,
+        notes=notes(cells, LESS, "the settings of one n and G"),
         data=cells,
         headings=True,
     )
@@ -368,8 +358,8 @@ def budget_name(cell: AccuracyCell) -> str:
 
 def _grid(
     places: Sequence[tuple[str, int, AccuracyCell]], columns: Sequence[str]
-) -> tuple[list[list[str]], dict[tuple[int, int], bool]]:
-    """Return rows and marks of a table, see `Table`.
+) -> list[list[str]]:
+    """Return the rows of a table.
 
     Args:
         places: each cell with the heading of its row, to which its step is added, and the index of
@@ -378,36 +368,33 @@ def _grid(
     """
     most = max(cell["seeds"] for *_, cell in places)
     rows: dict[str, list[str]] = {}
-    marks = {}
     for name, column, cell in places:
         heading = f"{name}, step {cell['step']}"
         rows.setdefault(heading, ["-"] * len(columns))[column] = _cell_text(cell, most)
-        if cell["decided"] and (cell["best"] or cell["distinct"] is False):
-            marks[list(rows).index(heading), 1 + column] = cell["best"]
-    return [[name, *row] for name, row in rows.items()], marks
+    return [[name, *row] for name, row in rows.items()]
 
 
 def _cell_text(cell: AccuracyCell, most: int) -> str:
-    """Format a mean with its mark, its interval below, and the number of seeds if some are missing.
+    """Format a mean with its interval below, and the number of seeds if some are missing.
 
-    Nothing is marked if no cell of a family is significantly different.
+    A mean that is significantly less than the largest one has a mark, and one that is not compared
+    with it a question mark if others are.
     """
-    mark = ""
-    if cell["decided"]:
-        mark = "*" if cell["best"] else {False: "~", True: "", None: "?"}[cell["distinct"]]
+    mark = LESS if cell["distinct"] else ""
+    if cell["decided"] and cell["distinct"] is None and not cell["best"]:
+        mark = "?"
     few = f"\n({cell['seeds']} of {most})" if cell["seeds"] < most else ""
     return f"{cell['mean_reward']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]{few}"
 
 
-def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str) -> list[str]:
-    """Write lines for captions: the source of intervals and the meaning of marks.
+def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
+    """Write lines for captions: the source of intervals and the meaning of the mark.
 
     Args:
         cells: the cells shown.
-        marks: marks of the best, of those not significantly different from it, and of the others.
+        mark: of a mean that is significantly less than the largest one.
         among: the cells that are compared with each other, in words.
     """
-    best, alike, less = marks
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
@@ -421,22 +408,12 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str
         )
         if any(cell["difference_dof"] for cell in compared):
             pairing += ", one variance for all that are compared"
-        simultaneous = (
-            f"intervals of differences ({pairing}) are 95 % simultaneous over {among} (Bonferroni)"
-        )
+        simultaneous = f"intervals of differences ({pairing}) are 95 % simultaneous (Bonferroni)"
         if any(cell["decided"] for cell in compared):
-            verdicts = {cell["distinct"] for cell in compared if cell["decided"]}
-            words = [f"{best}: largest mean"]
-            if False in verdicts:
-                words.append(
-                    f"{alike}: not significantly different from the best, the interval of the "
-                    "difference contains 0"
-                )
-            if True in verdicts:
-                words.append(f"{less}: significantly less")
-            lines.append(f"{'; '.join(words)}; {simultaneous}, the best chosen on the same data.")
-            if not all(cell["decided"] for cell in compared):
-                lines.append("Where nothing is marked: no significant difference.")
+            lines.append(
+                f"{mark}: significantly less than the largest mean among {among}; {simultaneous}, "
+                "the largest chosen on the same data."
+            )
         else:
             lines.append(f"No significant difference between {among}; {simultaneous}.")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
@@ -447,7 +424,7 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str, str], among: str
 
 
 def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
-    """Write one line for within the figure: the meaning of dots, bars and rings.
+    """Write one line for within the figure: the meaning of dots, bars and hollow markers.
 
     Args:
         cells: of `BY_LINE`, see `pooled_cells`.
@@ -458,16 +435,16 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         bars = f"dots: seeds; bars: 95 % intervals over seeds, pooled variance (t, {dof} dof)"
-    ring = ""
+    difference = ""
     if any(cell["decided"] for cell in cells):
-        ring = "; ring: largest mean, hollow: significantly less"
+        difference = "; hollow: significantly less than the largest mean"
     elif any(not cell["best"] for cell in cells):
-        ring = f"; no significant difference between {among}"
-    return [f"{bars}{ring}."]
+        difference = f"; no significant difference between {among}"
+    return [f"{bars}{difference}."]
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Say over what the intervals of the means are; with both kinds, say which is which."""
+    """Describe the population of the intervals of the means; of both kinds if there are both."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
     over_questions = "generalising to new questions, without the variation of training (one seed"
     if not counts:

@@ -26,11 +26,13 @@ def at_last(
     """
     last_rows = []
     for name in dict.fromkeys(row[within] for row in rows):
-        own = [row for row in rows if row[within] == name and row["step"] in steps]
-        cells = {(row["step"], row["series"], row["rollouts"], row["group_size"]) for row in own}
+        of_series = [row for row in rows if row[within] == name and row["step"] in steps]
+        cells = {
+            (row["step"], row["series"], row["rollouts"], row["group_size"]) for row in of_series
+        }
         counts = Counter(step for step, *_ in cells)
         last = max(counts, key=lambda step: (counts[step], step), default=None)
-        last_rows += [row for row in own if row["step"] == last]
+        last_rows += [row for row in of_series if row["step"] == last]
     return last_rows
 
 
@@ -45,27 +47,29 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
     several = len({cell["rollouts"] for cell in cells}) > 1
     sentences = []
     for series in dict.fromkeys(cell["series"] for cell in cells):
-        own = [cell for cell in cells if cell["series"] == series]
-        name = joint_quantity(cell["quantity"] for cell in own)
-        (best,) = (cell for cell in own if cell["best"])
-        least = min(own, key=lambda cell: cell["mean_reward"])
+        of_series = [cell for cell in cells if cell["series"] == series]
+        name = joint_quantity(cell["quantity"] for cell in of_series)
+        (best,) = (cell for cell in of_series if cell["best"])
+        least = min(of_series, key=lambda cell: cell["mean_reward"])
         step, text = best["step"], _mean_text(best)
-        if len(own) == 1:
+        if len(of_series) == 1:
             sentence = f"held-out {name} at step {step} is {text} at G = {best['group_size']}"
         elif best["decided"]:
-            less = [cell for cell in own if cell["distinct"]]
-            alike = [cell for cell in own if cell["distinct"] is False]
+            less = [cell for cell in of_series if cell["distinct"]]
+            not_different = [cell for cell in of_series if cell["distinct"] is False]
             sentence = (
                 f"held-out {name} at step {step} is largest at {_cell_names([best], several)}, "
                 f"{text}; significantly less at {_cell_names(less, several)}"
             )
-            if alike:
-                sentence += f", not significantly different at {_cell_names(alike, several)}"
+            if not_different:
+                sentence += (
+                    f", not significantly different at {_cell_names(not_different, several)}"
+                )
         else:
             lowest, highest = (_cell_names([cell], several) for cell in (least, best))
             sentence = (
                 f"no significant difference in held-out {name} at step {step} between the "
-                f"{len(own)} cells, from {least['mean_reward']:.3f} ({lowest}) to "
+                f"{len(of_series)} cells, from {least['mean_reward']:.3f} ({lowest}) to "
                 f"{best['mean_reward']:.3f} ({highest})"
             )
         sentences.append(f"{budget_name(best)}: {sentence}.")

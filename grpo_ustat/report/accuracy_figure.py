@@ -12,9 +12,11 @@ from matplotlib.axes import Axes
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.figures import (
     FONTS,
+    legend_above,
     legend_label,
     note,
-    panels_wide,
+    panel_figure,
+    panel_rows,
     plt,
     save,
     series_style,
@@ -25,7 +27,8 @@ from grpo_ustat.report.settings import Axis, value_text
 from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
-MAX_CHARACTERS = 60  # of a value along an axis
+# Of a value along an axis.
+MAX_CHARACTERS = 60
 
 
 def accuracy_figure(
@@ -52,15 +55,10 @@ def accuracy_figure(
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
     steps = sorted({cell["step"] for cell in cells})
-    wide = panels_wide(len(steps))
-    high = -(-len(steps) // wide)
     with plt.rc_context(FONTS):
-        size = (max(5.0, 0.8 + 3.0 * wide), 1.2 + 2.8 * high)
-        figure, panels = plt.subplots(
-            high, wide, figsize=size, squeeze=False, sharey=True, layout="constrained"
-        )
-        handles: dict[str, Any] = {}  # of every line, whatever panels it is in
-        for axes, step in zip(panels.flat, steps, strict=False):
+        figure, panels = panel_figure(panel_rows(len(steps)))
+        for axes, step in zip(figure.axes, steps, strict=True):
+            axes.sharey(figure.axes[0])
             _accuracy_panel(
                 axes,
                 [cell for cell in cells if cell["step"] == step],
@@ -70,19 +68,12 @@ def accuracy_figure(
             )
             if gstar is not None:
                 _gstar_band(axes, gstar)
-            axes.set_title(f"step {step}", fontsize=9)
-            own, labels = axes.get_legend_handles_labels()
-            handles |= dict(zip(labels, own, strict=True))
-        for axes in list(panels.flat)[len(steps) :]:
-            axes.set_visible(False)
+            axes.set_title(f"step {step}")
         for line in panels:
-            line[0].set_ylabel(f"held-out {quantity}")
+            line[0][0].set_ylabel(f"held-out {quantity}")
         if len(lines) > 1:
-            figure.legend(
-                list(handles.values()), list(handles), loc="outside upper left",
-                ncols=max(1, int(size[0] / 3)), fontsize=7,
-            )  # fmt: skip
-        note(figure, [*(lines if len(lines) == 1 else []), *notes], size[0])
+            legend_above(figure)
+        note(figure, [*(lines if len(lines) == 1 else []), *notes])
         save(figure, folder, name)
 
 
@@ -93,11 +84,7 @@ def _accuracy_panel(
     lines: Sequence[str],
     axis: Axis,
 ) -> None:
-    """Draw one step: means with intervals.
-
-    If any mean is surely below the largest, the largest is ringed and those surely below are
-    hollow.
-    """
+    """Draw one step: means with intervals, hollow if significantly less than the largest."""
     positions = [axis.position(value) for value in axis.values]
     span = max(positions) - min(positions) or 1.0
 
@@ -107,34 +94,35 @@ def _accuracy_panel(
             return x * 2**share
         return x + share * span / max(len(positions) - 1, 1)
 
-    by_value = len(lines) == 1 and not axis.is_numeric  # colours as those of learning curves
+    # The colours are those of learning curves.
+    by_value = len(lines) == 1 and not axis.is_numeric
     for i, name in enumerate(axis.values if by_value else lines):
         line = [cell for cell in cells if cell["x" if by_value else "line"] == name]
         line = sorted(line, key=lambda cell: axis.position(cell["x"]))
         if not line:
             continue
-        own = [row for row in rows if row["x" if by_value else "line"] == name]
+        of_line = [row for row in rows if row["x" if by_value else "line"] == name]
         title = f"{axis.key.removesuffix('.name')}={name}" if by_value else name
         place = 0 if by_value else i
         colour, marker = series_style(title, i)
-        places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]  # bars apart
+        # The bars of lines stand side by side.
+        places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]
         if any(cell["seeds"] > 1 for cell in line):
             axes.plot(
-                [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in own],
-                [row["mean_reward"] for row in own], ".", color=colour, markersize=5, alpha=0.6,
+                [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in of_line],
+                [row["mean_reward"] for row in of_line], ".", color=colour, markersize=5, alpha=0.6,
                 markeredgewidth=0,
             )  # fmt: skip
         heights = [cell["mean_reward"] for cell in line]
-        below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]  # rounding at 0
-        above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]  # and 1
+        # Rounding may put a mean outside its interval at 0 and at 1.
+        below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]
+        above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]
         axes.errorbar(
             places, heights, (below, above), color=colour, marker=marker, markersize=4,
             linewidth=1, capsize=2, label=legend_label(title),
             linestyle="-" if axis.is_numeric else "none",
         )  # fmt: skip
         for x, y, cell in zip(places, heights, line, strict=True):
-            if cell["best"] and cell["decided"]:
-                axes.plot(x, y, "o", color="black", fillstyle="none", markersize=11)
             if cell["distinct"]:
                 axes.plot(
                     x, y, marker, color=colour, markerfacecolor="white", markersize=5, zorder=4
@@ -145,7 +133,7 @@ def _accuracy_panel(
     axes.set_xticks(positions, [textwrap.fill(x, 14) for x in names])
     axes.set_xticks([], minor=True)
     if sum(map(len, names)) > 30:
-        axes.tick_params(axis="x", labelrotation=25, labelsize=7)
+        axes.tick_params(axis="x", labelrotation=25)
     if not axis.is_logarithmic:
         margin = 0.5 * span / max(len(positions) - 1, 1)
         axes.set_xlim(min(positions) - margin, max(positions) + margin)

@@ -62,18 +62,22 @@ from grpo_ustat.runs.record import (
     study_rollouts,
 )
 from grpo_ustat.runs.status import Entry
-from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.streams import best_size, single_line, tell
 
-MEASURED = "|".join(one.name for one in OURS)
+MEASURED = "|".join(measurement.name for measurement in OURS)
 TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
-MAX_STEPS = 8  # with a panel each, where no steps are asked for
-MAX_LINES = 12  # on the terminal, of what is missing
-LONGEST_SLUG = 80  # bytes; file systems end names at 255
-MAX_CURVES = 4  # of several G and settings, in one figure of learning
+# Steps with a panel each, if none are asked for.
+MAX_STEPS = 8
+# Lines on the terminal on what is missing.
+MAX_LINES = 12
+# Bytes; file systems end names at 255.
+LONGEST_SLUG = 80
+# Lines of several G and settings in one figure of learning.
+MAX_CURVES = 4
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
@@ -81,7 +85,8 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
     if (folder / CONFIG).exists() or (folder / CODE).exists():
         raise ConfigError(f"{folder} is a run's folder: choose another with name=NAME")
     run_set = without_unreadable(read_runs(entries_in(patterns)))
-    run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))  # as typed
+    # In the order in which they were typed.
+    run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))
     report = Report(folder, run_set, steps)
     if report.is_empty:
         reasons = [*(run.unfinished for run in report.runs), *report.run_set.damaged]
@@ -106,7 +111,8 @@ def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | 
 def write_report(report: Report) -> None:
     """Write tables, figures and page, then print the answers, the main tables and the notes."""
     report.folder.mkdir(parents=True, exist_ok=True)
-    if (report.folder / NAME).is_file():  # an earlier report, parts of which this one may not have
+    # An earlier report may have parts that this one has not.
+    if (report.folder / NAME).is_file():
         for file in report.folder.iterdir():
             if TABLE_FILE.fullmatch(file.name):
                 file.unlink()
@@ -134,16 +140,16 @@ def write_report(report: Report) -> None:
 
     console = Console()
     for line in report.answers:
-        console.print(line, soft_wrap=True)
+        console.print(f"{wrapped(line)}\n", soft_wrap=True)
     main_tables = {"theorems", "fixed_n", "accuracy", "mean_reward", "settings"}
     main_tables |= {"best_group_size", "best_group_size_claims"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
     for table in report.tables:
         if table.name in main_tables:
-            console.print(table.terminal())
+            console.print(table)
     for line in shorten(report.notes, MAX_LINES, "runs.tex"):
-        console.print(line, soft_wrap=True)
+        console.print(wrapped(line), soft_wrap=True)
     if report.next_step:
         console.print(f"next: {report.next_step}", soft_wrap=True)
     console.print(f"page: {report.folder / NAME}", soft_wrap=True)
@@ -159,7 +165,8 @@ def without_unreadable(run_set: RunSet) -> RunSet:
         try:
             _tables_of_one(run)
             runs.append(run)
-        except Exception as error:  # of any kind: what a folder holds, anybody can have written
+        except Exception as error:
+            # Errors of any kind: anybody can have written what a folder holds.
             reason = single_line(f"{type(error).__name__}: {error}", 200)
             damaged.append(f"{run.label}: it cannot be shown ({reason})")
     return RunSet(runs, damaged, run_set.absent, run_set.twins)
@@ -167,12 +174,12 @@ def without_unreadable(run_set: RunSet) -> RunSet:
 
 def _tables_of_one(run: RunRecord) -> None:
     """Make the tables of a report of this run only, and its row among all runs."""
-    one = Report(run.folder, RunSet([run], [], [], []), None)
-    runs_table(one)
-    if one.theorems:
-        theorems_table(one.theorems)
-        claims_table(one.theorems).latex()
-    if one.studies:
+    report = Report(run.folder, RunSet([run], [], [], []), None)
+    runs_table(report)
+    if report.theorems:
+        theorems_table(report.theorems)
+        claims_table(report.theorems).latex()
+    if report.studies:
         study = Study(run)
         errors.joint_table([study], ()).latex()
         group_size.joint_table([study], ()).latex()
@@ -181,7 +188,7 @@ def _tables_of_one(run: RunRecord) -> None:
         report_answers([study])
         decision_sentence(study, study.rollouts)
         error_figures.ratio_rows(study, error_figures.widest_setting(study))
-    if one.training:
+    if report.training:
         accuracy.accuracy_rows([run], (), swept_axis([run], ()))
         learning_rows([Learning("", run.metrics, run.evals)])
 
@@ -288,13 +295,13 @@ def _add_best_group_size(report: Report) -> None:
     If they cannot be compared, a note gives the reason.
     """
     try:
-        found = best_group_size(report.training, report.studies)
+        comparison = best_group_size(report.training, report.studies)
     except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         report.notes.append(f"whether G* trains best cannot be said: {single_line(error, 200)}")
         return
-    report.tables += found.tables()
-    report.answers.append(found.answer)
-    report.notes += found.notes
+    report.tables += comparison.tables()
+    report.answers.append(comparison.answer)
+    report.notes += comparison.notes
 
 
 def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
@@ -307,7 +314,7 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
         return [run.policy, run.dataset, run.code.get("weights"), run.config.get("temperature")]
 
     starts = [start(run) for run in report.training]
-    if axis.key == SIZE_KEY and all(own == starts[0] for own in starts):
+    if axis.key == SIZE_KEY and all(other == starts[0] for other in starts):
         for run in report.studies:
             gstar = Study(run).need(SCALING).gstar
             text = best_size(*gstar)
@@ -333,7 +340,8 @@ def _add_learning(
     for budget, members in budgets.items():
         several_sizes = len({run.config["group_size"] for run in members}) > 1
         members = sorted(members, key=lambda run: run.config["group_size"])
-        labels = []  # of each run: size and setting
+        # Size and setting of each run.
+        labels = []
         for run in members:
             setting = setting_labels(run, keys, axis)["setting"]
             labels.append((f"G={run.config['group_size']}", setting))

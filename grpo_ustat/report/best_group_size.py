@@ -9,7 +9,7 @@ theory, Lemma 6 and Theorem 7). Here C1, C2, C3 of the policy from which trainin
 compared with held-out accuracy, or mean reward, of training runs that differ only in G, n and seed.
 
 The outcome was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
-which carries less noise of evaluation than the last one alone; the last one is reported beside it.
+which has less noise of evaluation than only the last one; the last one is reported, too.
 A G is significantly different from the best if the simultaneous 95 % interval of their difference,
 paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
 """
@@ -37,8 +37,10 @@ from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign
 from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord, distinguishing_keys
 
-MEAN, LAST = "mean of the evaluations", "last evaluation"  # the first counts
-MIN_SEEDS = 3  # with every G, or differences are not compared
+# Outcomes of a run; claims are about the first.
+MEAN, LAST = "mean of the evaluations", "last evaluation"
+# Seeds with every G; with fewer, differences are not compared.
+MIN_SEEDS = 3
 POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
 CELL_KEYS = (
     "group_size", "seeds", "quantity", "mean_reward", "low", "high", "best", "difference",
@@ -122,7 +124,7 @@ class BudgetResult:
     def p_values(self, outcome: str = MEAN) -> dict[int, float]:
         """Return the p-value of the hypothesis, for each G, that it is the best one.
 
-        It is that of the difference from the best mean, two-sided paired t, Bonferroni over the
+        It is of the difference from the best mean, two-sided paired t, Bonferroni over the
         differences, and at most 5 % if the G differs significantly from the best.
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
@@ -165,7 +167,8 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
         run = grid[rollouts, size, seed]
         row = {"series": "", "rollouts": rollouts, "group_size": size, "seed": seed}
         row |= {key: run.evals[-1][key] for key in ("quantity", "low", "high", "n")}
-        for outcome, value_of in OUTCOMES.items():  # in place of the step of accuracy_cells
+        # An outcome takes the place of the step in `accuracy_cells`.
+        for outcome, value_of in OUTCOMES.items():
             rows.append(row | {"step": outcome, "mean_reward": value_of(run)})
     cells = accuracy_cells(rows)
     by_outcome = {name: [cell for cell in cells if cell["step"] == name] for name in OUTCOMES}
@@ -193,7 +196,7 @@ class Comparison:
         return worst_verdict(self.claims)
 
     def tables(self) -> list[Table]:
-        """Make the table of each G with predicted error and trained result, and that of claims."""
+        """Make the table of predicted error and trained result by G, and the table of claims."""
         rows, quantity = [], joint_quantity(row["quantity"] for row in self.rows)
         for row in self.rows:
             difference, verdict = "-", "largest mean"
@@ -292,14 +295,16 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
     """Return the law of the policy from which a run starts, of the one study that measured it."""
-    own = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
-    differing = [[key for key in own if own[key] != run.keys.get(key)] for run in studies]
+    policy_keys = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
+    differing = [
+        [key for key in policy_keys if policy_keys[key] != run.keys.get(key)] for run in studies
+    ]
     same = [run for run, keys in zip(studies, differing, strict=True) if not keys]
     if studies and not same:
         key = differing[0][0]
         raise ConfigError(
-            f"{key} is {own[key]} in training and {studies[0].keys.get(key)} in the study: measure "
-            "the policy that training starts from"
+            f"{key} is {policy_keys[key]} in training and {studies[0].keys.get(key)} in the study: "
+            "measure the policy that training starts from"
         )
     if len(same) != 1:
         raise ConfigError(f"{len(same)} finished studies are of the policy before training, one is "
@@ -391,10 +396,10 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
     """Name the G that trained best, and which others are significantly different from it."""
-    alike = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
+    not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
         f"the best is G = {budget.best(outcome)}; not significantly different from it: "
-        f"{comma_list(alike) or 'no other G'}; significantly different: "
+        f"{comma_list(not_different) or 'no other G'}; significantly different: "
         f"{comma_list(budget.distinct(outcome)) or 'no G'}"
     )
 

@@ -16,7 +16,8 @@ from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.streams import single_line
 
-CONFIG_KEYS = {  # that a configuration of a command has
+# Keys that the configuration of a command has.
+CONFIG_KEYS = {
     "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
               "eval.decoding", "max_steps", "seed"),
     "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
@@ -39,8 +40,9 @@ class RunSet:
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
-    """Find the run folders at or below whatever the patterns match, each once, G=4 before G=16."""
-    folders: dict[Path, Path] = {}  # by resolved path
+    """Find each run folder at or below the matches of the patterns once, G=4 before G=16."""
+    # By resolved path.
+    folders: dict[Path, Path] = {}
     for pattern in patterns:
         matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]
         if not matches:
@@ -55,13 +57,14 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
                 f"runs={pattern} matches a file ({matches[0]}), no folder: name run folders, or "
                 "one that they are in"
             )
-        own = []
-        for place in places:  # by its history, also a run whose configuration is lost
-            own += [file.parent.parent for file in place.rglob(CONFIG)]
-            own += [file.parent for file in place.rglob(history.NAME)]
-        if not own:
+        run_folders = []
+        # A run is recognised by its history, too, if its configuration is lost.
+        for place in places:
+            run_folders += [file.parent.parent for file in place.rglob(CONFIG)]
+            run_folders += [file.parent for file in place.rglob(history.NAME)]
+        if not run_folders:
             raise ConfigError(f"runs={pattern} holds no run: name folders such as outputs/train")
-        folders |= {folder.resolve(): folder for folder in dict.fromkeys(own)}
+        folders |= {folder.resolve(): folder for folder in dict.fromkeys(run_folders)}
     ordered = [folders[place] for place in sorted(folders, key=natural_order)]
     shared = os.path.commonpath([folder.absolute().parent for folder in ordered])
     return [
@@ -88,7 +91,8 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
         try:
             run = entry.record()
             _check(run)
-            _ = run.keys  # which a damaged configuration may not have
+            # A damaged configuration may have no keys.
+            _ = run.keys
             runs.append(run)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             damaged.append(f"{entry.label}: {single_line(error)}")
@@ -116,6 +120,7 @@ def _check(run: RunRecord) -> None:
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.command == "train":
-        _ = run.evals  # which notes damage
+        # Reading them notes damage.
+        _ = run.evals
     if not run.code:
         run.add_note("code.json is lost or damaged: its commit and weights are not known")

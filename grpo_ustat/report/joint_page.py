@@ -31,7 +31,8 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs import log
 from grpo_ustat.runs.record import RunRecord
 
-MAX_COMPLETIONS = 2000  # of all runs together
+# Of all runs together.
+MAX_COMPLETIONS = 2000
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Report:
 
     @property
     def studies(self) -> list[RunRecord]:
-        """Finished studies of the gradient's error, without those of equal rewards."""
+        """Finished studies of the gradient's error, without studies of equal rewards."""
         return [run for run in self._finished_studies if "equal_rewards" not in run.final_result]
 
     @property
@@ -203,14 +204,14 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
     of_problems = [run for run in runs if run.command == "gap"]
     facts: list[tuple[str, Cell]] = [
         ("Runs", counts(run.state.name for run in runs)),
-        ("Entries", counts(run.command for run in runs)),
+        ("Commands", counts(run.command for run in runs)),
     ]
     if of_models:
         facts += [
             ("Policies", counts(run.policy for run in of_models)),
-            ("Questions of", counts(run.dataset for run in of_models)),
-            ("Rollouts of the finished", total(of_models, "rollouts")),
-            ("Tokens of the finished", total(of_models, "tokens")),
+            ("Data sets", counts(run.dataset for run in of_models)),
+            ("Completions sampled by finished runs", total(of_models, "rollouts")),
+            ("Tokens sampled by finished runs", total(of_models, "tokens")),
         ]
     if of_problems:
         facts += [
@@ -218,11 +219,14 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
             ("Completions drawn from test problems", total(of_problems, "rollouts")),
         ]
     versions = [run.result.get("versions", {}) for run in runs if run.result is not None]
-    packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]
+    packages = [
+        f"grpo-ustat {packages_of_run.get('grpo-ustat', 'of unknown version')}"
+        for packages_of_run in versions
+    ]
     return [
         *facts,
-        ("Commits", counts((run.commit or "unknown")[:12] for run in runs)),
-        ("Package", counts(packages)),
+        ("Commits of the code", counts((run.commit or "unknown")[:12] for run in runs)),
+        ("Version", counts(packages)),
     ]
 
 

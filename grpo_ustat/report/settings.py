@@ -9,7 +9,8 @@ from typing import Any
 from grpo_ustat.runs.record import RunRecord, key_label
 
 SIZE_KEY, ROLLOUTS_KEY = "group_size", "budget.rollouts"
-TEST_KEYS = ("dataset.", "eval.", "data")  # runs that differ in these answered other questions
+# Runs that differ in these answered other questions.
+TEST_KEYS = ("dataset.", "eval.", "data")
 
 
 @dataclass(frozen=True)

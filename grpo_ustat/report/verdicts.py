@@ -127,7 +127,8 @@ def verdict_sentence(tested: Sequence[RunRecord]) -> str:
         tested: finished runs of theorems in order.
     """
     kinds = [kind_of(run) for run in tested]
-    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}  # of runs, by verdict
+    # Names of runs by verdict.
+    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}
     for run, identity in zip(tested, _identities(tested), strict=True):
         several = kinds.count(identity["theorem"]) > 1
         name = _theorem_name(identity) if several else identity["result"].partition(", ")[0]
@@ -148,8 +149,10 @@ def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Identify each run; `differs_in` separates runs of the same theorem and test problem."""
     identities = []
     for run in tested:
-        alike = [other.keys for other in tested if kind_of(other) == kind_of(run)]
-        keys = distinguishing_keys(alike, ("theorem.replicates",)) or distinguishing_keys(alike, ())
+        same_kind = [other.keys for other in tested if kind_of(other) == kind_of(run)]
+        keys = distinguishing_keys(same_kind, ("theorem.replicates",)) or distinguishing_keys(
+            same_kind, ()
+        )
         kind = kind_of(run)
         identities.append(
             {

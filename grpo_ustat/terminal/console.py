@@ -26,14 +26,15 @@ def excerpt(text: str, most: int) -> str:
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """Break a sentence into lines, none of which begins with a percent sign.
+    """Break a sentence into lines, but no number from its percent sign, nor a name from its value.
 
-    >>> print(wrapped("of them 12 % are equal", 11))
+    >>> print(wrapped("of them 12 % are equal, G = 2", 11))
     of them
     12 % are
-    equal
+    equal,
+    G = 2
     """
-    glued = re.sub(r"(?<=\d) %", "\0%", text)
+    glued = re.sub(r"(?<=\d) %| = ", lambda match: match[0].replace(" ", "\0"), text)
     lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ")
 

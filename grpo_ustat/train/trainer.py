@@ -77,7 +77,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
                 # Another process may have finished it meanwhile.
                 result = main_only(finished_result, config, folder) or train(config, folder)
     console.print(f"{wrapped(result['summary'])}\n", soft_wrap=True)
-    console.print(evaluation_table(result["evals"], all_pass_at=False).terminal())
+    console.print(evaluation_table(result["evals"], all_pass_at=False))
     console.print(f"next: {command_line('advise', str(folder.path))}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
     return result["final_mean_reward"]

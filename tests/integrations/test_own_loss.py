@@ -159,8 +159,7 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
 def test_what_is_not_decided_is_said():
     few = own_loss(a_pool(40), DAPO, 128, "dapo, std of the group")
     assert few.line() == (
-        "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 are "
-        "measured."
+        "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 measured."
     )
     assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
     assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()
@@ -176,8 +175,8 @@ def known(**against):
     efficiency = Interval(0.981, 0.941, 1.019), Interval(0.98, 0.941, 1.0)
     return OwnLoss(
         "dapo, std of the group", 8, 64, 96,
-        efficiency=RelativeEfficiency(efficiency[0], efficiency[0], efficiency[1], Interval(0.9,
-        0.8, 1.0)), against={int(name[1:]): Interval(*ends) for name, ends in against.items()},
+        efficiency=RelativeEfficiency(*efficiency[:1] * 2, efficiency[1], Interval(0.9, 0.8, 1.0)),
+        against={int(name[1:]): Interval(*ends) for name, ends in against.items()},
     )  # fmt: skip
 
 

@@ -9,14 +9,14 @@ from folders import studied, unsaved_study
 from grpo_ustat.measurements import error_figures
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.error_figures import ratio_rows
-from grpo_ustat.measurements.errors import CURVES, smallest
+from grpo_ustat.measurements.errors import CURVES, worse_baselines
 from grpo_ustat.measurements.group_size import SCALING, scaling_panel
 from grpo_ustat.pages.figures import plt
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.runs.record import RunRecord
 
 
-def test_the_least_error_is_marked_and_what_its_interval_does_not_tell_from_it():
+def test_unbiased_errors_above_the_interval_of_the_least_are_worse():
     rows = [
         {"baseline": name, "mse": x, "low": low, "high": high, "unbiased": name != "shrunken"}
         for name, x, low, high in (
@@ -26,8 +26,8 @@ def test_the_least_error_is_marked_and_what_its_interval_does_not_tell_from_it()
         )
     ]  # fmt: skip
     curves = unsaved_study({"curves": rows}).need(CURVES)
-    assert smallest(curves) == {"b": True, "a": False}
-    assert smallest(curves[:2]) == {}
+    assert worse_baselines(curves) == ["c"]
+    assert worse_baselines(curves[:2]) == worse_baselines([]) == []
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_rules_that_one_panel_alone_has_are_named_too(tmp_path, monkeypatch):
     (figure,) = drawn
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()][-1] == "opo"
-    titles = [axes.get_title("left") for axes in figure.axes[:2]]
+    titles = [" ".join(axes.get_title("left").split()) for axes in figure.axes[::2]]
     assert titles[1] == "batch: 16 rollouts: 16/G new questions x G completions"
     plt.close(figure)
 
@@ -120,5 +120,5 @@ def test_panels_of_studies_have_the_order_of_the_sweep(tmp_path):
         picture.index(f">{name}, bare</text>") for name in ("tiny_base", "tiny", "tiny_direct")
     ]
     assert places == sorted(places)
-    assert "batch: all 8 questions x G completions" in picture
-    assert "group mean (biased)" in picture and "MSE over the oracle's" in picture
+    assert "batch: all 8 questions x" in picture
+    assert "group mean (biased)" in picture and "the oracle's" in picture

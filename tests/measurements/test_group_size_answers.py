@@ -88,14 +88,17 @@ def test_one_rollout_has_no_group():
     "rollouts, answer",
     [
         (64, "at 64 rollouts a step use G = 4, within 5 % of the least error (G = 2: +44 % [+26 %, "
-         "+54 %]; G = 8: +25 % [+18 %, +40 %]). A step of 64 rollouts is 92 % noise [89 %, 94 %] "
-         "(half at n = 770); doubling it gains 86 % more."),
+         "+54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out gradient of 64 rollouts is 92 % "
+         "noise [89 %, 94 %] (half at n = 770). Twice the rollouts make up to 1.9 times the "
+         "progress per step."),
         (10, "at 10 rollouts a step use G = 5, within 5 % of the least error (G = 2: +41 % [+18 %, "
-         "+54 %]; G = 10: +41 % [+33 %, +54 %]). A step of 10 rollouts is 99 % noise [98 %, 99 %] "
-         "(half at n = 770); doubling it gains 97 % more."),
+         "+54 %]; G = 10: +41 % [+33 %, +54 %]). The leave-one-out gradient of 10 rollouts is 99 % "
+         "noise [98 %, 99 %] (half at n = 770). Twice the rollouts make up to 2.0 times the "
+         "progress per step."),
         (97, "only G = 97 divides 97; at 104 rollouts a step use G = 4, within 5 % of the least "
-         "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). A step of 97 rollouts "
-         "is 89 % noise [84 %, 91 %] (half at n = 770); doubling it gains 80 % more."),
+         "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out "
+         "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Twice the rollouts "
+         "make up to 1.8 times the progress per step."),
     ],
 )  # fmt: skip
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
@@ -313,16 +316,17 @@ NOISE = {
 @pytest.mark.parametrize(
     "size, sentence",
     [
-        (None, "A step of 256 rollouts is 75 % noise [67 %, 80 %] (half at n = 770); doubling it "
-         "gains 60 % more."),
-        (8, "A step of 256 rollouts is 80 % noise [28 %, 100 %] (half at n = 1000); doubling it "
-         "gains 66 % more."),
-        (50, "A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 "
-         "%."),
+        (None, "75 % noise [67 %, 80 %] (half at n = 770). Twice the rollouts make up to "
+         "1.6 times the progress per step."),
+        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Twice the rollouts make up to "
+         "1.7 times the progress per step."),
+        (50, "3 % noise [2 %, 7 %] (half at n = 9). Half the rollouts make 97 % of the "
+         "progress per step."),
     ],
 )  # fmt: skip
 def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):
-    assert noise_sentence(unsaved_study(RESULT | {"noise": NOISE}), 256, size) == sentence
+    found = noise_sentence(unsaved_study(RESULT | {"noise": NOISE}), 256, size)
+    assert found == f"The leave-one-out gradient of 256 rollouts is {sentence}"
 
 
 def test_without_a_noise_scale_nothing_is_said():
@@ -332,7 +336,7 @@ def test_without_a_noise_scale_nothing_is_said():
     )
     unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
     assert noise_sentence(unsaved_study(RESULT | {"noise": {"curve": [unknown]}}), 256) == (
-        "A step of 256 rollouts is at least 61 % noise."
+        "The leave-one-out gradient of 256 rollouts is at least 61 % noise."
     )
     nothing = unknown | {"rollouts_low": 0.0}
     assert noise_sentence(unsaved_study(RESULT | {"noise": {"curve": [nothing]}}), 256) == ""
@@ -381,7 +385,10 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
         for step, values in enumerate([(9, 9, 9, 9)] * 3 + [(1, 2, 9, 0.1)] * 4)
     ]
     text = training_noise_sentence(rows, 4, 90)
-    assert text.startswith("A step of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90);")
+    start = (
+        "The leave-one-out gradient of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90). "
+    )
+    assert text.startswith(start)
     assert text.endswith("Steps 3 to 6 together.")
     assert training_noise_sentence(rows[:3], 4, 90) == ""
 

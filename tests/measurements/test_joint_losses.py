@@ -9,6 +9,7 @@ import pytest
 from folders import loss_row, refused_loss, studied
 
 from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.loss_efficiencies import WORSE_SIZE_NOTE
 from grpo_ustat.measurements.losses import LOSSES, answer, joint_tables, loss_panels
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.report.collect import entries_in, read_runs
@@ -62,19 +63,21 @@ def test_a_pool_without_a_measured_loss_has_no_panel(tmp_path):
 
 
 def test_the_table_has_a_row_per_policy_loss_and_size(tmp_path):
-    losses = [*OF_A, loss_row("b", 8, **UNDECIDED), refused_loss("b", 16, "too few")]
+    losses = [*OF_A, loss_row("a", 16, may_be_best=False), loss_row("b", 8, **UNDECIDED)]
+    losses.append(refused_loss("b", 16, "too few"))
     (table,) = joint_tables(of_sweep(tmp_path, x=("tiny", "grpo", losses)))
     policy, numbers = "tiny, bare\narithmetic\nn = 256", "0.900\n[0.800, 0.950]"
     efficiencies, noise = ("0.90\n[0.80, 1.00]", "0.45\n[0.40, 0.50]"), "0.80\n[0.70, 0.90]"
     assert table.rows == [
-        [policy, "a", "4~", *efficiencies, numbers, noise],
-        [policy, "a", "8*", *efficiencies, numbers, noise],
+        [policy, "a", "4", *efficiencies, numbers, noise],
+        [policy, "a", "8", *efficiencies, numbers, noise],
+        [policy, "a", "16", efficiencies[0], "0.45*\n[0.40, 0.50]", numbers, noise],
         [policy, "b", "8", "not decided", "not decided", "not known", noise],
     ]
-    assert table.marks == {(0, 2): False, (1, 2): True}
-    assert [row["group_size"] for row in table.data] == [4, 8, 8, 16]
-    assert "x: Not at G = 16: too few." in table.notes
-    assert r"\textbf{8}" in table.latex() and r"\underline{4}" in table.latex()
+    assert [row["group_size"] for row in table.data] == [4, 8, 16, 8, 16]
+    assert {"x: Not at G = 16: too few.", WORSE_SIZE_NOTE} < set(table.notes)
+    (table,) = joint_tables(of_sweep(tmp_path / "alike", x=("tiny", "grpo", OF_A)))
+    assert WORSE_SIZE_NOTE not in table.notes
 
 
 SENTENCES = {

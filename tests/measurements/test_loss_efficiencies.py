@@ -18,6 +18,7 @@ from grpo_ustat.measurements.loss_efficiencies import (
 )
 from grpo_ustat.measurements.losses import LOSSES, draw
 from grpo_ustat.runs.library import load_run
+from grpo_ustat.terminal.console import Console
 
 NOT_DECIDED = {"efficiency_same_g": (None, 0.0, None), "direction": (None, 0.0, None)}
 DECIDED = [
@@ -101,15 +102,33 @@ def test_a_study_without_losses_shows_nothing(tmp_path):
 def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
     undecided = loss_row("undecided", 8, **NOT_DECIDED), refused_loss("undecided", 16, "too few")
     losses = [*DECIDED, *undecided, refused_loss("absent", 8, "no")]
+    losses += [loss_row("partly", 4, **NOT_DECIDED), loss_row("partly", 8, may_be_best=False)]
     table, _ = efficiency_tables(efficiencies(*losses))
-    assert table.columns == ["G", "decided", "undecided"] and "n = 256" in table.title
+    assert table.columns == ["G", "decided", "partly"] and "n = 256" in table.title
     assert table.rows == [
         ["4", "0.45\n[0.40, 0.50]", "-"],
-        ["8", "0.45\n[0.40, 0.50]", "not decided"],
+        ["8", "0.45\n[0.40, 0.50]", "0.45*\n[0.40, 0.50]"],
         ["16", "0.45\n[0.40, 0.50]", "-"],
     ]
-    assert table.notes[1:] == ["Not at G = 16: too few."]
-    assert table.marks[1, 1] is True and table.marks[0, 1] is False
+    reason = "whose direction is not known from these questions."
+    assert table.notes[1:] == [
+        "*: significantly worse than the best G of the same loss.",
+        f"Not decided at any G: undecided, {reason}",
+        f"Not decided at G = 4: partly, {reason}",
+        "Not at G = 16: too few.",
+    ]
+
+
+def test_losses_without_any_decided_efficiency_are_a_line_and_no_figure(tmp_path, capsys):
+    rows = efficiencies(*(loss_row(name, 8, **NOT_DECIDED) for name in "ab"))
+    table, details = efficiency_tables(rows)
+    assert not table.rows and table.notes[0].startswith("Not decided at any G: a and b, ")
+    assert details.columns == ["loss", "advantage and tokens", "G", "share of noise"]
+    Console(width=80).print(table)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("Relative efficiency at n = 256") and "any G: a and b" in printed
+    draw(tmp_path, {study_of(tmp_path): rows}, [])
+    assert not list(tmp_path.iterdir())
 
 
 def test_many_losses_are_tables_side_by_side_of_four():
@@ -152,8 +171,6 @@ def test_the_figure_has_a_line_a_loss_that_is_decided_and_names_the_others(tmp_p
     for text in (">decided<", "> _open<", "tiny: accuracy 0.50, n = 256", BARS_NOTE):
         assert text in drawn
     assert "Not decided or not measured: undecided and absent." in drawn
-    draw(tmp_path, {study: efficiencies(loss_row("undecided", 8, **NOT_DECIDED))}, [])
-    assert "not decided from these questions" in (tmp_path / "losses.svg").read_text()
 
 
 def test_bars_are_the_intervals_and_leave_the_picture_where_they_are_wide_or_have_no_end():
@@ -187,7 +204,8 @@ def test_a_study_says_and_shows_what_a_rollout_of_its_losses_is_worth(tmp_path):
     page = (file.parent / "report.html").read_text()
     said = " ".join(said.split())
     for name in names:
-        assert re.search(rf"a rollout of [^(]*\b{name}\b", said)
+        assert re.search(rf"relative efficiency of [^(]*\b{name}\b", said)
         assert name in page
     assert "Relative efficiency at n = 16" in said and "Losses at every" in page
-    assert (file.parent / "losses.svg").is_file()
+    decided = any(row.get("efficiency_same_g") is not None for row in rows)
+    assert (file.parent / "losses.svg").is_file() == decided

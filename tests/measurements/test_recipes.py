@@ -72,51 +72,45 @@ def drawn(folder, scaling=SCALING, rows=MEASURED):
 
 
 def test_recipes_that_are_not_measured_are_judged_by_the_law_of_their_group_sizes():
-    rows = judged_of(rows=REFUSED)
-    assert [one.row.loss for one in rows] == list(RECIPES)
-    law = LAW
-    for one in rows:
-        size = one.row.group_size
-        assert one.alone and size == RECIPES[one.row.loss].group_size
-        extra = law.extra_error(size, 4)
-        assert 1 / one.efficiency_best_g.estimate - 1 == pytest.approx(extra.estimate)
-        assert 1 / one.efficiency_best_g.low - 1 == pytest.approx(extra.high)
-        assert 1 / one.efficiency_best_g.high - 1 == pytest.approx(extra.low)
+    recipes = judged_of(rows=REFUSED)
+    assert [recipe.row.loss for recipe in recipes] == list(RECIPES)
+    for recipe in recipes:
+        size = recipe.row.group_size
+        assert recipe.is_by_size and size == RECIPES[recipe.row.loss].group_size
+        extra = LAW.extra_error(size, 4)
+        assert recipe.efficiency == recipe.by_size
+        assert 1 / recipe.by_size.estimate - 1 == pytest.approx(extra.estimate)
+        assert 1 / recipe.by_size.low - 1 == pytest.approx(extra.high)
+        assert 1 / recipe.by_size.high - 1 == pytest.approx(extra.low)
     for place, n_mse in ((0, 13), (2, 8 + 2 + 9 / 7), (5, 66 + 9 / 63)):
-        assert rows[place].efficiency_best_g.estimate == pytest.approx(9 / n_mse)
+        assert recipes[place].by_size.estimate == pytest.approx(9 / n_mse)
     table = table_of(rows=REFUSED)
     assert table is not None
-    verdicts = [row[4] for row in table.rows]
-    assert all(text.startswith("group size alone: takes ") for text in verdicts)
-    assert verdicts[0] == "group size alone: takes 44 % more rollouts for the same error"
-    assert verdicts[6] == "group size alone: takes 57 times the rollouts for the same error"
+    assert {(row[3], row[5]) for row in table.rows} == {("not measured", "-")}
+    assert [table.rows[place][4][:4] for place in (0, 6)] == ["0.69", "0.02"]
     assert not any("rollouts in whole groups" in text for text in table.notes)
 
 
-def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
+def test_the_table_has_the_efficiency_of_the_whole_loss_and_of_its_group_size():
     table = table_of()
     assert table is not None and table.columns == [
         "recipe",
         "its loss",
         "G",
         "efficiency",
+        "by its group size alone",
         "verdict",
     ]
     assert table.rows[0] == [
         "2-GRPO (arXiv 2510.00977)", "std of the group, mean over the update's tokens", "2",
-        "0.80 [0.70, 0.90]", "takes 25 % more rollouts for the same error",
+        "0.80 [0.70, 0.90]", "0.69 [0.64, 0.81]", "25 % more rollouts",
     ]  # fmt: skip
-    assert [row[4] for row in table.rows[1:5]] == [
-        "takes 20 % fewer rollouts for the same error",
-        "not significantly different from the best, at most 25 % more rollouts",
-        "the best",
-        "not significantly different from the best, at most 25 % more rollouts; 0.50 of the groups "
-        "drawn count, so the efficiency of a rollout drawn is 0.50",
-    ]
-    alone = "group size alone: takes {} times the rollouts for the same error"
-    assert [row[4] for row in table.rows[5:]] == [
-        alone.format("7.3"), f"whole loss not decided; {alone.format('57')}"
+    different = "not significantly different"
+    assert [row[5] for row in table.rows[1:]] == [
+        "20 % fewer rollouts", different, "the best", different, "-", "-"
     ]  # fmt: skip
+    assert [row[3] for row in table.rows[5:]] == ["not measured", "not decided"]
+    assert "DAPO (arXiv 2503.14476): 0.50 [0.40, 0.60] of the groups drawn count" in table.notes[1]
     assert table.rows[3][1] == "less the group's mean, sum over tokens by the longest length"
     assert "at a batch's first update, of 255 or 256 rollouts in whole groups" in table.notes[0]
     assert "hold together in 95 % of studies" in table.notes[0]
@@ -129,11 +123,11 @@ def test_the_table_says_what_a_rollout_of_each_whole_loss_is_worth():
 
 def test_half_of_the_chance_to_miss_is_left_to_the_group_sizes():
     """A law's interval beside measured relative efficiencies, which take the other half."""
-    (one,) = [one for one in judged_of() if one.row.group_size == 64]
+    (recipe,) = [recipe for recipe in judged_of() if recipe.row.group_size == 64]
     extra = LAW.extra_error(64, 4, 1 - CHANCE)
-    assert 1 / one.efficiency_best_g.low - 1 == pytest.approx(extra.high)
-    wider = judged_of(rows=REFUSED)[5].efficiency_best_g
-    assert one.efficiency_best_g.low < wider.low < wider.high < one.efficiency_best_g.high
+    assert 1 / recipe.by_size.low - 1 == pytest.approx(extra.high)
+    narrow = judged_of(rows=REFUSED)[5].by_size
+    assert recipe.by_size.low < narrow.low < narrow.high < recipe.by_size.high
 
 
 def test_where_the_best_size_is_not_decided_measured_recipes_stand_alone():
@@ -143,17 +137,10 @@ def test_where_the_best_size_is_not_decided_measured_recipes_stand_alone():
     assert table_of(early, REFUSED) is None
     table = table_of(undecided)
     assert table is not None
-    assert [row[3] for row in table.rows[4:]] == ["1.00 [0.80, 1.20]", *["not decided"] * 2]
-    assert table.rows[5][4] == "group size alone: not decided"
-
-
-def test_a_group_size_that_may_be_as_good_is_not_said_to_take_more():
-    wide = SCALING | {"covariance": np.diag([0.5, 0.01, 0.01]).tolist()}
-    table = table_of(wide, REFUSED)
-    assert table is not None
-    assert table.rows[2][4].startswith(
-        "group size alone: not significantly different from the best, at most "
-    )
+    assert [row[3] for row in table.rows[4:]] == [
+        "1.00 [0.80, 1.20]", "not measured", "not decided"
+    ]  # fmt: skip
+    assert {row[4] for row in table.rows} == {"not decided"}
 
 
 @pytest.mark.slow

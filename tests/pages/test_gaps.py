@@ -87,7 +87,7 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
     assert not runs.damaged
     studies = list(map(Study, runs.runs))
     for table in (errors.joint_table(studies, ()), group_size.joint_table(studies, ())):
-        assert table.latex() and table.csv() and table.terminal()
+        assert table.latex() and table.csv()
     error_figures.draw_joint(tmp_path, "mse", studies, [])
     group_size.draw_joint(tmp_path, "fixed_n", studies, [])
 
@@ -112,7 +112,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
         assert titles
         words = [
             *titles,
-            errors.curve_tables({one: one.need(errors.CURVES)})[0].title,
+            errors.curve_tables({one: one.need(errors.CURVES)})[0].notes[0],
             facts(RunRecord(folder))[0][0],
         ]
         (other,) = {"accuracy", "mean reward"} - {quantity}
@@ -136,8 +136,8 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     (folder / "result.json").write_text(json.dumps(result))
     run, other = RunRecord(folder, "a"), Study(RunRecord(study(tmp_path / "b")[0], "b"))
     one = Study(run)
-    title = errors.curve_tables({one: one.need(errors.CURVES)})[0].title
-    assert f"averaged over {batch} (" in title and f"({scope})" in title
+    table = errors.curve_tables({one: one.need(errors.CURVES)})[0]
+    assert f"averaged over {batch} (" in table.title and f"({scope})" in table.notes[0]
     assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
     law = next(table for table in tables(run) if "Scaling law" in table.title)
     assert law.notes[0] == f"95 % intervals {scope}."

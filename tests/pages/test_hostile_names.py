@@ -47,7 +47,7 @@ def table_of(names):
 def test_a_terminal_shows_names_as_they_are_written(capsys):
     console = Console(width=25_000)
     for name in NAMES:
-        console.print(table_of([name]).terminal())
+        console.print(table_of([name]))
         console.print(name, soft_wrap=True)
         tell(name)
         text = capsys.readouterr().out

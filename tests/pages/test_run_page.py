@@ -18,6 +18,7 @@ from folders import completed
 from page_views import page_of
 from test_page import SVG, Skeleton
 
+from grpo_ustat.measurements.study_page import COSTS_CAPTION
 from grpo_ustat.pages import run_page as pages
 from grpo_ustat.pages.page import render, visible
 from grpo_ustat.pages.run_page import leave_page
@@ -122,7 +123,8 @@ def test_page_of_a_finished_training_run(tmp_path):
     assert cut.startswith("WARNING: 10%") and left_out.startswith("WARNING: 7 questions")
     facts = dict(page.facts)
     assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
-    assert facts["Starts"] == "2; went on from step 2" and facts["Alarms"] == "no_signal in 2 steps"
+    assert facts["Started"] == "2 times; resumed from step 2"
+    assert facts["Alarms"] == "no_signal in 2 steps"
     assert facts["Commit"].startswith("f" * 40 + ", with 2 lines")
     assert (facts["Steps"], facts["Wall time of training steps"]) == ("4 of 4", "8 s")
     accuracy = page.tables[0]
@@ -198,6 +200,7 @@ def test_page_of_a_study(tmp_path):
     assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
     assert page.next_step in render(page)
     assert page.notes[1] == "corr(q, Z) = -0.5." and page.lead is not None
+    assert page.lead.title == COSTS_CAPTION
     assert [figure.data for figure in page.figures] == ["curves.csv", None]
     assert page.figures[1].title == "own"
     by_title = {table.title: table for table in page.tables}
@@ -208,7 +211,7 @@ def test_page_of_a_study(tmp_path):
     assert "method: closed_form" in curves.notes[0]
     assert law.notes[1:] == ["not above 0"]
     assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
-    assert dict(page.facts)["Answers not judged"] == 3
+    assert dict(page.facts)["Answers that could not be judged"] == 3
 
 
 def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
@@ -227,7 +230,9 @@ def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
     assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
     assert page.next_step.startswith("harder questions: grpo-ustat mse ")
     assert [table.title for table in page.tables] == ["Starts and ends"] and page.figures == []
-    assert dict(page.facts)["Questions"] == 10 and "Parameters measured" not in dict(page.facts)
+    assert dict(page.facts)["Questions"] == 10 and "Parameters of the gradient" not in dict(
+        page.facts
+    )
     assert "All are right." in render(page)
 
 

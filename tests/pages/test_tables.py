@@ -44,8 +44,8 @@ def table(rows, **options):
 
 
 def test_a_study_is_a_line_above_its_rows_and_a_cell_is_one_line():
-    rows = [["tiny\narithmetic", "2", "23.1\n[21.3, 25.0]"], ["tiny\narithmetic", "4", "-0.5"]]
-    text = table(rows, notes=["95 % intervals"], marks={(0, 2): True, (1, 2): False}).latex()
+    rows = [["tiny\narithmetic", "2", "23.1*\n[21.3, 25.0]"], ["tiny\narithmetic", "4", "-0.5"]]
+    text = table(rows, notes=["95 % intervals"]).latex()
     check_latex(text)
     assert text == (
         "% \\usepackage{booktabs,graphicx}\n\\begin{table}\n\\centering\n"
@@ -53,8 +53,8 @@ def test_a_study_is_a_line_above_its_rows_and_a_cell_is_one_line():
         "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%\n"
         "\\begin{tabular}{rr}\n\\toprule\nG & none \\\\\n\\midrule\n"
         "\\multicolumn{2}{l}{tiny, arithmetic} \\\\\n"
-        "2 & \\textbf{23.1} {\\scriptsize [21.3, 25.0]} \\\\\n"
-        "4 & \\underline{$-$0.5} \\\\\n"
+        "2 & 23.1* {\\scriptsize [21.3, 25.0]} \\\\\n"
+        "4 & $-$0.5 \\\\\n"
         "\\bottomrule\n\\end{tabular}%\n}\n\\end{table}\n"
     )
 
@@ -100,9 +100,9 @@ def test_every_exported_table_has_no_option_after_a_lines_end(report):
     assert names >= {"mse", "fixed_n", "accuracy", "budget", "theorems", "claims", "runs"}
     for path in tables:
         check_latex(path.read_text())
-    assert "\\textbf{4.00} {\\scriptsize [2.00, 8.00]}" in (report / "mse.tex").read_text()
+    assert "4.00 {\\scriptsize [2.00, 8.00]}" in (report / "mse.tex").read_text()
     accuracy = (report / "accuracy.tex").read_text()
-    assert "\\textbf{" in accuracy and "\\underline{" in accuracy and "Bold: largest" in accuracy
+    assert "* {\\scriptsize" in accuracy and "*: significantly less" in accuracy
 
 
 @pytest.mark.slow

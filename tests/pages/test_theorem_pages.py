@@ -49,7 +49,7 @@ def test_page_of_a_finished_study(folder):
     facts = dict(page.facts)
     assert facts["Test problem"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
     assert (facts["Completions drawn"], facts["Wall time"]) == ("1 234 567", "12 s")
-    assert facts["Fingerprint"] == "0123456789ab" and "Model" not in facts
+    assert facts["Hash of the configuration"] == "0123456789ab" and "Model" not in facts
     (figure,) = page.figures
     assert figure.data == "curves.csv"
 

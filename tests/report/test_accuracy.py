@@ -9,6 +9,7 @@ from grpo_ustat.report.accuracy import (
     BY_BUDGET,
     BY_LINE,
     BY_SETTING,
+    LESS,
     accuracy_cells,
     accuracy_table,
     budget_table,
@@ -138,13 +139,13 @@ def test_equal_sizes_are_seldom_told_apart(seeds, rng):
 
 def test_captions_name_the_number_of_seeds():
     def said(rows):
-        return " ".join(notes(accuracy_cells(rows), ("*", "~", "no mark"), "the G of a row"))
+        return " ".join(notes(accuracy_cells(rows), LESS, "the G of a row"))
 
     five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
     one = [row(16, 0, 0.2), row(32, 0, 0.1)]
     assert "seeds (5)" in said(five) and "one seed" not in said(five)
     cells = pooled_cells(accuracy_cells(one))
-    assert "one seed; ring" in captions(cells, "the G of a line")[0]
+    assert "one seed; hollow" in captions(cells, "the G of a line")[0]
     alike = [cell | {"decided": False} for cell in cells]
     assert "ring" not in captions(alike, "the G of a line")[0]
     assert "seeds (" not in said(one) and "(not paired)" in said(one)
@@ -187,7 +188,7 @@ def test_the_best_of_a_table_of_budgets_is_one_and_all_others_are_compared_with_
     assert sum(cell["best"] for cell in by_step) == 2  # one for each budget
     sheet = budget_table(list(cells.values()))
     marks = [[text.split()[0][5:] for text in line[1:]] for line in sheet.rows]
-    assert sheet.columns == ["", "G = 4", "G = 8"] and marks == [["", "~"], ["*", ""]]
+    assert sheet.columns == ["", "G = 4", "G = 8"] and marks == [["*", ""], ["", "*"]]
 
 
 def test_a_cell_says_when_it_has_fewer_seeds_or_none():
@@ -245,23 +246,22 @@ def test_pooled_intervals_of_three_seeds_cover(rng):
 
 
 def test_nothing_is_the_best_where_nothing_differs():
-    """Equal means with noise: no star, no tilde; a sure difference: both, as ever."""
+    """Equal means with noise: no mark; a sure difference: that of the worse."""
     wave = [0.0, 0.02, -0.02]
     rows = [row(4, s, 0.5 + wave[s]) for s in range(3)]
     rows += [row(8, s, 0.501 - wave[s]) for s in range(3)]
     cells = accuracy_cells(rows, BY_LINE)
     sheet = accuracy_table(cells, cells, Axis(values=(4, 8)))
-    assert not any(mark in str(sheet.rows) for mark in "*~") and not sheet.marks
+    assert LESS not in str(sheet.rows)
     cells = accuracy_cells([*rows, *(row(16, s, 0.1 + wave[s]) for s in range(3))], BY_LINE)
     sheet = accuracy_table(cells, cells, Axis(values=(4, 8, 16)))
-    assert "0.500~" in sheet.rows[0][1] and "0.501*" in sheet.rows[0][2]
-    assert sheet.marks == {(0, 1): False, (0, 2): True}
+    assert [cell.split("\n")[0] for cell in sheet.rows[0][1:]] == ["0.500", "0.501", "0.100*"]
 
 
 def test_a_single_cell_is_not_the_best_of_anything():
     cells = accuracy_cells([row(4, 0, 0.5), row(4, 1, 0.6)], BY_LINE)
     sheet = accuracy_table(cells, cells, Axis(values=(4,)))
-    assert sheet.rows[0][1] == "0.550\n[0.000, 1.000]" and not sheet.marks
+    assert sheet.rows[0][1] == "0.550\n[0.000, 1.000]"
 
 
 def test_settings_of_one_size_are_compared_as_sizes_are():

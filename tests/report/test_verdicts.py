@@ -210,8 +210,10 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
     ]  # fmt: skip
     places = [found.texts.index(text) for text in order[:-3]]
     assert places == sorted(places) and set(order) <= set(found.texts)
-    assert not {"Policies", "Tokens of the finished", "step", "accuracy"} & set(found.texts)
-    said = capsys.readouterr().out
+    assert not {"Policies", "Tokens sampled by finished runs", "step", "accuracy"} & set(
+        found.texts
+    )
+    said = " ".join(capsys.readouterr().out.split())
     assert "Theorem 8" in said and "The laws are the same." not in said and order[0] in said
 
 
@@ -265,8 +267,10 @@ def test_theorems_training_and_errors_make_one_report(tmp_path):
     studied(tmp_path / "mse", "tiny", {("none", 2): 1.0, ("none", 4): 0.5})
     report_runs([str(tmp_path / x) for x in ("gap", "train", "mse")], tmp_path / "report", None)
     texts = Shown((tmp_path / "report/report.html").read_text()).texts
-    assert texts[texts.index("Entries") + 1] == "gap (2); mse (1); train (1)"
-    assert texts[texts.index("Rollouts of the finished") + 1] == "384"  # 128 and 8 times 32
+    assert texts[texts.index("Commands") + 1] == "gap (2); mse (1); train (1)"
+    assert (
+        texts[texts.index("Completions sampled by finished runs") + 1] == "384"
+    )  # 128 and 8 times 32
     assert texts[texts.index("Completions drawn from test problems") + 1] == "6000"
     pictures = ["Lemma 6, the gap under constant and falling learning rates, on softmax",
                 "Theorem 8, the law of the gap, on coins", "MSE of the gradient"]  # fmt: skip
