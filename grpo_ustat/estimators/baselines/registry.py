@@ -25,8 +25,8 @@ class _Baselines(dict[str, Baseline]):
 
     Raises:
         KeyError: no baseline has this name.
-        TypeError: the entry point is no `Baseline` of this name, or cannot be called as baselines
-        are.
+        TypeError: the entry point is not a `Baseline` of this name, or cannot be called like
+            one.
     """
 
     def __init__(self) -> None:
