@@ -1,14 +1,14 @@
-r"""The error of any baseline's update of n rollouts, for new questions: no closed form is needed.
+r"""Error of any baseline's update of n rollouts, for new questions, without a closed form.
 
-A baseline is the loss whose rows weigh 1/n, so that the moments of its update ghat are those of
-`estimators.losses`: over all groups of G of the pool where their levels can be counted, over drawn
-groups else, over drawn batches of baselines that couple the questions of a batch. With B = n / G
-questions drawn independently,
+A baseline is a loss whose rows have weight 1/n, so the moments of its update ghat are those of
+`estimators.losses`: over all groups of G of the pool if their levels can be counted, else over
+drawn groups, and over drawn batches for baselines that couple the questions of a batch. With B = n
+/ G questions drawn independently,
 
     MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
 
-in which products of means are those of different questions, so that the number and its interval
-are of the population that the questions are a sample of.
+in which products of means are of different questions, so that the number and its interval are for
+the population from which the questions are a sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def baseline_rows(
     group_sizes: Sequence[int],
     rollouts: int,
 ) -> list[LossRow]:
-    """Return baselines as losses at every G, those that the pool does not tell with the reason.
+    """Return baselines as losses at every G, with the reason if the pool cannot measure one.
 
     Args:
         baselines: options by baseline.
@@ -49,10 +49,10 @@ def baseline_errors(
     draws: int,
     seed: int,
 ) -> dict[tuple[str, int], GradientError]:
-    """Compute errors by baseline and G, where the pool tells them, see `baseline_rows`.
+    """Compute errors by baseline and G, if the pool can measure them, see `baseline_rows`.
 
     Args:
-        draws: pairs of batches behind baselines that couple the questions of a batch.
+        draws: number of pairs of batches for baselines that couple the questions of a batch.
     """
     measured: dict[Loss, list[int]] = {}
     for row in baseline_rows(pool, baselines, group_sizes, rollouts):

@@ -10,7 +10,7 @@ from grpo_ustat.estimators.efficiency import without
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# Effective share up to which few weights decide it, which may not be drawn yet.
+# Largest effective share that depends on few weights, which may not have been drawn.
 MIN_BOUNDED = 0.6
 
 
@@ -34,14 +34,14 @@ def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of the policy at hand from the one that wrote the completions."""
+    """Distance of the current policy from the one that wrote the completions."""
 
-    # Of the latter from the former, nats a token.
+    # KL divergence of the latter from the former, nats a token.
     kl: Interval
     # Effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
     tokens: Interval
-    # The same share of the completions under the product of their tokens' ratios, of all questions
-    # and without each of them.
+    # The same share of the completions under the product of their tokens' ratios, for all questions
+    # and without each question.
     completions_D: Array
 
     @property
@@ -58,7 +58,7 @@ def drift_of(sums_PS: Array, count: int) -> Drift:
     """Compute the distance of the two policies, with intervals for new questions.
 
     Args:
-        sums_PS: of each question, see `mse.pool_parts.WeightedPart.drift`.
+        sums_PS: sums of each question, see `mse.pool_parts.WeightedPart.drift`.
         count: N.
     """
     tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
@@ -73,6 +73,6 @@ def drift_of(sums_PS: Array, count: int) -> Drift:
 
 
 def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
-    """Compute a share's interval, from 0 on where the largest weights may not be drawn yet."""
+    """Compute a share's interval, from 0 on if the largest weights may not have been drawn."""
     interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
     return interval if interval.estimate > MIN_BOUNDED else interval._replace(low=0.0)

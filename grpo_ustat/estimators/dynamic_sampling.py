@@ -1,14 +1,15 @@
 r"""Effect of dynamic sampling on the gradient, and cost of a kept group (DAPO, 2503.14476).
 
 Groups are drawn until B of them have rewards that differ; the rest, of zero variance, are dropped.
-With q_x the chance that a group of prompt x has zero variance (`p^G + (1-p)^G` for 0/1 rewards), `K
-= E[1 - q_X]` the share that is kept, and ghat any estimate that is 0 on zero-variance groups,
+With q_x the probability that a group of prompt x has zero variance (`p^G + (1-p)^G` for 0/1
+rewards), `K = E[1 - q_X]` the share of kept groups, and ghat any estimate that is 0 on
+zero-variance groups,
 
-    a kept group's prompt has the law   rho(x) (1 - q_x) / K
+    prompt of a kept group              distribution rho(x) (1 - q_x) / K
     E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
 
-since `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`: the two tilts cancel. So the direction is that of
-all groups and the scale 1/K, which changes as the policy does. B kept groups take `B / K`
+because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`: the two factors cancel. So the direction is
+that of all groups and the scale is 1/K, which changes with the policy. B kept groups need `B / K`
 generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbiased,
 
     B kept groups                      ( K M - ||grad J||^2 ) / B
@@ -16,13 +17,12 @@ generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbias
 
 Per generated group the first is `(M - ||grad J||^2 / K) / N`: better, because the number of kept
 groups is fixed, but only by the share `(1/K - 1) G / n_c(G)` (n_c is the noise scale). The same
-generated groups, zero-variance ones left out of the update and not replaced, have the error of the
-second line at the price of the first. So dynamic sampling pays as long as it throws away less than
-a share
+generated groups, without replacement of zero-variance ones, have the error of the second line at
+the cost of the first. So dynamic sampling pays if it throws away less than a share
 
     s = (1/K - 1) G / n_c(G)
 
-of its kept groups; some are thrown away since they come in batches larger than the gap to fill.
+of its kept groups; some are thrown away because they come in batches larger than needed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def kept_groups(
         zero_variance_P: unbiased estimates of q_x, see `ustatistic.zero_variance_share`.
         group_size: G.
         scale: n_c(G), in rollouts; an unknown end is NaN, a missing upper end infinite.
-        most: groups behind an estimate of q_x, at least 1.
+        most: number of groups for an estimate of q_x, at least 1.
         level: coverage of the interval of K, and of `scale`.
 
     >>> shares = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt

@@ -83,8 +83,8 @@ def around_answers(
 def _clock(moment: datetime | None) -> Iterator[None]:
     """Set the clock of chat templates to this moment; None: reading it is an error.
 
-    Transformers gives templates only its functions, of which `strftime_now` reads the clock of its
-    module.
+    Transformers gives templates only its functions. The function `strftime_now` reads the clock of
+    its module.
     """
 
     class Clock:

@@ -183,7 +183,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers
     ]
     modules = {name.rpartition(".")[0] for name in names}
-    # Each name as any layer has it.
+    # Names with all layer numbers replaced by 0.
     layers = {re.sub(r"\d+", "0", name) for name in names}
     placeless = [
         name

@@ -27,7 +27,7 @@ class UnfitRewards(ValueError):
 
 @dataclass(frozen=True)
 class Baseline:
-    """A named baseline.
+    """Declaration of a baseline.
 
     As groups grow a prompt's mean goes to its `target`, with epsilon the baseline's option:
 
@@ -46,10 +46,10 @@ class Baseline:
         sum_g_over_sigma     sum_f w_f g_f / (sigma_f + epsilon) over reward functions
     """
 
-    # The word used in configurations and tables.
+    # Name in configurations and tables.
     name: str
-    # The baseline itself, `baseline(rewards_PG, context, **options) -> advantage_PG`, each option
-    # with a default.
+    # The function `baseline(rewards_PG, context, **options) -> advantage_PG`, with a default for
+    # each option.
     advantage: Callable[..., Array]
     # True if E[estimate] is the gradient of the expected reward, given the past.
     unbiased: bool
@@ -57,10 +57,10 @@ class Baseline:
     min_group_size: int
     # Names of the `BaselineContext` fields that the baseline reads.
     needs: frozenset[str] = frozenset()
-    # Options, with their defaults, that the baseline itself does not take: those of the memory
-    # behind it, see `train.baseline_state`.
+    # Options of the memory, with their defaults, which the function does not take, see
+    # `train.baseline_state`.
     memory: Mapping[str, float] = field(default_factory=dict[str, float])
-    # Limit of the baseline's mean as groups grow, see above.
+    # Limit of the baseline's mean for large groups, see above.
     target: str = "expected_reward"
     # True if a prompt's advantages depend on other prompts' rewards or lengths.
     couples_prompts: bool = False
@@ -87,12 +87,12 @@ class Baseline:
 
     @property
     def only_trains(self) -> bool:
-        """True if the baseline remembers prompts or a fit of many batches: a study has no past."""
+        """True if the baseline remembers past batches, which a study does not have."""
         return bool(self.needs & {"tracker_P", "critic_P"})
 
 
 def require(value: Value | None, name: str, baseline: str) -> Value:
-    """Return the value of a `BaselineContext` field that a baseline cannot do without.
+    """Return the value of a `BaselineContext` field that a baseline needs.
 
     Args:
         value: value of the field.
@@ -110,7 +110,7 @@ def require(value: Value | None, name: str, baseline: str) -> Value:
 
 
 def quotient(numerator: Array, denominator: Array | float) -> Array:
-    """Divide elementwise; 0 where the numerator is 0, whatever the denominator.
+    """Divide elementwise; 0 where the numerator is 0, for any denominator.
 
     >>> quotient(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
     [0.0, 0.5]

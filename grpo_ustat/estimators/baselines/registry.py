@@ -19,14 +19,14 @@ PLUGIN_GROUP = "grpo_ustat.baselines"
 
 
 class _Baselines(dict[str, Baseline]):
-    """Our baselines by name.
+    """Built-in baselines by name.
 
-    A lookup also gives a baseline of an installed package, which is none of the keys.
+    A lookup also gives a baseline of an installed package, which is not among the keys.
 
     Raises:
         KeyError: no baseline has this name.
-        TypeError: the entry point is no `Baseline` of this name, or cannot be called as baselines
-        are.
+        TypeError: the entry point is not a `Baseline` of this name, or cannot be called like
+            one.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ def baseline(
     memory: Mapping[str, float] | None = None,
     target: str = "expected_reward",
 ) -> Callable[[Function], Function]:
-    """Return a decorator that puts a function, unchanged, among `BASELINES` by its own name.
+    """Return a decorator that enters a function, unchanged, in `BASELINES` by its name.
 
-    A baseline of ours needs nothing else: command line, `--help` and studies read it there. Another
-    package offers a `Baseline`.
+    A built-in baseline needs nothing else: command line, `--help` and studies read it there. Other
+    packages offer a `Baseline`.
 
     Args:
         words: description in `--help`, which shows only its first sentence if it is long.
@@ -112,7 +112,7 @@ def baseline(
 
 
 def plugin_baselines(names: Iterable[str] | None = None) -> set[str]:
-    """Return baselines of installed packages, of these names or all; ours are never replaced."""
+    """Return baselines of installed packages, by names or all; built-in ones are never replaced."""
     if names is not None and BASELINES.keys() >= set(names):
         return set()
     offered = entry_points(group=PLUGIN_GROUP).names.difference(BASELINES)
@@ -130,7 +130,7 @@ def advantages(
     Args:
         name: a key of `BASELINES`, or a baseline of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
-        context: the other numbers that the baseline reads.
+        context: other inputs of the baseline.
         options: the baseline's options, exactly those of `Baseline.options`.
 
     Raises:
@@ -148,7 +148,7 @@ def check_options(name: str, options: Mapping[str, float]) -> None:
     """Refuse options that are not exactly the baseline's.
 
     Raises:
-        ValueError: it names the unknown or missing options.
+        ValueError: the message names the unknown or missing options.
     """
     names = BASELINES[name].options
     faults = {
@@ -167,7 +167,7 @@ def check_shape(name: str, num_prompts: int, group_size: int) -> None:
     """Refuse fewer completions or prompts than the baseline is defined for.
 
     Raises:
-        ValueError: it names both numbers.
+        ValueError: the message has both numbers.
     """
     baseline = BASELINES[name]
     if group_size < baseline.min_group_size:

@@ -16,8 +16,8 @@ from grpo_ustat.records import Array, BaselineContext
 def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
     """Compute the single reward of each completion, `sum_f w_f r_f`, [P, G].
 
-    The sum runs function by function, so that a completion's sum does not depend on others: equal
-    rewards have equal sums, on any number of ranks.
+    The sum runs function by function, so that a completion's sum does not depend on other
+    completions: equal rewards have equal sums, on any number of ranks.
 
     >>> weighted_sum(np.array([[[1.0, 0.5], [0.0, 1.0]]]), np.array([1.0, 0.2])).tolist()
     [[1.1, 0.2]]
@@ -32,12 +32,12 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     """Normalise each function's rewards, then sum: GDPO, as TRL's `normalize_then_sum`, [P, G].
 
     The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
-    function's rewards separately, and their weighted sum is divided by the std of the whole batch
+    function's rewards separately, and their weighted sum is divided by the std of the batch
     (divisor P G - 1) plus epsilon. TRL also subtracts the batch's mean, which is 0 up to rounding;
-    left in place, a group of zero variance under every function has advantages of exactly 0. A
-    function of zero variance in a group counts nothing there, and the others as much as ever.
-    Biased, function by function as `group_std`: with many completions its mean goes to that of
-    sum_f w_f g_f/sigma_f, times one number for the batch.
+    without this subtraction, a group with zero variance under every function has advantages of
+    exactly 0. A function with zero variance in a group does not count there, and the others are not
+    affected. Biased for each function like `group_std`: with many completions its mean goes to that
+    of sum_f w_f g_f/sigma_f, times a number that is the same for the batch.
 
     Args:
         rewards_PGF: rewards of every function, float64.
@@ -66,7 +66,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     needs={"reward_weights_F", "rewards_PGF"}, target="sum_g_over_sigma",
 )  # fmt: skip
 def gdpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Return `normalise_then_sum` as a baseline: it reads the functions' rewards, never their sum.
+    """Return `normalise_then_sum` as a baseline: it reads the functions' rewards, not their sum.
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])
     >>> context = BaselineContext(rewards_PGF=z, reward_weights_F=np.ones(2))
