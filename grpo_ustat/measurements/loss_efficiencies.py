@@ -254,17 +254,18 @@ def efficiency_tables(
     if not losses:
         return []
     decided = [of_loss for of_loss in losses if any_decided(of_loss)]
-    lines = [*_undecided(losses), *not_measured([row for of_loss in losses for row in of_loss])]
+    undecided = _undecided(losses)
+    absent = not_measured([row for of_loss in losses for row in of_loss])
     title = f"Relative efficiency{wrote} at n = {losses[0][0].rollouts}, against {UNBIASED_BEST_G}"
-    side_by_side = [Table(title, ["G"], [], lines)]
-    if decided:
-        first_places = range(0, len(decided), MAX_BASELINES)
-        parts = [decided[place : place + MAX_BASELINES] for place in first_places]
-        worse = [WORSE_SIZE_NOTE] * any(row.is_worse for row in rows)
-        side_by_side = [_efficiency_table(title, part, [*notes, *worse]) for part in parts]
-        last = side_by_side[-1]
-        side_by_side[-1] = replace(last, notes=[*last.notes, *lines])
-    return [*side_by_side, _details_table(losses, wrote, notes)]
+    if not decided:
+        line = Table(title, ["G"], [], undecided)
+        return [line, _details_table(losses, wrote, [*notes, *absent])]
+    first_places = range(0, len(decided), MAX_BASELINES)
+    parts = [decided[place : place + MAX_BASELINES] for place in first_places]
+    worse = [WORSE_SIZE_NOTE] * any(row.is_worse for row in rows)
+    *first, last = (_efficiency_table(title, part, [*notes, *worse]) for part in parts)
+    last = replace(last, notes=[*last.notes, *undecided, *absent])
+    return [*first, last, _details_table(losses, wrote, notes)]
 
 
 def _efficiency_table(
