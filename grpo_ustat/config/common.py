@@ -19,10 +19,10 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")  # of torch, perhaps with 
 class LaunchConfig(ProcessConfig):
     """Processes and devices; none of it changes results."""
 
-    num_threads: int = field("of OpenMP, in each process", "threads", positive=True)
+    num_threads: int = field("of OpenMP in each process", "threads", positive=True)
     device: str = field("cpu, cuda, mps, xpu, npu or hpu; cuda:1 is the second GPU")
     judge_workers: int = field(
-        "beside each one, which judge answers that need it, such as MATH's",
+        "for judging answers, beside each process of the run; data sets such as MATH use them",
         "processes",
         positive=True,
     )
@@ -33,31 +33,30 @@ class Common(Shared):
     """Fields of the entrypoints that have a model and questions."""
 
     model: ModelConfig = node(ModelConfig, "the policy")
-    dataset: Any = field("the questions; fields of other kinds of data sets: dataset=NAME --help")
+    dataset: Any = field("the questions; for fields of another kind: --help dataset=NAME")
     prompt: PromptConfig = node(PromptConfig, "how a question is put to the model")
     launch: LaunchConfig = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         LaunchConfig, "processes and devices; none of it changes results"
     )
     reward_funcs: list[str] = field(
-        "that judge a completion: task, the data set's own, comes first; then any of format (an "
-        "answer can be read), termination (not cut), brevity (1 - length/max_completion_length), "
-        "FILE.py:FUNCTION or an entry point's name, such as [task,brevity,my.py:score]"
+        "functions that judge a completion: first task, the data set's own; then any of format "
+        "(an answer can be read), termination (not cut), brevity (1 - "
+        "length/max_completion_length), FILE.py:FUNCTION or the name of an entry point, such as "
+        "[task,brevity,my.py:score]"
     )
     reward_weights: list[float] | None = field(
-        "one for each of reward_funcs, in their order; the reward is the weighted sum; null: 1 "
-        "each; 0: in the metrics alone"
+        "weights of reward_funcs, in their order; the reward is the weighted sum; null: 1 each; "
+        "a function of weight 0 is in the metrics only"
     )
-    temperature: float = field(
-        "divides the logits, in sampling and in scoring alike", positive=True
-    )
+    temperature: float = field("divides the logits, in sampling and in scoring", positive=True)
     max_completion_length: int = field(
-        "of a completion; longer ones are cut and counted", "tokens", positive=True
+        "of a completion at most; a longer one is cut and counted as cut", "tokens", positive=True
     )
     rollout_batch_size: int = field(
-        "written side by side: memory and speed only", "completions", positive=True
+        "sampled at a time; changes memory and speed only", "completions", positive=True
     )
     show_prompts: int = field(
-        "to print, with how their answers are read, instead of a run; 0: run", "prompts"
+        "to print instead of a run, with the way their answers are read; 0: run", "prompts"
     )
 
     @property

@@ -40,19 +40,26 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".
 class DatasetConfig:
     """Fields of all kinds."""
 
-    name: str = field("in the run folder's name; of dataset=own, the entry point of the task")
-    kind: str = field("what makes or reads it; choose by dataset=NAME", choices=KINDS)
-    seed: int = field("which questions go where, whatever the run's own seed")
-    train_size: int | None = field(
-        "to train on; null: all that are left", "questions", positive=True
+    name: str = field(
+        "name of the data set, in the run folder's name; with dataset=own, the entry point of "
+        "the task"
     )
+    kind: str = field(
+        "the code that makes or reads the questions; choose by dataset=NAME", choices=KINDS
+    )
+    seed: int = field(
+        "seed of the split into train, test and study questions; the run's seed does not change it"
+    )
+    train_size: int | None = field("to train on; null: all that remain", "questions", positive=True)
     test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
-    study_size: int = field("of studies, never trained on", "questions", positive=True)
+    study_size: int = field("for studies by mse, never trained on", "questions", positive=True)
     reward: str | None = field(
-        "a reward of your own, FILE.py:FUNCTION or an entry point's name; null: the data set's"
+        "a reward function of your own, FILE.py:FUNCTION or the name of an entry point; null: "
+        "the data set's"
     )
     max_completion_length: int | None = field(
-        "of a completion, where max_completion_length is not set; null: it must be",
+        "of a completion at most, if the command's max_completion_length is not set; null: it "
+        "must be set",
         "tokens",
         positive=True,
         default=None,
@@ -86,13 +93,14 @@ class ArithmeticConfig(GeneratedConfig):
     """Several steps; operand ranges include both ends."""
 
     min_term: int = field("smallest term of sums and differences")
-    max_term: int = field("largest of them")
+    max_term: int = field("largest term of sums and differences")
     min_factor: int = field(
-        "smallest of the larger factors of products and of quotients; no multiples of ten"
+        "smallest value of a product's larger factor and of a quotient; multiples of ten are "
+        "left out"
     )
-    max_factor: int = field("largest of them")
-    min_digit: int = field("smallest of the smaller factors and of divisors")
-    max_digit: int = field("largest of them")
+    max_factor: int = field("largest value of a product's larger factor and of a quotient")
+    min_digit: int = field("smallest value of a product's smaller factor and of a divisor")
+    max_digit: int = field("largest value of a product's smaller factor and of a divisor")
 
     def check(self) -> None:
         """Refuse empty operand ranges; see `DatasetConfig.check`."""
@@ -128,14 +136,14 @@ class Gsm8kConfig(DatasetConfig):
     """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021)."""
 
     path: str = field(
-        "a file or folder (jsonl, json, CSV, Parquet, perhaps compressed) of your own, or a hub id"
+        "a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own, or a hub id"
     )
-    subset: str | None = field("of a hub id that has several; null: it has none")
+    subset: str | None = field("subset of the hub id; null: the hub id has none")
     revision: str | None = field("branch, tag or commit of the hub id; null: its main branch")
-    test_path: str | None = field("as path, of the test rows; null: they are in path")
-    test_revision: str | None = field("as revision, of test_path; null: its main branch")
-    train_split: str = field("name of the train rows there, of which the first are the study's")
-    test_split: str = field("name of the test rows there")
+    test_path: str | None = field("file, folder or hub id of the test rows; null: they are in path")
+    test_revision: str | None = field("branch, tag or commit of test_path; null: its main branch")
+    train_split: str = field("split with the train rows; its first rows are the study's")
+    test_split: str = field("split with the test rows")
 
     def check(self) -> None:
         """Refuse paths that do not exist or are the same; see `DatasetConfig.check`."""
@@ -172,23 +180,23 @@ class MathConfig(Gsm8kConfig):
     """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021)."""
 
     subjects: list[str] | None = field(
-        "of train rows to keep, such as [Algebra,Number Theory]; null: all seven"
+        "subjects of the train rows to keep, such as [Algebra,Number Theory]; null: all seven"
     )
-    levels: list[int] | None = field("of train rows to keep, 1 to 5; null: all")
+    levels: list[int] | None = field("levels of the train rows to keep, from 1 to 5; null: all")
     filter_test: bool = field("keep only those subjects and levels of the test rows too")
     test_ids: str | None = field(
         "a file with the unique_id of a test row on each line; null: all test rows"
     )
     max_answer_length: int = field(
-        "of an answer; longer ones earn nothing", "characters", positive=True
+        "of an answer at most; a longer one earns nothing", "characters", positive=True
     )
     judge_seconds: float = field(
-        "for judging one answer, past which it is counted as a time-out and earns nothing",
+        "for judging an answer; if it takes longer, it counts as a time-out and earns nothing",
         "seconds",
         positive=True,
     )
     judge_memory_gb: float = field(
-        "for judging one answer, past which it is counted as a failure and earns nothing",
+        "for judging an answer; if it takes more, it counts as a failure and earns nothing",
         "GiB",
         positive=True,
     )
@@ -221,16 +229,15 @@ class MathConfig(Gsm8kConfig):
 class JsonlConfig(DatasetConfig):
     """Rows of the user's own, with any columns."""
 
-    path: str = field(
-        "a file or folder (jsonl, json, CSV, Parquet, perhaps compressed) of your own"
-    )
+    path: str = field("a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own")
     test_path: str | None = field(
-        "as path, of the test rows; null: those of the folder, else some are split off from path"
+        "file or folder of the test rows; null: the test files of the folder in path, or rows "
+        "split off from path"
     )
-    question: str = field("the column that holds the question")
-    answer: str = field("the column that holds the expected answer, a text or a number")
+    question: str = field("column with the question")
+    answer: str = field("column with the expected answer, a text or a number")
     study_size: int | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        "of studies, never trained on; null: a quarter of the rows, at most 500",
+        "for studies by mse, never trained on; null: a quarter of the rows, at most 500",
         "questions",
         positive=True,
     )
@@ -363,7 +370,7 @@ class JsonlConfig(DatasetConfig):
 class OwnConfig(DatasetConfig):
     """A task of your own."""
 
-    options: dict[str, Any] = field("handed to the task, each by +dataset.options.NAME=VALUE")
+    options: dict[str, Any] = field("options of the task; add each by +dataset.options.NAME=VALUE")
 
     def check(self) -> None:
         """Refuse a task that no package offers; see `DatasetConfig.check`."""

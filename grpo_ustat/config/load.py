@@ -218,7 +218,7 @@ def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
     schema = kinds[values.kind]
     for key in set(values) - {declared.name for declared in fields(schema)}:
         raise ConfigError(
-            f"{name}.{key} means nothing to {name}.kind={values.kind}: choose a {NODE_NOUNS[name]} "
-            f"as a whole, by {name}=NAME"
+            f"{name}.kind={values.kind} has no field {name}.{key}: choose a {NODE_NOUNS[name]} "
+            f"with all its fields by {name}=NAME"
         )
     return schema

@@ -22,22 +22,24 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 class ModelSize:
     """Sizes behind costs; read from config.json if the model is a folder."""
 
-    parameters: int | None = field("how many it has; null: unknown", positive=True, default=None)
-    layers: int | None = field("how many it has; null: unknown", positive=True, default=None)
+    parameters: int | None = field(
+        "number of parameters; null: unknown", positive=True, default=None
+    )
+    layers: int | None = field("number of layers; null: unknown", positive=True, default=None)
     kv_width: int | None = field(
-        "that a token leaves in one layer's keys: key-value heads x their width; null: unknown",
+        "that a layer stores for the keys of a token: key-value heads x their width; null: unknown",
         "numbers",
         positive=True,
         default=None,
     )
     vocabulary: int | None = field(
-        "that it knows; null: unknown", "tokens", positive=True, default=None
+        "in the vocabulary; null: unknown", "tokens", positive=True, default=None
     )
     hidden: int | None = field(
-        "width of its hidden states; null: unknown", "numbers", positive=True, default=None
+        "width of the hidden states; null: unknown", positive=True, default=None
     )
     inner: int | None = field(
-        "width of its feed-forward layers; null: unknown", "numbers", positive=True, default=None
+        "width of the feed-forward layers; null: unknown", positive=True, default=None
     )
 
 
@@ -45,37 +47,43 @@ class ModelSize:
 class ModelConfig:
     """The policy."""
 
-    name: str = field("in the run folder's name")
+    name: str = field("name of the model, in the run folder's name")
     model_name_or_path: str = field(
         "embedded:NAME, cached:NAME (made by a script), a folder with a model or with LoRA "
-        "adapters of one, or org/name on the hub"
+        "adapters, or org/name on the hub"
     )
     revision: str | None = field(
         "branch, tag or commit on the hub; null: its main branch", default=None
     )
     dtype: str = field(
-        "of the weights; in bfloat16 AdamW's small steps are lost, bf16=true computes in it",
+        "type of the weights; in bfloat16 weights AdamW's small steps are lost: to train in "
+        "bfloat16, keep float32 and set bf16=true",
         choices=DTYPES,
         default="float32",
     )
     attn_implementation: str | None = field(
-        "of attention, by transformers' name; null: its own choice", choices=ATTENTION, default=None
+        "implementation of attention, by transformers' name; null: transformers chooses",
+        choices=ATTENTION,
+        default=None,
     )
     trust_remote_code: bool = field(
-        "run code that comes with the model; only ever on the command line", default=False
+        "run code that comes with the model; can be set on the command line only", default=False
     )
     learning_rate: float | None = field(
-        "of training all its parameters, where learning_rate is not set; null: it must be",
+        "learning rate of all parameters, if the command's learning_rate is not set; null: it "
+        "must be set",
         positive=True,
         default=None,
     )
     lora_learning_rate: float | None = field(
-        "of training adapters (lora=r16), where learning_rate is not set; null: it must be",
+        "learning rate of adapters (lora=r16), if the command's learning_rate is not set; null: "
+        "it must be set",
         positive=True,
         default=None,
     )
     size: ModelSize = node(
-        ModelSize, "what costs are estimated from, where the model is no folder that says it"
+        ModelSize,
+        "sizes from which costs are estimated, if no config.json in the model's folder gives them",
     )
 
     def check(self, *, cached: bool = True) -> None:
@@ -88,32 +96,30 @@ class ModelConfig:
 class PromptConfig:
     """Formatting of a question for the model."""
 
-    name: str = field("of the prompt, in messages")
-    template: str = field("a question as the model reads it, with {question}")
+    name: str = field("name of the prompt, in messages")
+    template: str = field("text that the model reads; {question} is replaced by the question")
     reply: str | None = field(
-        "how an example goes on after its question, with {answer} or {solution}; null: no examples",
+        "text after the question of an example, with {answer} or {solution}; null: no examples",
         default=None,
     )
     shots: int = field(
-        "with their solutions before the question, the same for all questions, from outside train, "
-        "test and study",
+        "with solutions before the question, the same for all questions; they are in none of "
+        "train, test and study",
         "examples",
         at_least=0,
         default=0,
     )
-    seed: int = field("which examples are drawn", default=0)
-    chat: bool | None = field(
-        "write turns in the model's own chat format; null: where the model has one"
-    )
-    system: str | None = field("the system turn of a chat; null: the format's own", default=None)
+    seed: int = field("seed of the choice of examples", default=0)
+    chat: bool | None = field("write turns in the model's chat format; null: if the model has one")
+    system: str | None = field("system turn of a chat; null: the chat format's own", default=None)
     stop: str | None = field(
-        "every token that contains it ends a completion, as its last; null: the model's end tokens "
-        "alone",
+        "text that ends a completion: the first token that contains it is the last one; null: "
+        "only the model's end tokens",
         default=None,
     )
     max_length: int | None = field(
-        "of a prompt, examples included; questions with a longer one are left out of train, test "
-        "and study; null: no limit",
+        "of a prompt at most, examples included; questions with a longer prompt are left out of "
+        "train, test and study; null: no limit",
         "tokens",
         positive=True,
         default=None,

@@ -60,31 +60,32 @@ class MseConfig(Common):
     )
     study: StudyConfig = node(StudyConfig, "what is measured, and how")
     rollout: RolloutConfig = node(
-        RolloutConfig, "what writes completions; the model itself scores them"
+        RolloutConfig, "the engine that writes completions; the model itself scores them"
     )
-    budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
-    baseline_options: dict[str, dict[str, float]] = field("the options of each baseline")
+    budget: StudyBudget = node(
+        StudyBudget, "numbers of completions from which the results are computed"
+    )
+    baseline_options: dict[str, dict[str, float]] = field("options of each baseline")
     objective: ObjectiveConfig = node(
         ObjectiveConfig, "the loss whose relative efficiency is measured, as train applies it"
     )
-    baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss's advantages")
+    baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss")
     objectives: list[str] = field(
-        "further losses to measure, presets with the advantages that they set, or with baseline",
+        "further losses to measure, by their presets; a preset that sets no baseline has that "
+        "of baseline=NAME",
         choices=OBJECTIVES,
         distinct=True,
     )
     baselines: list[str] = field(
-        "the baselines to compare, with their options under baseline_options",
+        "baselines to compare; their options are under baseline_options",
         choices=STUDIED_BASELINES,
         plugins=plugin_baselines,
         distinct=True,
     )
-    group_sizes: list[int] = field(
-        "in a group, every G of the curves", "completions", distinct=True
-    )
+    group_sizes: list[int] = field("in a group: the values of G", "completions", distinct=True)
     pool: str | None = field(
-        "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
-        "elsewhere; null: in the run folder"
+        "folder of scored completions to reuse and extend, or Parquet file of rollouts made "
+        "elsewhere; null: a folder in the run folder"
     )
 
     @property

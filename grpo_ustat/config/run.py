@@ -22,7 +22,8 @@ class ProcessConfig:
     """Processes; none of it changes results."""
 
     num_processes: int = field(
-        "that this command starts on this machine as ranks, by torchrun; 1: none, it is the run",
+        "that this command starts on this machine, as ranks of torchrun; 1: it starts none and "
+        "runs itself",
         "processes",
         positive=True,
     )
@@ -38,10 +39,12 @@ class LoggerConfig:
     Keys and addresses come from the tracker's own environment variables.
     """
 
-    name: str = field("of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
-    project: str | None = field("of the runs there; null: the tracker knows none")
+    name: str = field("name of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
+    project: str | None = field(
+        "project of the runs in the tracker; null: the tracker has no projects"
+    )
     finish_seconds: float = field(
-        "that the run waits at most for its tracker to open, take a row or end",
+        "for which the run waits at most until the tracker opens, takes a row or ends",
         "seconds",
         at_least=0,
     )
@@ -67,8 +70,12 @@ class LoggerConfig:
 class ReportConfig:
     """Report of a sweep, beside its runs."""
 
-    name: str | None = field("of the folder of its table and figure; null: none")
-    steps: list[int] | None = field("at which evaluations are drawn; null: at all", "steps")
+    name: str | None = field(
+        "name of the folder, beside the runs, of a sweep's table and figure; null: no report"
+    )
+    steps: list[int] | None = field(
+        "at which evaluations are drawn; null: all evaluations", "steps"
+    )
 
 
 @dataclass
@@ -76,15 +83,16 @@ class Shared:
     """Fields of every entrypoint that runs something."""
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
-    seed: int = field("what every random choice of the run depends on", at_least=0, below=MAX_COUNT)
+    seed: int = field("seed of every random choice of the run", at_least=0, below=MAX_COUNT)
     on_existing: str = field(
-        "what to do with a folder that this run has already; resume: go on, or show the result",
+        "what to do if the folder of this run exists; resume: continue, or show the result of a "
+        "finished run",
         choices=ON_EXISTING,
     )
-    output_root: str = field("the folder below which outputs are written", default="outputs")
+    output_root: str = field("folder below which outputs are written", default="outputs")
     dry_run: bool = field("print what would run and what it costs, and end")
-    report: ReportConfig = node(ReportConfig, "what a sweep leaves beside its runs")
-    logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what the run folder holds")
+    report: ReportConfig = node(ReportConfig, "the report of a sweep, beside its runs")
+    logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what is in the run folder")
 
     show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
 
@@ -125,10 +133,12 @@ def check_report_name(key: str, name: str) -> None:
 class ReportEntry:
     """Configuration of `grpo-ustat report`."""
 
-    runs: Any = field("folders of runs, or patterns of them: one, or a list")
-    name: str = field("of the report's folder")
-    output_root: str = field("the folder below which outputs are written", default="outputs")
-    steps: list[int] | None = field("at which evaluations are shown; null: at all", "steps")
+    runs: Any = field("folders of runs, or patterns of such folders: a single text or a list")
+    name: str = field("name of the report's folder")
+    output_root: str = field("folder below which outputs are written", default="outputs")
+    steps: list[int] | None = field(
+        "at which evaluations are shown; null: all evaluations", "steps"
+    )
 
     @property
     def patterns(self) -> list[Any]:

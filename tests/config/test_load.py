@@ -136,7 +136,7 @@ WRONG = {
         "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"
     ),
     "kind": ("mse", ["dataset.kind=x"], "unknown dataset.kind 'x': choose from arithmetic"),
-    "another kind": ("mse", ["dataset.kind=one_step"], "means nothing to dataset.kind=one_step"),
+    "another kind": ("mse", ["dataset.kind=one_step"], "dataset.kind=one_step has no field"),
     "null": ("mse", ["dataset.max_term=null"], "dataset.max_term=null: a whole number is"),
     "all": ("mse", ["dataset.train_size=null"], "train_size=null: dataset.kind=arithmetic needs"),
     "no tables": ("mse", ["dataset=plus_one", "dataset.tables=[]"], "tables=[] holds no question"),
@@ -165,30 +165,32 @@ WRONG = {
     "no box": (
         "train", ["dataset=math", "prompt=gsm8k"], "which prompt=gsm8k does not ask: use prompt="
     ),
-    "other entry": ("train", ["study.questions=3"], "it is one of mse's, grpo-ustat mse"),
+    "other entry": ("train", ["study.questions=3"], "it is a field of grpo-ustat mse"),
     "other overlay": (
-        "mse", ["experiment=figure5_offline"], "one of train's, grpo-ustat train"
+        "mse", ["experiment=figure5_offline"], "it is a choice of grpo-ustat train"
     ),
-    "other budget": ("train", ["budget=study"], "budget=study is one of mse's, grpo-ustat"),
-    "theorem of gap": ("mse", ["theorem=lemma6"], "theorem: it is one of gap's, grpo-ustat"),
+    "other budget": ("train", ["budget=study"], "it is a choice of grpo-ustat mse"),
+    "theorem of gap": ("mse", ["theorem=lemma6"], "has no theorem; it is a field of grpo"),
     "study of mse": (
         "gap", ["theorem=figure4"], "theorem=figure4 is shown by grpo-ustat mse experiment=figure4"
     ),
     "size of train": (
-        "gap", ["group_size=4"], "grpo-ustat train; gap has theorem.group_size"
+        "gap", ["group_size=4"], "grpo-ustat train; here it is theorem.group_size"
     ),
     "model of two": (
         "gap", ["model=tiny"],
-        "it is one of mse's or train's, grpo-ustat mse or grpo-ustat train",
+        "has no model; it is a field of grpo-ustat mse or grpo-ustat train",
     ),
-    "problem of gap": ("train", ["problem=coins"], "problem: it is one of gap's, grpo-ustat gap"),
-    "field of mse": ("gap", ["study.questions=3"], "study.questions: it is one of mse's"),
-    "field of gap": ("mse", ["theorem.shift=3"], "theorem.shift: it is one of gap's"),
+    "problem of gap": ("train", ["problem=coins"], "has no problem; it is a field of grpo"),
+    "field of mse": ("gap", ["study.questions=3"], "gap has no study.questions; it is a field"),
+    "field of gap": ("mse", ["theorem.shift=3"], "mse has no theorem.shift; it is a field"),
     "field of a theorem": (
-        "gap", ["theorem.shift=3"], "it is of theorem.kind=theorem12, choose such a theorem by "
-        "theorem="
+        "gap", ["theorem.shift=3"], "it is a field of theorem.kind=theorem12 only, choose such "
+        "a theorem by theorem="
     ),
-    "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
+    "field of a data set": (
+        "train", ["dataset.levels=[3]"], "it is a field of dataset.kind=math only, choose"
+    ),
     "theorems": ("gap", ["theorem=x"], "choose from corollaries9_10, lemma11"),
     "misspelt problem": ("gap", ["problem.rech=1"], "problem.rech: did you mean problem.reach?"),
     "another trainer's": ("mse", ["num_generations=4"], "here it is group_sizes"),
@@ -231,7 +233,7 @@ def test_the_command_line_refuses_them_in_the_same_words(entry, overrides, messa
 
 
 COMMANDS = {
-    "misspelt": (["grop_size=4"], "error: unknown key grop_size: did you mean group_size?"),
+    "misspelt": (["grop_size=4"], "error: unknown key grop_size: did you mean group_size=4?"),
     "unwritable": (["hydra.run.dir=/dev/null/x"], "/dev/null is not a writable folder"),
 }
 
@@ -390,7 +392,7 @@ def test_a_declared_rule_needs_no_other_place(tmp_path):
     assert "baseline_options.part_of_mean.share=0.5" in texts["options"]
     assert "did you mean part_of_mean? choose from batch_std" in texts["misspelt"]
     assert texts["no key"].strip() == (
-        "error: part_of_mean sets nothing: write baseline=part_of_mean"
+        "error: the argument part_of_mean is no KEY=VALUE: write baseline=part_of_mean"
     )
     assert "baseline.options.share=2.0 must be finite and in [1e-12, 1.0]" in texts["range"]
     (file,) = tmp_path.glob("outputs/train/*/seed-0/completions.parquet")
