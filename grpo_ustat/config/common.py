@@ -12,7 +12,8 @@ from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
-DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")  # of torch, perhaps with :NUMBER
+# Devices of torch; a number may follow, as in cuda:1.
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Common(Shared):
 
     @property
     def shared_settings(self) -> dict[str, str | float | None]:
-        """Settings that a dry run of either command shows, as one types them.
+        """Settings that a dry run of `train` or `mse` shows, by their names on the command line.
 
         "length" is max_completion_length.
         """
@@ -114,11 +115,11 @@ class Common(Shared):
 
     @property
     def most_questions(self) -> int | None:
-        """Number of the first questions of a split that are asked at most; None: all."""
+        """Largest number of questions to ask, the first ones of a split; None: all."""
         return None
 
     def check(self) -> None:
-        """Refuse rewards, data, prompts and models that cannot be used; see `Shared.check`."""
+        """Refuse rewards, data, prompts and models that cannot be used."""
         super().check()
         check_reward_funcs(self.reward_funcs, self.reward_weights)
         check_choice("launch.device", self.launch.device.partition(":")[0], DEVICES)
@@ -126,13 +127,14 @@ class Common(Shared):
         self.prompt.check()
         data, prompt = self.dataset, self.prompt
         boxed = "boxed" in f"{prompt.system} {prompt.template}"
+        # Every reply that follows a prompt without a box would earn nothing.
         if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
-            raise ConfigError(  # where no box is asked for, every obedient reply would earn nothing
+            raise ConfigError(
                 f"dataset={data.name} reads answers in \\boxed{{}}, for which "
                 f"prompt={prompt.name} does not ask: use prompt=qwen_math_cot, prompt=chat_boxed, "
                 "or a template that asks for it"
             )
-        # of rollouts made elsewhere, conversations are written by the template all the same
+        # Conversations in rollouts made elsewhere are written by the template in any case.
         imports = getattr(self, "imports_pool", False)
         if prompt.template_options and prompt.chat is False and not imports:
             raise ConfigError(

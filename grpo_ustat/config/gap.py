@@ -13,7 +13,8 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-OTHER_COMMANDS = {  # that show the results of the paper which gap does not test
+# Commands for the results of the paper that gap does not test.
+OTHER_COMMANDS = {
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
     "figure4": "mse experiment=figure4_offline",
@@ -29,13 +30,15 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 class TheoryConfig:
     """Fields that every theorem has."""
 
-    title: ClassVar[str] = ""  # of pages, figures and tables; not a field
-    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that it can be tested on
+    # Title in pages, figures and tables; it is no field.
+    title: ClassVar[str] = ""
+    # Kinds of test problems on which the theorem can be tested.
+    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")
 
     kind: str = field("result of the paper; choose by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse numbers with which it cannot be tested."""
+        """Refuse numbers with which the theorem cannot be tested."""
 
 
 @dataclass
@@ -173,7 +176,7 @@ class Theorem8Config(SimulatedConfig):
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
-    """GRPO's limit compared with the oracle's, and that with other baselines'."""
+    """The limit of GRPO against the oracle's, and the oracle's against other baselines'."""
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
@@ -369,7 +372,7 @@ class GapConfig(Shared):
 
     @property
     def experiment(self) -> Experiment:
-        """Input of its theorem's test."""
+        """Input of the theorem's test."""
         return Experiment(self.theorem, self.problem, self.seed, self.launch.workers)
 
     @property
@@ -385,7 +388,7 @@ class GapConfig(Shared):
         return words + (f", {replicates} replicates" if replicates else "")
 
     def check(self) -> None:
-        """Refuse a test problem on which the theorem cannot be tested; see `Shared.check`."""
+        """Refuse a test problem on which the theorem cannot be tested."""
         super().check()
         if self.problem.kind not in self.theorem.problems:
             raise ConfigError(

@@ -124,7 +124,8 @@ class PromptConfig:
         positive=True,
         default=None,
     )
-    template_options: Any = field(  # OmegaConf merges no mapping into null of a narrower type
+    # OmegaConf merges no mapping into null of a narrower type than Any.
+    template_options: Any = field(
         "keyword arguments of the model's chat template, such as {enable_thinking: false}; null: "
         "none",
         default=None,
@@ -167,7 +168,8 @@ class PromptConfig:
             raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
 
 
-TEMPLATE_ARGUMENTS = (  # of `apply_chat_template` and of templates, that are set here
+# Arguments of `apply_chat_template` and of templates that only this program sets.
+TEMPLATE_ARGUMENTS = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize", "padding"),
     *("continue_final_message", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception"),
@@ -185,24 +187,28 @@ def tf32_in_use(device: str, dtype: str) -> bool:
     return device.startswith("cuda") and dtype == "float32"
 
 
-MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9  # of a model; the largest have some hundred layers
-MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
+# Limits of a model; the largest models have some hundred layers.
+MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9
+# Limits of a config.json.
+MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
-CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")  # TRL's folders, verl's
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # of weights, or of their shards
+# Names of the folders of TRL and of verl.
+CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")
+# All weights in a file, or the index of their shards.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
-# how files begin that a download left in the place of weights, and what they are
+# Beginnings of files that a download left in the place of weights, with the kind of file.
 NO_WEIGHTS = {
     b"version https://git-lfs": "a pointer of git-lfs, not the file: git lfs pull fetches it",
     b"<!": "a page of HTML",
     b"<html": "a page of HTML",
     b"<?xml": "a page of XML",
 }
-WEIGHTS = ("config.json", "adapter_config.json")  # a checkpoint that can be loaded has one of them
-FETCH_COMMANDS = {
-    "smollm2-135m": "python scripts/tools/fetch_smollm2.py"
-}  # cached models, what makes them
+# A checkpoint that can be loaded has one of these files.
+WEIGHTS = ("config.json", "adapter_config.json")
+# Cached models with the commands that make them.
+FETCH_COMMANDS = {"smollm2-135m": "python scripts/tools/fetch_smollm2.py"}
 
 
 def cache_folder() -> Path:
@@ -210,12 +216,12 @@ def cache_folder() -> Path:
 
     It is GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache.
     """
-    own, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own or Path(common or "~/.cache") / "grpo_ustat").expanduser()
+    cache, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(cache or Path(common or "~/.cache") / "grpo_ustat").expanduser()
 
 
 def model_folder(model_name_or_path: str) -> Path:
-    """Return the folder for which a configured name stands; that of a hub id does not exist."""
+    """Return the folder of a configured name; for a hub id the folder does not exist."""
     for prefix, home in ((EMBEDDED, ASSETS), (CACHED, cache_folder())):
         if model_name_or_path.startswith(prefix):
             return home / model_name_or_path.removeprefix(prefix)
@@ -223,7 +229,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Return name and revision of the base model of a folder's LoRA adapters; None without."""
+    """Return name and revision of the base model of LoRA adapters; None without adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -254,7 +260,7 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
     Args:
         stored: its content.
         place: place of the model, for messages.
-        trusted: model.trust_remote_code=true is on the command line.
+        trusted: True if model.trust_remote_code=true is on the command line.
     """
     level: list[tuple[str, object]] = [("config.json", stored)]
     if not isinstance(stored, dict):
@@ -309,21 +315,21 @@ def read_config_json(folder: Path) -> object:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files from which a model in save_pretrained layout is loaded."""
-    whole, index = folder / WHOLE, folder / INDEX
+    single, index = folder / SINGLE, folder / INDEX
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    if os.path.lexists(whole):
+    if os.path.lexists(single):
         if shards:
             raise ConfigError(
-                f"{folder} holds {WHOLE}, which would be read, beside {shards[0].name} and its "
+                f"{folder} holds {SINGLE}, which would be read, beside {shards[0].name} and its "
                 "kind, which would not: move the older ones elsewhere"
             )
-        return [whole]
+        return [single]
     if not index.is_file():
         pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
         beside = f"; {pickled[0].name} may run code and is not read" if pickled else ""
         beside = f"; its shards need {INDEX}" if shards else beside
         raise ConfigError(
-            f"there is no {WHOLE} in {folder}{beside}: save the model with save_pretrained"
+            f"there is no {SINGLE} in {folder}{beside}: save the model with save_pretrained"
         )
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -376,9 +382,9 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Find the checkpoints in a run's folder that can be loaded, by their updates.
+    """Return the checkpoints in a run's folder that can be loaded, by their numbers of updates.
 
-    Paths below the working folder are relative, as one types them there.
+    Paths below the working folder are relative to it, to be typed there.
     """
     here = Path.cwd()
     run = run.relative_to(here) if run.is_relative_to(here) else run
@@ -398,13 +404,13 @@ def check_model(
     bases: Sequence[str] = (),
     key: str = "model.model_name_or_path",
 ) -> None:
-    """Refuse a name of no embedded or cached model, no folder of a model or of adapters, no id.
+    """Refuse a name that is no embedded or cached model, no folder with a model, and no hub id.
 
     Args:
         model_name_or_path: as configured.
-        cached: the cache must already hold a cached model.
-        trusted: code that comes with the model may run.
-        bases: folders of adapters of which it is the base.
+        cached: True if a cached model must be in the cache already.
+        trusted: True if code that comes with the model may run.
+        bases: folders of adapters that have this model as their base.
         key: configuration key for which it was typed.
     """
     name = model_name_or_path
@@ -419,7 +425,8 @@ def check_model(
             )
     elif name.startswith(("/", "./", "../", "~")) or os.path.exists(name):
         folder = Path(name).expanduser()
-        if not os.path.isdir(folder):  # False also of a name that no file system takes
+        # Unlike Path.is_dir, isdir is also False for a name that no file system accepts.
+        if not os.path.isdir(folder):
             raise ConfigError(f"{key}={name}: there is no folder {folder.resolve()}")
         adapters = adapter_base(folder)
         if adapters is not None:
@@ -448,8 +455,8 @@ def check_model(
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(f"{key}={name} is neither a folder nor org/name")
     elif key.startswith("study.") and "/" not in name:
-        own = f", such as {key}={EMBEDDED}{name}" if (ASSETS / name).is_dir() else ""
+        example = f", such as {key}={EMBEDDED}{name}" if (ASSETS / name).is_dir() else ""
         raise ConfigError(
             f"{key}={name}: there is no folder {Path(name).resolve()}, use a folder, org/name or "
-            f"{EMBEDDED}NAME{own}"
+            f"{EMBEDDED}NAME{example}"
         )

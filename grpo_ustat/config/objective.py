@@ -24,11 +24,12 @@ OBJECTIVES = (
     "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
-# loss types of a level whose ratio is one for all tokens, and of a loss type its only level: the
-# others would weigh a sequence by its length as well
+# Loss types for a level with a single ratio for all tokens, and the only level of a loss type: any
+# other pair would also weigh a sequence by its length.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
-UNCLIPPED = ("sapo", "vespo")  # loss types with a smooth weight in place of clipping
+# Loss types with a smooth weight in place of clipping.
+UNCLIPPED = ("sapo", "vespo")
 KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
 
 

@@ -280,7 +280,8 @@ _add(
     loss_type="dr_grpo",
 )
 
-CHANCE = 0.025  # that any efficiency misses its interval, and as much that a group size alone does
+# Chance that any relative efficiency misses its interval; as large for a group size by itself.
+CHANCE = 0.025
 
 
 @dataclass(frozen=True)
@@ -333,12 +334,14 @@ RECIPES = {
         # rollout.n=5 of run_qwen2-7b.sh and most of examples/grpo_trainer; rollout.yaml has 1,
         # which is no group
         Recipe("verl's GRPO examples", 5, "verl_token_mean"),
-        Recipe("TRL's default", 8, "trl_dapo"),  # GRPOConfig.num_generations
+        # GRPOConfig.num_generations
+        Recipe("TRL's default", 8, "trl_dapo"),
         # num_samples of its examples/qwen2.5-math-7b.sh
         Recipe("Dr. GRPO (arXiv 2503.20783)", 8, "dr_grpo", "group_mean"),
         # its section 4.1; its penalty for overlong answers belongs to the reward
         Recipe("DAPO (arXiv 2503.14476)", 16, "dapo", "group_std", REPLACE),
-        Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),  # section 4.2
+        # its section 4.2
+        Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),
         # its loss is taken to be that of ProRL v2, as NeMo RL's prorlv2 example has it
         Recipe("BroRL (arXiv 2510.01180)", 512, "dapo", "reinforce_pp_baseline", REPLACE),
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, field
 
-MAX_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
+# Completions of `sequences`, which are enumerated.
+MAX_COMPLETIONS = 2**14
 
 
 @dataclass

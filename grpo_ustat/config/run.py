@@ -1,4 +1,4 @@
-"""Typed schemas of what every run has: a seed, a folder, processes, a tracker."""
+"""Typed schemas of the fields of all runs: a seed, a folder, processes, a tracker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
-TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
-MAX_COUNT = 10**12  # what a seed is below; of a run folder also a step or a size
+# Each is the name of a package and of an extra.
+TRACKERS = ("wandb", "tensorboard", "trackio")
+# Upper limit of a seed, and of the steps and sizes in a run folder.
+MAX_COUNT = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
 
 
@@ -80,7 +82,7 @@ class ReportConfig:
 
 @dataclass
 class Shared:
-    """Fields of every entrypoint that runs something."""
+    """Fields of all commands that make runs."""
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
     seed: int = field("seed of every random choice of the run", at_least=0, below=MAX_COUNT)
@@ -94,7 +96,8 @@ class Shared:
     report: ReportConfig = node(ReportConfig, "the report of a sweep, beside its runs")
     logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what is in the run folder")
 
-    show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
+    # No fields: entries that have prompts and a model declare them.
+    show_prompts, model = 0, None
 
     @property
     def only_shows(self) -> bool:
@@ -147,7 +150,7 @@ class ReportEntry:
         return cast(list[Any], runs) if isinstance(runs, list) else [runs]
 
     def check(self) -> None:
-        """Refuse a value that is no list of folders."""
+        """Refuse a value that is no folder and no list of folders."""
         if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
             raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
         check_report_name("name", self.name)

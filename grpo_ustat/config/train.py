@@ -22,14 +22,15 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
-# context of a baseline that budget.value_completions pays for
+# Inputs of baselines that are computed from budget.value_completions.
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-SHARINGS = ("ddp", "fsdp2")  # the files of launch/accelerate/
+# The files of launch/accelerate/.
+SHARINGS = ("ddp", "fsdp2")
 
 
 @dataclass
@@ -130,18 +131,18 @@ class MonitorConfig:
             group_size: completions of a prompt.
             prompts: prompts of a step.
         """
-        every = self.gradient_mse_every
-        if not every:
+        interval = self.gradient_mse_every
+        if not interval:
             return
         check_positive(self, "gradient_sketch", prefix="monitor.")
         if group_size < 3:
             raise ConfigError(
-                f"monitor.gradient_mse_every={every} with group_size={group_size}: C3 needs at "
+                f"monitor.gradient_mse_every={interval} with group_size={group_size}: C3 needs at "
                 "least 3 completions a group"
             )
         if prompts < 4:
             raise ConfigError(
-                f"monitor.gradient_mse_every={every} with {prompts} prompts a step "
+                f"monitor.gradient_mse_every={interval} with {prompts} prompts a step "
                 "(budget.rollouts / group_size): intervals over prompts need at least 4"
             )
 
@@ -248,7 +249,7 @@ class TrainConfig(Common):
         return self.budget.rollouts // self.group_size
 
     def check(self) -> None:
-        """Refuse a training run that cannot work; see `Common.check`."""
+        """Refuse a training run that cannot work."""
         if self.launch.device.startswith("cuda:"):
             raise ConfigError(
                 f"launch.device={self.launch.device}: training takes its GPU from the launcher; "
