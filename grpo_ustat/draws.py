@@ -34,7 +34,7 @@ def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.rando
 def uniforms(
     seed: int, stream: str, step: int, prompt_id: str, completions: Sequence[int], count: int
 ) -> np.ndarray:
-    """Return uniforms in [0, 1), [len(completions), count]; row i depends on completion i alone.
+    """Return uniforms in [0, 1), [len(completions), count]; row i depends only on completion i.
 
     >>> both = uniforms(0, "rollout", 3, "7*3", range(2), 4)
     >>> second = uniforms(0, "rollout", 3, "7*3", range(1, 2), 2)
@@ -52,7 +52,7 @@ def uniforms(
 def request_seeds(
     seed: int, stream: str, step: int, prompt_id: str, completions: range
 ) -> list[int]:
-    """Return a seed in [0, 2^63) for each completion alone, for a sampler that draws by itself.
+    """Return a seed in [0, 2^63) for each completion, for a sampler with draws of its own.
 
     >>> request_seeds(0, "rollout", 3, "7*3", range(2))[1:] == request_seeds(
     ...     0, "rollout", 3, "7*3", range(1, 2)

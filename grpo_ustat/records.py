@@ -20,9 +20,9 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-# In absolute value: squares of larger rewards, and their products, overflow.
+# Largest absolute value of a reward: squares and products of larger ones overflow.
 MAX_REWARD = 1e50
-# Fewer questions give no interval for new questions.
+# Smallest number of questions that gives an interval for new questions.
 MIN_QUESTIONS = 4
 # Names of a mean of rewards.
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
@@ -75,7 +75,7 @@ class Question:
 class Prompt:
     """One question as the policy reads it."""
 
-    # The question's; so are `answer`, `kind`, `columns` and `where`.
+    # Copied from the question, like `answer`, `kind`, `columns` and `where`.
     id: str
     # The rendered prompt.
     text: str
@@ -118,9 +118,9 @@ class Rollouts:
 
     def of_prompt(self, place: int) -> Rollouts:
         """Return the completions of one prompt."""
-        one = slice(place, place + 1)
-        known = {name: value[one] for name, value in vars(self).items() if value is not None}
-        return replace(self, **known)
+        rows = slice(place, place + 1)
+        fields = {name: value[rows] for name, value in vars(self).items() if value is not None}
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ class ScorePool:
     # Weights of the functions in the weighted sum.
     reward_weights_F: Array | None = None
     # K, the number of metrics of the scores: question x is in metric x mod K, and inner products of
-    # different questions have a meaning within a metric alone.
+    # different questions have a meaning only within a metric.
     metrics: int = 1
-    # The kinds of vectors that a completion has, see `estimators.token_weights.KINDS`. With
-    # several, axes N of `gram_PNN` and `features_PNR` have those of the first kind, then
-    # the others'.
+    # The kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several, the
+    # axes N of `gram_PNN` and `features_PNR` hold the vectors of the first kind, then those of the
+    # others.
     kinds: tuple[str, ...] = ("all",)
 
     @property
@@ -196,7 +196,7 @@ class ScorePool:
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     def gradients_of(self, rows: slice) -> Array:
-        """Return sketches of some pools' leave-one-out gradients, in float64.
+        """Return sketches of the leave-one-out gradients of some questions, in float64.
 
         They are `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`.
         """

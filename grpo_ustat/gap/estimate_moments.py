@@ -232,9 +232,9 @@ def advantage_moments(
         raise ValueError(
             f"no group of {group_size} has a std of {normalisation.floor}: lower the floor"
         )
-    own, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
-    accepted, scale, sum_1, law = group_law(own + other, own**2 + other**2, group_size - 2)
-    first, second = (scale * (group_size * x[:, None] - sum_1) for x in (own, other))
+    level, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
+    accepted, scale, sum_1, law = group_law(level + other, level**2 + other**2, group_size - 2)
+    first, second = (scale * (group_size * x[:, None] - sum_1) for x in (level, other))
     shape = len(grid_K), len(grid_K)
     zeroth_KK, first_KK, cross_KK = (
         ((accepted * x) @ law).reshape(shape) / acceptance for x in (1.0, first, first * second)
@@ -283,11 +283,12 @@ def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Arr
     most = int(grid_K[-1])
     shape = count * most + 1, count * most**2 + 1
     padded = tuple(fft.next_fast_len(size, real=True) for size in shape)
-    one = np.zeros(padded)
-    one[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
-    law = fft.irfft2(fft.rfft2(one) ** count, padded)[: shape[0], : shape[1]]
+    single = np.zeros(padded)
+    single[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
+    law = fft.irfft2(fft.rfft2(single) ** count, padded)[: shape[0], : shape[1]]
     sum_1, sum_2 = np.indices(shape)
-    possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)  # the rest is rounding
+    # Other pairs have a probability from rounding only.
+    possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)
     return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
 
 
@@ -316,17 +317,17 @@ def estimate_moments(
         chance_KY = (moment.level_Y == levels_K1) * probability_Y
         weight_KD, beside_KD = chance_KY @ weight_YD, chance_KY @ beside_YD
         mean_D = moment.first_K @ weight_KD + moment.zeroth_K @ beside_KD
-        own = (
+        squares = (
             moment.second_K @ chance_KY @ np.square(weight_YD).sum(axis=1)
             + 2 * moment.first_K @ chance_KY @ (weight_YD * beside_YD).sum(axis=1)
             + moment.zeroth_K @ chance_KY @ np.square(beside_YD).sum(axis=1)
         )
-        others = (
+        products = (
             (moment.cross_KK * (weight_KD @ weight_KD.T)).sum()
             + 2 * (moment.first_KK * (weight_KD @ beside_KD.T)).sum()
             + (moment.zeroth_KK * (beside_KD @ beside_KD.T)).sum()
         )
-        second = own / group_size + (1 - 1 / group_size) * others
+        second = squares / group_size + (1 - 1 / group_size) * products
         means.append(mean_D)
         variances.append(second - mean_D @ mean_D)
     return EstimateMoments(np.array(means), np.array(variances))

@@ -257,7 +257,8 @@ def estimate(
     if normalisation.kind == "sigma":
         advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
     elif setting.normalised:
-        centred_BG = reward_BG - reward_BG[:, :1]  # 0 to the last digit where all are alike
+        # Exactly 0 if all rewards of a group are equal.
+        centred_BG = reward_BG - reward_BG[:, :1]
         advantage_BG = advantage_BG * normalisation.factor(
             centred_BG.std(axis=1, ddof=1, keepdims=True)
         )
@@ -498,8 +499,8 @@ class PathErrors:
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
         without_R = np.log((high.sum() - high) / (low.sum() - low)) / step
-        whole = float(np.log(high.sum() / low.sum()) / step)
-        return t_interval(whole, float(jackknife_variance(without_R)), count - 1)
+        estimate = float(np.log(high.sum() / low.sum()) / step)
+        return t_interval(estimate, float(jackknife_variance(without_R)), count - 1)
 
     @property
     def bias_share_E(self) -> np.ndarray:

@@ -19,9 +19,9 @@ import numpy as np
 from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-# Least probability of any outcome of a coin within the box.
+# Smallest probability of an outcome of a coin within the box.
 MIN_PROBABILITY = 0.02
-# Along each coordinate.
+# Points of a grid along each coordinate.
 GRID_POINTS = 41
 
 
@@ -37,7 +37,7 @@ class Problem(ABC):
     parameters: int
     # u of the first policy.
     start_K: np.ndarray
-    # Theory is asked to hold in the sublevel set `J* - J <= reach`.
+    # The theory is tested in the sublevel set `J* - J <= reach`.
     reach: float
 
     @property
@@ -165,7 +165,8 @@ class CoinProblem(Problem):
         if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        probability = self.law(corners_KR)[0]  # concave or linear in u, so smallest in a corner
+        # Probabilities are concave or linear in u, hence smallest in a corner.
+        probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} lets a probability fall to {probability.min():.3g}: lower it"
@@ -232,7 +233,8 @@ class RidgeCoinProblem(Problem):
                 f"bend={self.bend} with width={self.width} makes the curvature negative: lower one"
             )
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        probability = self.law(corners_KR)[0]  # concave or linear in v and in w
+        # Probabilities are concave or linear in v and in w, hence smallest in a corner.
+        probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} width={self.width} let a probability fall to "

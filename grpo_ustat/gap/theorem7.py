@@ -315,12 +315,12 @@ def _answer(claims: list[Claim]) -> str:
         for claim in claims
         if claim.what.endswith(f"the {words}")
     }
-    every = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
+    sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
     return (
         f"The bounds are smallest at G* = {paper.measured:.3g} in the paper's form and at "
         f"{ours.measured:.3g} in the exact one, in every cell. The mean gap itself may be smallest "
         f"at the G nearest to them in {hits['paper']} and {hits['bounds']} cells, at the exact "
-        f"recursion's in {hits['recursion']};{every}"
+        f"recursion's in {hits['recursion']};{sizes}"
     )
 
 
