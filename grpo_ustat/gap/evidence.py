@@ -108,7 +108,7 @@ class Theorem:
     statement: str
     # Function that tests it as a configuration describes.
     run: Callable[[Experiment], Evidence]
-    # Function that raises ConfigError, before any work, for settings that the theorem does not cover.
+    # Function that raises ConfigError, before any work, for settings outside the theorem.
     check: Callable[[Experiment], None]
     # Function for the number of completions that a test draws; 0 if it enumerates.
     completions: Callable[[Experiment], int] = lambda experiment: 0
