@@ -56,7 +56,7 @@ def joint_quantity(quantities: Iterable[str]) -> str:
 class Question:
     """One question of a data set."""
 
-    # Stable name, a function of the question alone; keys every random draw.
+    # Stable name, a function of the question only; keys every random draw.
     id: str
     # Without the prompt around it.
     text: str

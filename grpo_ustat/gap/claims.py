@@ -108,7 +108,7 @@ def replicates_converge(
     return mean_p_value(-excess_R, above=True) <= 0.05
 
 
-# Intervals and p-values of Student's t: from replicates, and from an interval alone
+# Intervals and p-values of Student's t: from replicates, and from an interval
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:

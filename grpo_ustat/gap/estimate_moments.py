@@ -8,8 +8,8 @@ with std of divisor G-1 and d a function of it, see `Normalisation`; w and a are
 completion. All means are those of the policy that wrote.
 
 Without normalisation, d = 1, and with vectors w of mean zero in place of the scores N has the
-Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds to the
-first-order part alone. With mu = E[w z],
+Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds only to
+the first-order part. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
@@ -18,15 +18,15 @@ first-order part alone. With mu = E[w z],
 Importance ratios leave w such a vector: both `sum_t rho_t grad log pi(y_t)` with each token's ratio
 and `rho grad log pi(y)` with the completion's have mean zero under the policy that wrote.
 
-Normalised, the others of a group enter A_i through their `sum z` and `sum z^2` alone. With rewards
-on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the n-fold
-convolution of that of one, here by a Fourier transform, and then
+With normalisation, the others of a group enter A_i only through their `sum z` and `sum z^2`. With
+rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the
+n-fold convolution of the law of a single completion, here by a Fourier transform. Then
 
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-need no more than the moments of A given z, and of A and A' given z and z'. Where groups are drawn
-again all means are conditional on the group's being accepted. As G grows, with mu = E[w z], the
+need only the moments of A given z, and of A and A' given z and z'. If groups are drawn again, all
+means are conditional on acceptance of the group. As G grows, with mu = E[w z], the
 central moments mu_k of z, sigma = std of z and d(std) = std,
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
@@ -34,7 +34,7 @@ central moments mu_k of z, sigma = std of z and d(std) = std,
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-of which the estimate divided by sigma itself has only the first and the last term.
+The limit of the estimate divided by sigma itself has only the first and the last of these terms.
 """
 
 from __future__ import annotations

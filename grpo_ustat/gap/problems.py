@@ -1,9 +1,9 @@
 r"""Policies with enumerated truth: J, its maximum, gradient, curvature and all covariances.
 
-A problem has parameters theta in R^D, of which the policy sees `u = Q theta` in R^K alone (Q has
-orthonormal rows), so that its maximisers form a flat set of dimension D - K. Everything is a
-function of u, whatever Q is, and enumerated over the outcomes y of every prompt x, drawn uniformly.
-Replicates R come last in every shape, where arithmetic on them is fastest.
+A problem has parameters theta in R^D. Its policy depends only on `u = Q theta` in R^K (Q has
+orthonormal rows), so that its maximisers form a flat set of dimension D - K. All quantities are
+functions of u for any Q, and enumerated over the outcomes y of the prompts x, which are drawn
+uniformly. Replicates R come last in every shape, where arithmetic on them is fastest.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Problem(ABC):
     def constants(self) -> tuple[float, float]:
         """(mu, L) of an inequality and of smoothness, both on a grid of the sublevel set.
 
-        mu is that of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`.
+        mu is the constant of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`.
         """
         grid_KR = self.sublevel_grid()
         gap_R, slope_R = self.gap(grid_KR), np.square(self.gradient(grid_KR)).sum(axis=0)

@@ -1,7 +1,7 @@
-"""Algorithm 1 on a test problem, thousands of replicates at once, each of (seed, number) alone.
+"""Algorithm 1 on a test problem, thousands of replicates at once, each from (seed, number).
 
-Replicates run side by side in blocks. Every one draws from its own keyed generator and no sum runs
-over replicates, so one that is run again alone takes the very same path.
+Replicates run side by side in blocks. Each draws from its own keyed generator, and no sum runs over
+replicates, so that a replicate takes the same path if it is run by itself.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ Gaps = dict[int, np.ndarray]
 def plan(design: Theorem7Config) -> list[Simulation]:
     """Plan GRPO at every learning rate, n, and G that divides n.
 
-    n is that of a step, or total / T at each T.
+    n is the number of a step, or total / T at each T.
     """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
