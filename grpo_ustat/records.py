@@ -22,7 +22,7 @@ Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 # Largest absolute value of a reward: squares and products of larger ones overflow.
 MAX_REWARD = 1e50
-# Fewer questions give no interval for new questions.
+# Smallest number of questions that gives an interval for new questions.
 MIN_QUESTIONS = 4
 # Names of a mean of rewards.
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
@@ -185,9 +185,9 @@ class ScorePool:
     # K, the number of metrics of the scores: question x is in metric x mod K, and inner products of
     # different questions have a meaning only within a metric.
     metrics: int = 1
-    # The kinds of vectors that a completion has, see `estimators.token_weights.KINDS`. With
-    # several, axes N of `gram_PNN` and `features_PNR` have those of the first kind, then
-    # the others'.
+    # The kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several, the
+    # axes N of `gram_PNN` and `features_PNR` hold the vectors of the first kind, then those of the
+    # others.
     kinds: tuple[str, ...] = ("all",)
 
     @property
@@ -196,7 +196,7 @@ class ScorePool:
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     def gradients_of(self, rows: slice) -> Array:
-        """Return sketches of some pools' leave-one-out gradients, in float64.
+        """Return sketches of the leave-one-out gradients of some questions, in float64.
 
         They are `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`.
         """

@@ -15,7 +15,7 @@ from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.runs.faults import NotSaved, fault_line
 from grpo_ustat.terminal.streams import tell
 
-# What help and a refused line do not wait for is imported where it is used.
+# Imports that a help or a refused line does not need are where they are used.
 if TYPE_CHECKING:
     from grpo_ustat.cli.compose import Invocation
     from grpo_ustat.runs.status import PlannedRun
@@ -83,9 +83,10 @@ def _make(command: Command, invocation: Invocation) -> None:
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration, or Hydra's information on itself.
+    """Print help, a configuration or Hydra's information on itself, if it is asked for.
 
-    False if the command line asks for none of them.
+    Returns:
+        False if nothing was asked for and printed.
     """
     if sys.argv[1:] in (["--help"], ["-h"]):
         if is_main():
@@ -117,7 +118,7 @@ def print_help(entry: str) -> bool:
 
 
 def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
-    """Print prompts or costs; False if the command line asks for neither."""
+    """Print prompts or costs if the command line asks for them; return False if it does not."""
     with_prompts = [planned.config for planned in planned_runs if planned.config.show_prompts]
     costs = any(planned.config.dry_run for planned in planned_runs)
     if with_prompts and is_main():
@@ -155,5 +156,6 @@ def _exit(error: Exception) -> NoReturn:
 
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
-        barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
+        # If a rank ended earlier, the launcher would end rank 0 before it has printed.
+        barrier()
     raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""Groups of a command line, `group=NAME`, and which of their files a command can take."""
+"""Groups of a command line, `group=NAME`, and the files of each that a command can take."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_overlay(file: Path) -> bool:
 def fits(file: Path, schema: type) -> bool:
     """Return True if a command has all fields that a file of its groups sets or sweeps over.
 
-    The file is not composed, so the answer holds only as far as can be told without that.
+    The file is not composed, so that True does not promise that it can be.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
@@ -70,13 +70,14 @@ def fits(file: Path, schema: type) -> bool:
     if not keys <= top_names(schema):
         return False
     for name in keys & kinds_of(schema).keys():
-        known = {field.name for kind in kinds_of(schema)[name].values() for field in fields(kind)}
+        names = {field.name for kind in kinds_of(schema)[name].values() for field in fields(kind)}
         within = re.search(rf"^{name}:\n((?: .*\n)*)", text, re.MULTILINE)
-        if within and not set(re.findall(r"^  (\w+):", within[1], re.MULTILINE)) <= known:
+        if within and not set(re.findall(r"^  (\w+):", within[1], re.MULTILINE)) <= names:
             return False
     try:
         params = dict(yaml.safe_load(text)["hydra"]["sweeper"]["params"])
-    except (yaml.YAMLError, LookupError, TypeError, ValueError):  # it says nothing of a sweep
+    # The file defines no sweep.
+    except (yaml.YAMLError, LookupError, TypeError, ValueError):
         return True
     others = [
         file.parent.parent / group / f"{choice}.yaml"

@@ -44,11 +44,11 @@ from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.launch.sharding import check_ranks
 
-# What help and a refused line do not wait for is imported where it is used.
+# Imports that a help or a refused line does not need are where they are used.
 if TYPE_CHECKING:
     from grpo_ustat.runs.status import PlannedRun
 
-# Messages that are shown of a sweep whose runs are refused.
+# Largest number of messages for a sweep whose runs are refused.
 MAX_MESSAGES = 5
 
 
@@ -66,7 +66,7 @@ class Invocation:
 
 
 def parse(entry: str, arguments: list[str]) -> Invocation:
-    """Compose every run that a command line asks for and refuse what cannot run.
+    """Compose all runs of a command line, and refuse the command line if a run cannot start.
 
     Args:
         entry: the command, a key of `SCHEMAS`.
@@ -88,7 +88,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
             return Invocation(False, [], build_config(_job_part(node), schema), node)
         _check_launcher(node.hydra, sweep)
         runs = [overrides]
-        if sweep:  # values of an overlay come first, so that the command line's replace them
+        if sweep:
+            # The command line comes last, so that its values replace those of an overlay.
             params = node.hydra.sweeper.get("params") or {}
             of_overlay = [quote_plain(f"{key}={x}") for key, x in params.items()]
             runs = split_sweep([*of_overlay, *overrides])
@@ -104,7 +105,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                     composed = node
                     if sweep:
                         composed = compose_node(name, places, schema)
-                        OmegaConf.copy_cache(node, composed)  # one time for all folders
+                        # All folders of a sweep have the same time in their names.
+                        OmegaConf.copy_cache(node, composed)
                     planned = _plan_run(_checked(composed, schema), composed.hydra, label, sweep)
                 check_trust(planned.config, overrides)
                 _check_log(planned.config, run)
@@ -157,10 +159,11 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
 
 
 def refuse_early(entry: str, words: Namespace) -> None:
-    """Refuse what can be refused without files: composing takes longer than all else.
+    """Refuse errors that need no files to be recognised, since composing takes longest.
 
     Args:
-        words: the command line; files of a reader's own may have further groups.
+        words: the command line. Names are not checked if it has files of the user, which may add
+            groups.
     """
     own_files = words.config_name or any(x.startswith("hydra.searchpath") for x in words.overrides)
     with in_one_line(SCHEMAS[entry]):
@@ -172,14 +175,14 @@ def refuse_early(entry: str, words: Namespace) -> None:
 
 @contextmanager
 def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Let Hydra read all that `conf/` refers to; a refusal is a ConfigError in one line."""
+    """Open Hydra with all that `conf/` refers to; its errors become one-line ConfigErrors."""
     register(entry)
     with hydra_session(entry, config_dir), in_one_line(SCHEMAS[entry]):
         yield
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: schema, baselines, objectives and two resolvers.
+    """Register the names to which `conf/` refers: schema, baselines, objectives, two resolvers.
 
     `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
     `${learning_rate:}` is the model's.
@@ -187,8 +190,8 @@ def register(entry: str) -> None:
     schema = SCHEMAS[entry]
 
     def resolve(*, _root_: DictConfig) -> str:
-        known = OmegaConf.get_cache(_root_)["folder_name"].get("checked")
-        return known or folder_name(build_config(_job_part(_root_), schema))
+        checked_name = OmegaConf.get_cache(_root_)["folder_name"].get("checked")
+        return checked_name or folder_name(build_config(_job_part(_root_), schema))
 
     def learning_rate(*, _root_: DictConfig) -> float | None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
@@ -196,9 +199,10 @@ def register(entry: str) -> None:
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
     if entry in ("mse", "train"):
         _store_choices()
-    if entry == "mse":  # one node: as many files in a list take 0.2 s
+    if entry == "mse":
+        # A single node, since as many files in a defaults list take 0.2 s.
         options = {name: dict(baseline.options) for name, baseline in BASELINES.items()}
-        # These are not loaded yet.
+        # Baselines of installed packages are not loaded yet.
         options |= {name: {} for name in plugin_baselines()}
         ConfigStore.instance().store("baseline_options", {"baseline_options": options})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
@@ -231,7 +235,8 @@ def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
     """Return a choice of `objective=`, with its baseline unless another is typed.
 
     Args:
-        has_options: True if that baseline has options of its own, which are a choice themselves.
+        has_options: True if the preset sets options of that baseline, stored as a choice of
+            `baseline/objective`.
     """
     preset, defaults = PRESETS[name], list[Any]()
     if preset.baseline is not None:
@@ -241,7 +246,7 @@ def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
 
 
 def check_trust(config: Any, overrides: list[str]) -> None:
-    """Refuse a model's own code unless the command line itself allows it; no file can."""
+    """Refuse code that comes with a model unless the command line allows it; files cannot."""
     named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in overrides)
     if config.model is not None and config.model.trust_remote_code and not named:
         raise ConfigError(
@@ -251,10 +256,9 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 
 
 def _check_log(config: Any, overrides: list[str]) -> None:
-    """Refuse a file of rollouts that cannot be studied.
+    """Refuse a file of rollouts without the columns of a study, or without the model that wrote it.
 
-    It has no columns of a study, or an embedded model would score it that the command line does not
-    name: the file is another model's.
+    By default an embedded model would score the file, which another model has written.
     """
     if not getattr(config, "imports_pool", False):
         return
@@ -290,12 +294,13 @@ def compose_node(
     node = compose(name, overrides, as_sweep=multirun or bool(swept))
     if swept and not multirun and node.hydra.mode is not MULTIRUN:
         raise ConfigError(several_values(swept[0], schema))
-    HydraConfig.instance().set_config(node)  # which `${hydra:...}` reads
+    # `${hydra:...}` reads it.
+    HydraConfig.instance().set_config(node)
     return node
 
 
 def _checked(node: DictConfig, schema: type) -> Any:
-    """Return the checked configuration of a composed one, with the name that follows from it."""
+    """Return the checked configuration of a node; keep its folder's name in the node's cache."""
     config = build_config(_job_part(node), schema)
     OmegaConf.get_cache(node)["folder_name"]["checked"] = folder_name(config)
     return config
@@ -311,7 +316,7 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
 
 
 def _refuse_unused(node: DictConfig) -> None:
-    """Refuse what Hydra does when it runs a job: here it only composes."""
+    """Refuse settings for Hydra's own running of jobs: here Hydra only composes."""
     unused = {
         "hydra.callbacks": node.callbacks,
         "hydra.job.chdir": node.job.chdir,
@@ -343,7 +348,7 @@ def _check_launcher(node: DictConfig, sweep: bool) -> None:
 
 
 def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> PlannedRun:
-    """Return a run with its folder, which is refused if the run cannot write to it.
+    """Return a run with its folder; refuse a folder to which the run cannot write.
 
     Args:
         node: Hydra's own.
@@ -388,7 +393,8 @@ def _check_packages(config: Any) -> None:
 def check_cuda(config: Any, is_submitted: bool) -> None:
     """Refuse `cuda` if this PyTorch is built without it, or this machine has no driver.
 
-    PyTorch is not imported. If jobs are submitted, another machine may have a driver.
+    PyTorch is not imported. The driver is not checked for submitted jobs, since they run on another
+    machine.
     """
     device, spec = getattr(config.launch, "device", "cpu"), importlib.util.find_spec("torch")
     if not device.startswith("cuda") or spec is None or spec.origin is None:
@@ -402,7 +408,8 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
         import ctypes
 
         try:
-            ctypes.CDLL("libcuda.so.1")  # which PyTorch loads too
+            # PyTorch loads the same library.
+            ctypes.CDLL("libcuda.so.1")
         except OSError:
             reason = "this machine has no NVIDIA driver"
     if reason is not None:
@@ -433,7 +440,7 @@ def _check_slurm(warning: int, grace: int) -> None:
 
 
 def _check_folders(planned_runs: list[PlannedRun]) -> None:
-    """Refuse a sweep unless every run has a folder of its own: it tells whether its run is done."""
+    """Refuse a sweep with two runs in a folder, since the folder shows whether its run is done."""
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
         assert planned.folder is not None and planned.sweep is not None
@@ -447,6 +454,6 @@ def _check_folders(planned_runs: list[PlannedRun]) -> None:
         if other is not planned:
             pair = f"{other.name} and {planned.name} differ" if planned.name else "they differ"
             raise ConfigError(
-                f"two runs of the sweep share the folder {path}: {pair} in nothing that makes a "
-                "run another run; sweep over other keys or values"
+                f"two runs of the sweep share the folder {path}: {pair} in no setting that "
+                "changes results; sweep over other keys or values"
             )

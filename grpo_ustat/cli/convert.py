@@ -37,29 +37,32 @@ def main() -> None:
         "--group-size",
         type=int,
         metavar="G",
-        help="completions of a prompt, where rows name no group",
+        help="completions of a prompt, if rows name no group",
     )
     parser.add_argument(
         "--reward", metavar="NAME[=WEIGHT][,...]",
-        help="which column or key holds the rewards, or several with weights: right=1,form=0.5",
+        help="column or key with the rewards, or several with weights: right=1,form=0.5",
     )  # fmt: skip
     parser.add_argument(
-        "--version", metavar="V", help="of the policy whose rollouts are kept; else the last"
+        "--version",
+        metavar="V",
+        help="version of the policy whose rollouts are kept; default: the last",
     )
     arguments = parser.parse_args()
     try:
         if not arguments.source.exists():
             raise ConfigError(f"{arguments.source} does not exist")
-        one = detect(arguments.source) if arguments.name == "auto" else FORMATS[arguments.name]
+        is_auto = arguments.name == "auto"
+        log_format = detect(arguments.source) if is_auto else FORMATS[arguments.name]
         options = Options(arguments.group_size, arguments.reward, arguments.version)
-        conversion = convert(arguments.source, one, arguments.target, options)
+        conversion = convert(arguments.source, log_format, arguments.target, options)
     except ConfigError as error:
         tell(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     tell(*conversion.lines())
     pairing = conversion.pairing
-    if one.note and (pairing is None or not conversion.exact):
-        tell(f"  note: {one.note}")
+    if log_format.note and (pairing is None or not conversion.exact):
+        tell(f"  note: {log_format.note}")
     model = f"model={'CHECKPOINT' if pairing is None else pairing.checkpoint}"
     cut = [] if conversion.exact else ["study.cut_at=LENGTH"]
     following = command_line("mse", f"pool={arguments.target}", model, *cut)

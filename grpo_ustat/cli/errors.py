@@ -1,4 +1,4 @@
-"""Refusals of a command line, each one line that names what was typed and what to type instead.
+"""Refusals of a command line: each is one line with the typed words and the words to type instead.
 
 There are five: an unknown key, an unknown choice of a group, a value of a wrong type, several
 values without `-m`, and a value that is missing or cannot be read.
@@ -26,7 +26,7 @@ from grpo_ustat.cli.choices import (
     is_overlay,
     top_names,
 )
-from grpo_ustat.cli.names import CHOICES, NAMES, meant
+from grpo_ustat.cli.names import CHOICES, NAMES, meant, override_of
 from grpo_ustat.cli.verbs import VERBS
 from grpo_ustat.config.command_line import command_line, install_line, program
 from grpo_ustat.config.gap import OTHER_COMMANDS
@@ -43,10 +43,10 @@ from grpo_ustat.config.values import (
 )
 from grpo_ustat.terminal.streams import single_line
 
-# Keys of Hydra's that are chosen by a name, `hydra/launcher=slurm`.
+# Keys of Hydra that are chosen by a name, such as `hydra/launcher=slurm`.
 HYDRA_GROUPS = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging")
 
-# A sweep over them would have no run of its own for each value.
+# Values of these keys do not make separate runs, so a sweep over them is not offered.
 UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights", *OPERATIONAL_KEYS)
 
 
@@ -60,10 +60,10 @@ def in_one_line(schema: type) -> Iterator[None]:
 
 
 def check_names(overrides: Sequence[Override], schema: type) -> None:
-    """Refuse a key or a choice that there is not, and a word for a number, before Hydra composes.
+    """Refuse an unknown key or choice, and a word for a number, before Hydra composes.
 
-    It is for lines whose files are all ours. What is added or deleted, and what is in a dictionary
-    or of Hydra's, is left to Hydra.
+    All files of the line must be ours. Hydra checks additions, deletions, entries of dictionaries
+    and its own keys.
     """
     fields = {field.path: field for field in all_fields(schema)}
     leaves = {path for path, x in fields.items() if x.schema is None} - kinds_of(schema).keys()
@@ -91,13 +91,14 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
     for override in overrides:
         line, key, value = override.input_line, override.key_or_group, override.value()
         if not key:
-            raise ConfigError(f"{line}: write KEY=VALUE, {_example(schema)}")
+            raise ConfigError(f"{line} is no KEY=VALUE: write one, {_example(schema)}")
         if key in HYDRA_GROUPS:
             raise ConfigError(f"{line}: write {key.replace('.', '/')}={value}")
         is_name = isinstance(value, str | list) or override.is_sweep_override()
         is_group = key in ("hydra", *groups_of(schema)) or "/" in key
         if is_group and not is_name and not override.is_delete():
-            numbered = f"{key}{value}"  # theorem=7
+            # theorem=7 means theorem=theorem7.
+            numbered = f"{key}{value}"
             hint = f"write {key}={numbered}" if is_choice(key, numbered, schema) else ""
             raise ConfigError(f"{line}: {hint or f'a name is needed, see --help {key}'}")
         field = field_at(key, all_fields(schema))
@@ -110,9 +111,9 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
 
 
 def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
-    """Return the line that refuses a choice of a node that has none, if a group has that choice."""
-    found = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
-    is_node = any(field and field.schema for field in found)
+    """Return the line that refuses a choice of a node without choices; None if no group has it."""
+    fields_there = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
+    is_node = any(field and field.schema for field in fields_there)
     if not is_node or any(key in groups_of(x) for x in RUN_SCHEMAS.values()):
         return None
     if here := [x for x in groups_of(schema) if is_choice(x, value, schema)]:
@@ -125,23 +126,24 @@ def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
 
 
 def several_values(override: Override, schema: type) -> str:
-    """Return the line that refuses an override of several values in a line that is no sweep."""
+    """Return the line that refuses several values of a key in a command line without `-m`."""
     key, (_, _, value) = override.key_or_group, (override.input_line or "").partition("=")
     field, node = field_at(key, all_fields(schema)), key.partition(".")[0].partition("/")[0]
     if field is None and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema, value)
     kind, fixes = field.kind if field and key not in groups_of(schema) else "", []
     is_list = kind.startswith(("list", "any"))
-    is_call = re.match(r"\w+\(", value)  # such as range(0,3)
+    # A call such as range(0,3).
+    is_call = re.match(r"\w+\(", value)
     if is_list and not is_call:
         fixes.append(f"write {key}=[{value}]")
     if not is_call and (kind.startswith(("str", "any")) or key == "model" or node == "hydra"):
-        fixes.append(f"if it is one, quote it: {quote_for_shell(key, value)}")
+        fixes.append(f"if it is a single value, quote it: {quote_for_shell(key, value)}")
     if schema in RUN_SCHEMAS.values() and node not in UNSWEPT_NODES:
         each = re.sub(r"([^,]+)", r"[\1]", value) if is_list and not is_call else value
         runs = command_line(command_of(schema), "-m", f"{key}={each}")
         fixes.append(f"add -m for a run of each, as in {runs}")
-    fixes = fixes or [f"it has one, such as {key}={value.partition(',')[0]}"]
+    fixes = fixes or [f"it takes a single one, such as {key}={value.partition(',')[0]}"]
     return f"{key}={value} names several values: {', or '.join(fixes)}"
 
 
@@ -149,7 +151,7 @@ def one_line(error: Exception, schema: type) -> str:
     """Return an error's message in one line, with the valid names if one is unknown.
 
     Args:
-        error: of Hydra or OmegaConf, while a configuration was composed.
+        error: raised by Hydra or OmegaConf while a configuration was composed.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
     cause = error if isinstance(error, ValidationError) else error.__cause__
@@ -168,7 +170,8 @@ def one_line(error: Exception, schema: type) -> str:
         others = [x for x in RUN_SCHEMAS.values() if group <= top_names(x)]
         others = [x for x in others if file.is_file() and fits(file, x)]
         if others and schema not in others:
-            return f"{in_file[1].replace('/', '=')} is {_one_of_commands(others)}"
+            choice = in_file[1].replace("/", "=")
+            return f"{_command(schema)} has no {choice}; it is a choice of {_commands(others)}"
     if "hydra/launcher/submitit" in text:
         return f"SLURM needs hydra-submitit-launcher: {install_line('slurm')}"
     if missing := re.search(
@@ -193,8 +196,10 @@ def _no_value(word: str, schema: type) -> str:
         return f"{word} has no value: write {word}=NAME, a name that --help {word} lists"
     if not equals:
         groups = [group for group in groups_of(schema) if is_choice(group, word, schema)]
-        written = " or ".join(f"{group}={word}" for group in groups)
-        return f"{word} sets nothing: write {written or f'KEY=VALUE, {_example(schema)}'}"
+        choices = [f"{group}={word}" for group in groups]
+        choices += [f"{x}={names[word]}" for x, names in CHOICES.items() if word in names]
+        fix = " or ".join(choices) or f"one, {_example(schema)}"
+        return f"the argument {word} is no KEY=VALUE: write {fix}"
     if typed != key:
         return f"{word}: leave out the blanks, write {to_type(key, value, 'str' * is_text)}"
     if not is_text and field:
@@ -205,7 +210,7 @@ def _no_value(word: str, schema: type) -> str:
 
 
 def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type) -> str:
-    """Return the line that refuses a choice that a group does not have, with those it has."""
+    """Return the line that refuses an unknown choice of a group, with its choices."""
     files = {option: CONF / group / f"{option}.yaml" for option in options}
     fit = [x for x, file in files.items() if not file.is_file() or fits(file, schema)]
     if not name:
@@ -213,10 +218,14 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
     if group == "theorem" and name.lower() in OTHER_COMMANDS:
         return f"theorem={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
     elsewhere = [x for x in groups_of(schema) if is_choice(x, name, schema)]
-    if len(elsewhere) == 1:
-        return f"unknown {group} {name!r}: write {elsewhere[0]}={name}"
-    if name.lower() in CHOICES.get(group, {}):
-        return f"unknown {group} {name!r}: write {group}={CHOICES[group][name.lower()]}"
+    ours = CHOICES.get(group, {}).get(name.lower())
+    if ours or len(elsewhere) == 1:
+        fixes = [f"{group}={ours}"] if ours else []
+        nouns = {"objective": "loss"} if ours else {}
+        fixes += [
+            f"{x}={name}" + (f" for the {nouns.get(x, x)}" if ours else "") for x in elsewhere
+        ]
+        return f"unknown {group} {name!r}: write {', or '.join(fixes)}"
     begun = {
         command: [x for x in choices_of(group, other) if x.startswith(name)]
         for command, other in RUN_SCHEMAS.items()
@@ -231,13 +240,13 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
 
 
 def unknown_key(key: str, schema: type, value: str = "") -> str:
-    """Return the line that refuses an unknown key, with the nearest one or whose it is."""
+    """Return the line that refuses an unknown key, with the nearest one or its command."""
     node, _, name = key.partition(".")
     kinds = kinds_of(schema).get(node, {}).items()
     if owners := [kind for kind, of in kinds if name in {field.name for field in fields(of)}]:
         return (
-            f"unknown key {key}: it is of {node}.kind={' or '.join(owners)}, choose such a "
-            f"{NODE_NOUNS[node]} by {node}=NAME"
+            f"unknown key {key}: it is a field of {node}.kind={' or '.join(owners)} only, choose "
+            f"such a {NODE_NOUNS[node]} by {node}=NAME"
         )
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
@@ -250,15 +259,23 @@ def unknown_key(key: str, schema: type, value: str = "") -> str:
         return f"unknown key {key}: {line}"
     if owners and (not near or near[0].endswith(f".{key}")):
         similar = [name for name in names if name.endswith(f".{key}")]
-        here = f"; {command_of(schema)} has {similar[0]}" if similar else ""
-        return f"unknown key {key}: it is {_one_of_commands(owners)}{here}"
+        here = f"; here it is {similar[0]}" if similar else ""
+        return f"{_command(schema)} has no {key}; it is a field of {_commands(owners)}{here}"
     near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "see --help all for all keys"
+    hint = f"did you mean {_near(near[0], value, schema)}?" if near else "--help all lists all keys"
     return f"unknown key {key}: {hint}"
 
 
+def _near(name: str, value: str, schema: type) -> str:
+    """Return the override of the nearest name with the typed value, or the name if none fits."""
+    field = field_at(name, all_fields(schema))
+    is_node = name not in groups_of(schema) and (field is None or field.schema is not None)
+    override = name if is_node or not value else override_of(name, value, schema)
+    return override.removesuffix("=NAME")
+
+
 def unknown_flag(name: str, flags: Sequence[str]) -> str:
-    """Return the line that refuses a word with dashes that is no flag of Hydra's."""
+    """Return the line that refuses a word with dashes that is no flag of Hydra."""
     field = name.lstrip("-").replace("-", "_")
     is_field = any(field_at(field, all_fields(schema)) for schema in SCHEMAS.values())
     near = "" if is_field else did_you_mean(name, flags).strip()
@@ -267,10 +284,12 @@ def unknown_flag(name: str, flags: Sequence[str]) -> str:
     return f"unknown flag {name}: {near or f'fields have no dashes, write {field}=...'}"
 
 
-def _one_of_commands(schemas: Sequence[type]) -> str:
-    names = [name for name, schema in RUN_SCHEMAS.items() if schema in schemas]
-    owners = " or ".join(f"{name}'s" for name in names)
-    return f"one of {owners}, {' or '.join(map(command_line, names))}"
+def _command(schema: type) -> str:
+    return command_line(command_of(schema))
+
+
+def _commands(schemas: Sequence[type]) -> str:
+    return " or ".join(_command(x) for x in RUN_SCHEMAS.values() if x in schemas)
 
 
 def _example(schema: type) -> str:

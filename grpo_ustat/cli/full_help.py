@@ -1,6 +1,6 @@
 """`--help all`: purpose, commands to copy, groups with choices, all fields with their meaning.
 
-It shows the values that the rest of the command line stands for. Other words without `=` search it:
+It shows the values that the rest of the command line sets. Other words without `=` search it:
 `grpo-ustat train --help clip`.
 """
 
@@ -23,7 +23,7 @@ from grpo_ustat.config.schema import ConfigError
 
 # Columns of a terminal from which a field's meaning is beside it, not below.
 SIDE_BY_SIDE_COLUMNS = 110
-# Most columns of a page of help.
+# Largest number of columns of a page of help.
 MAX_COLUMNS = 160
 # Characters of a value; longer ones are cut.
 LONGEST_VALUE = 48
@@ -46,7 +46,8 @@ def show_full_help(page: CommandOptions, search: list[str]) -> None:
             console.print(part)
     try:
         print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
-    except BrokenPipeError:  # head or less has seen enough; nor may the interpreter's end complain
+    # The reader, such as head, has closed the pipe; the interpreter's end must not fail either.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -78,9 +79,9 @@ def _opening(page: CommandOptions) -> Iterator[RenderableType]:
         yield Text(f"  # {words}", DIM)
         yield f"  {command}"
     me = command_line(page.entry)
-    more = {f"{me} --help WORD": "what this says of a word"}
+    more = {f"{me} --help WORD": "search this help for a word"}
     if page.groups:
-        more[f"{me} --help model=NAME"] = "fields as it sets them"
+        more[f"{me} --help model=NAME"] = "values of the fields that it sets"
         more[f"{me} -m field=a,b"] = "a run for each value"
     more[f"{me} -c job"] = "all fields as YAML"
     table = Table.grid(padding=(0, 2))
@@ -91,7 +92,7 @@ def _opening(page: CommandOptions) -> Iterator[RenderableType]:
 
 def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableType]:
     if page.groups:
-        yield _title("Groups", "group=choice sets several fields together; * is chosen")
+        yield _title("Groups", "group=choice sets several fields together; * marks the choice")
     for group in page.groups:
         name = f"{group.name}=" if group.settable else group.name
         yield Text.assemble((f"\n{name}", TITLE), f"  {group.meaning}")
@@ -102,7 +103,9 @@ def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableT
             table.add_row(cell, choice.words)
         yield table
     if page.fields:
-        yield _title("Fields", "field=value, as they are with this command line; ???: to be given")
+        yield _title(
+            "Fields", "field=value, with the values of this command line; ???: must be set"
+        )
     for node, fields in groupby(sorted(page.fields, key=lambda f: bool(_node(f))), key=_node):
         meaning = page.nodes.get(node)
         yield Text.assemble((f"\n{node or 'the run'}", TITLE), f": {meaning}" if meaning else "")

@@ -17,9 +17,9 @@ from grpo_ustat.cli.options import CommandOptions, command_options, default_opti
 from grpo_ustat.config.schema import FieldInfo
 from grpo_ustat.terminal.streams import beside
 
-# Groups and fields of each command that README, pages and experiments use most, by what they are
-# about. Of another command the page has all fields.
-USUAL: dict[str, dict[str, str]] = {
+# Groups and fields of each command that README, pages and experiments use most, by topic. The page
+# of a command that is not here has all fields.
+SECTIONS: dict[str, dict[str, str]] = {
     "mse": {
         "The policy and its questions": "model dataset dataset.path dataset.reward prompt "
         "prompt.shots reward_funcs reward_weights max_completion_length temperature",
@@ -52,40 +52,40 @@ USUAL: dict[str, dict[str, str]] = {
         "logger.project logger.finish_seconds",
     },
 }
-# Meanings that fit beside a field; of another group or field the first part of its meaning.
+# Meanings that fit beside a field. A field without an entry shows the first part of its meaning.
 BRIEF = {
     "model": "the policy, also org/name or FOLDER",
     "dataset.path": "rows of your own: a file or a folder",
-    "dataset.reward": "of your own, FILE.py:FUNCTION",
+    "dataset.reward": "a function of your own, FILE.py:FUNCTION",
     "prompt.shots": "solved examples before the question",
     "reward_funcs": "what judges a completion",
-    "reward_weights": "one for each of reward_funcs",
+    "reward_weights": "weights of reward_funcs",
     "temperature": "divides the logits",
     "lora": "adapters in place of all parameters",
-    "group_sizes": "every G, completions in a group",
-    "baselines": "those to compare",
+    "group_sizes": "the values of G, completions in a group",
+    "baselines": "baselines to compare",
     "objective": "the loss: trl_dapo, grpo, dr_grpo ...",
     "baseline": "its advantages: group_std ...",
-    "objectives": "further losses",
+    "objectives": "further losses to measure",
     "objective.beta": "coefficient of the KL penalty",
     "objective.num_minibatches": "updates of a batch",
     "objective.num_iterations": "passes over a batch",
     "study.rollouts": "n, completions of a training step",
     "theorem.rollouts": "n, completions of a step",
-    "study.questions": "the first so many; null: all",
+    "study.questions": "the first ones of the study; null: all",
     "study.metric": "euclidean or adam: AdamW's step",
-    "study.parameters": "names of those that count",
-    "study.cut_at": "tokens from which one counts as cut",
+    "study.parameters": "regular expression of names to measure",
+    "study.cut_at": "tokens from which a completion counts as cut",
     "study.scored_by": "a later checkpoint that learns from them",
-    "study.corrections": "of the gap to their sampler",
+    "study.corrections": "corrections of the gap to their sampler",
     "theorem.replicates": "runs behind each number",
-    "theorem.baselines": "those that are run",
+    "theorem.baselines": "baselines of the runs",
     "budget": "how precise: study or study_smoke",
     "budget.pool_completions": "scored completions of each question",
     "budget.rollouts": "n, completions of a step",
     "pool": "scored completions: DIR or FILE.parquet",
     "group_size": "G, completions in a group",
-    "max_grad_norm": "longer gradients are shortened to it",
+    "max_grad_norm": "longer gradients are scaled to it",
     "bf16": "compute in bfloat16",
     "gradient_checkpointing": "less memory, more time",
     "eval.num_generations": "completions of each test question",
@@ -96,24 +96,24 @@ BRIEF = {
     "launch.num_processes": "ranks on this machine",
     "launch.workers": "processes that share the work",
     "launch.accelerate": "how ranks share a policy: ddp, fsdp2",
-    "launch.grace_seconds": "that ranks have to save",
+    "launch.grace_seconds": "seconds that ranks have to save",
     "logger": "wandb, tensorboard or trackio",
-    "logger.finish_seconds": "that the run waits for its tracker",
+    "logger.finish_seconds": "seconds to wait for the tracker",
     "rollout": "local or vllm",
     "output_root": "folder below which outputs are",
     "on_existing": "resume, error or overwrite",
-    "seed": "of all random choices",
+    "seed": "seed of all random choices",
     "problem": "the test problem, its policy",
     "problem.parameters": "D, numbers of theta",
     "problem.start": "u of the first policy",
     "problem.values": "probability of a right answer",
-    "problem.slopes": "of that in u, for each prompt",
-    "problem.styles": "slopes of what earns nothing",
-    "problem.reach": "J* - J where theory is asked to hold",
+    "problem.slopes": "slopes of that in u, for each prompt",
+    "problem.styles": "slopes of choices that earn nothing",
+    "problem.reach": "largest J* - J of the tested set",
 }
-# A field that is shown though the data set of the page has none.
+# A field that is shown even if the data set of the page does not have it.
 OF_ROWS = "dataset.path"
-# Examples that are shown.
+# Number of examples on the page.
 EXAMPLES = 3
 # Columns of the page, and of the left part of its lines.
 NARROWEST, WIDEST, LEFT = 60, 100, 36
@@ -124,7 +124,7 @@ NAME, DIM, TITLE = 36, 2, 1
 
 
 def show_help(entry: str, words: Namespace) -> None:
-    """Print the help of a command: the short page, all of it, or what holds all search words."""
+    """Print a command's short page, all of its help, or the parts that hold all search words."""
     overrides, search = [], []
     for word in words.overrides:
         is_override = "=" in word or word.startswith(("~", "+"))
@@ -151,12 +151,13 @@ def show_default_help(entry: str) -> None:
 
 def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
     """Print the short page, with further fields under titles of their own."""
-    usual = {title: names.split() for title, names in USUAL.get(page.entry, {}).items()}
-    shown = usual or {"Fields": [field.key.path for field in page.fields]}
+    sections = {title: names.split() for title, names in SECTIONS.get(page.entry, {}).items()}
+    shown = sections or {"Fields": [field.key.path for field in page.fields]}
     text = "\n".join(_lines(page, shown | further))
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # head or less has seen enough; nor may the interpreter's end complain
+    # The reader, such as head, has closed the pipe; the interpreter's end must not fail either.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

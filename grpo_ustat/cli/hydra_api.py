@@ -1,6 +1,6 @@
-"""Hydra's part of a command line: it reads overrides and composes configurations.
+"""Hydra's part of a command line: overrides and the composition of configurations.
 
-Its private modules are imported here only.
+Only this module imports private modules of Hydra.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     `model_place`, and end with the search path of `--config-dir`.
 
     Raises:
-        ConfigError: a word is no UTF-8, one with dashes is no flag, a flag's value is none of its,
-            or two flags exclude each other.
-        SystemExit: the version was asked for, and is printed.
+        SystemExit: after the version is printed for `--version`.
     """
     for word in arguments:
         if SURROGATE.search(word):
@@ -55,7 +53,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.error = _refuse_arguments
     words, unknown = parser.parse_known_intermixed_args(list(arguments))
-    unknown += [word for word in words.overrides if word.startswith("-")]  # taken for a value
+    # Words with a dash that argparse has taken for values.
+    unknown += [word for word in words.overrides if word.startswith("-")]
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         raise ConfigError(unknown_flag(unknown[0].partition("=")[0], flags))
@@ -86,7 +85,7 @@ def _refuse_ignored(words: Namespace) -> None:
         )
     package = f"--package={words.package}" if words.package else ""
     if (alone := package or ("--resolve" if words.resolve else "")) and not words.cfg:
-        raise ConfigError(f"{alone} is of what --cfg shows: write --cfg job {alone}")
+        raise ConfigError(f"{alone} changes what --cfg shows: write --cfg job {alone}")
 
 
 def _refuse_arguments(message: str) -> NoReturn:
@@ -136,7 +135,8 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     place = re.sub(r"\\(['\"\\])", r"\1", value[1:-1]) if quoted else value
     folders = [CONF, *([Path(config_dir)] if config_dir else [])]
     choice = any((folder / "model" / f"{place}.yaml").is_file() for folder in folders)
-    literal = place.replace("\\${", "${")  # which OmegaConf does not look up
+    # The text for which OmegaConf takes the escaped one.
+    literal = place.replace("\\${", "${")
     folder = bool(place) and os.path.isdir(os.path.expanduser(literal))
     if choice or not (folder or "/" in place or place[:1] in ("~", ".")):
         return [override]
@@ -154,15 +154,15 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         if config_dir:
             path = create_config_search_path(str(CONF))
-            own = f"file://{Path(config_dir).resolve()}"
-            path.prepend("command-line", own, anchor="schema")
+            folder = f"file://{Path(config_dir).resolve()}"
+            path.prepend("command-line", folder, anchor="schema")
             GlobalHydra.instance().clear()
             Hydra.create_main_hydra2(task_name=entry, config_search_path=path)
         yield
 
 
 class _Choices(dict[str, Any]):
-    """Files of a group in Hydra's store; a node is made when it is loaded, as most never are."""
+    """Files of a group in Hydra's store; nodes are made when loaded, since most never are."""
 
     def __getitem__(self, file: str) -> Any:
         """Return the node of a file, or the files of a group within."""
@@ -187,7 +187,7 @@ def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictConfig:
-    """Return the configuration with Hydra's own node, for a sweep without what is swept."""
+    """Return the configuration with Hydra's own node; of a sweep without the swept values."""
     mode = RunMode.MULTIRUN if as_sweep else RunMode.RUN
     return _open_hydra().compose_config(
         name, overrides, mode, from_shell=False, validate_sweep_overrides=not as_sweep
@@ -195,7 +195,7 @@ def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictC
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return overrides as Hydra parses them; within a session they know the choices of a group."""
+    """Return overrides as Hydra parses them; within a session with the choices of their groups."""
     session = GlobalHydra.instance().hydra
     loader = session.config_loader if session else None
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
@@ -207,7 +207,6 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
     Of two overrides of a key the later one counts.
 
     Raises:
-        ConfigError: an override has no values to go through.
         HydraException: an override cannot be parsed.
     """
     words: dict[str, list[str]] = {}
@@ -226,12 +225,12 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
             raise ConfigError(
                 f"{override.input_line}: write one glob([PATTERN,NAME]) for all values"
             )
-        words[key] = [f"{key}={one}" for one in override.sweep_string_iterator()]
+        words[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
         if not words[key]:
             loader = override.config_loader
-            known = ", ".join(loader.get_group_options(key)) if loader else ""
-            names = f" names none of {known}" if known else " has no value to go through"
-            raise ConfigError(f"{override.input_line}{names}")
+            choices = ", ".join(loader.get_group_options(key)) if loader else ""
+            reason = f"names none of {choices}" if choices else "has no value to go through"
+            raise ConfigError(f"{override.input_line} {reason}")
     return [list(run) for run in itertools.product(*words.values())]
 
 

@@ -38,7 +38,7 @@ from grpo_ustat.terminal.streams import tell
 
 
 def run_sweep(entry: str, invocation: Invocation) -> int:
-    """Run what is neither done nor at work elsewhere; show all runs.
+    """Start the runs that are neither done nor running elsewhere; show all runs.
 
     Returns:
         The exit code: 0 if every run is done, else 1.
@@ -46,17 +46,19 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
     planned_runs = invocation.planned_runs
     config, sweep = planned_runs[0].config, note_sweep(entry, planned_runs)
     overwrite = config.on_existing == "overwrite"
-    states = [one.state() for one in sweep.entries]
+    states = [point.state() for point in sweep.entries]
     todo = []
-    for planned, one, state in zip(planned_runs, sweep.entries, states, strict=True):
+    for planned, point, state in zip(planned_runs, sweep.entries, states, strict=True):
         if state.name == RUNNING:
-            tell(f"left to the process that runs it: {one.label}, {state.detail}")
+            tell(f"left to the process that runs it: {point.label}, {state.detail}")
         elif state.name == DONE:
-            tell(f"{'done before' if overwrite else 'done already'}: {one.label} ({one.folder})")
+            tell(
+                f"{'done before' if overwrite else 'done already'}: {point.label} ({point.folder})"
+            )
         elif state.name == PAST_MAX_STEPS:
-            tell(f"left as it is: {one.label}: {state.detail}")
+            tell(f"left as it is: {point.label}: {state.detail}")
         elif state.detail:
-            tell(f"{state.name} before, again now: {one.label}: {state.detail}")
+            tell(f"{state.name} before, again now: {point.label}: {state.detail}")
         if state.name not in ((RUNNING,) if overwrite else (DONE, PAST_MAX_STEPS, RUNNING)):
             todo.append(planned)
     if todo:
@@ -99,7 +101,8 @@ class Job:
         except SystemExit as error:
             if not isinstance(error.code, str):
                 raise
-            _report_failure(folder, error, before)  # a rank that lost another
+            # This rank has lost another one.
+            _report_failure(folder, error, before)
             raise RuntimeError(error.code) from None
 
     def checkpoint(self) -> Any:
@@ -130,7 +133,8 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
         with StopRequest():
             for i, job in enumerate(_jobs(entry, todo)):
                 tell(f"run {i + 1} of {len(todo)}: {todo[i].name}")
-                with suppress(Exception):  # it is printed, and noted in the run's folder
+                # The job prints an error itself, and notes it in the run's folder.
+                with suppress(Exception):
                     job()
         return
     launcher: Any = OmegaConf.to_container(node.launcher, resolve=True)
@@ -174,22 +178,23 @@ def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, Any]) -> bool:
-    """Submit jobs and wait for them; False once one has ended without a result."""
+    """Submit jobs and wait for them; return False if a job has ended without a result."""
     try:
         for job in submit(jobs, cluster, launcher):
             job.results()
-    except Exception as error:  # no scheduler, or a job that failed or that nobody starts again
+    # There is no scheduler, or a job has failed, or is not started again.
+    except Exception as error:
         tell(f"error: {history.last_line(error)}", file=sys.stderr)
         return False
     return True
 
 
 def _print_outcome(sweep: Sweep) -> int:
-    """Show every run and name those that did not finish; 0 if all did, else 1."""
-    states = [one.state() for one in sweep.entries]
+    """Show all runs, name the unfinished ones, and return the exit code: 1 if there are any."""
+    states = [point.state() for point in sweep.entries]
     Console().print(status_table(sweep, states))
-    for one, state in zip(sweep.entries, states, strict=True):
+    for point, state in zip(sweep.entries, states, strict=True):
         if state.name != DONE:
             reason = f": {state.detail}" if state.detail else ""
-            tell(f"error: did not finish: {one.label} ({one.folder}){reason}", file=sys.stderr)
+            tell(f"error: did not finish: {point.label} ({point.folder}){reason}", file=sys.stderr)
     return 0 if all(state.name == DONE for state in states) else 1

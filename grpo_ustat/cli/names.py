@@ -1,6 +1,6 @@
-"""Names that a newcomer types for fields and groups of ours, and what to type in their place.
+"""Names that a newcomer types for fields and groups of ours, with the names to type instead.
 
-They are of TRL, verl, transformers and papers, and plain words.
+They come from TRL, verl, transformers, papers and everyday words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.load import CONF, all_fields
 from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_type
 
-# Words, and behind them the names with the same values: the first that a command has is meant.
+# Words, each with names of ours that take the same values: the first that a command has counts.
 MEANT = {
     "policy actor checkpoint llm model_name model_name_or_path base_model "
     "pretrained": "model problem",
@@ -123,20 +123,21 @@ CHOICES = {
     "rollout": {"hf": "local", "transformers": "local"},
 }
 ROW_FILE = re.compile(r".*\.(jsonl|json|csv|parquet)(\.\w+)?", re.IGNORECASE)
-FEWEST_LETTERS = 4  # of a misspelt word
+# Letters of a word from which a misspelling of it is recognised.
+MIN_LETTERS = 4
 
 
 def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | None:
-    """Return what is to be typed for a key that a command lacks; None if the key says nothing.
+    """Return the fix for a key that a command lacks; None if the key is none of the words.
 
     Args:
         key, value: as typed.
-        schema: that of the command.
-        fuzzy: take a misspelt word for the one that is nearest.
+        schema: the command's.
+        fuzzy: True to accept the nearest word for a misspelt one.
 
     >>> from grpo_ustat.config.load import SCHEMAS
     >>> meant("policy", "tiny", SCHEMAS["mse"]), meant("steps", "10", SCHEMAS["mse"])
-    ('write model=tiny', "it is train's max_steps, grpo-ustat train max_steps=10")
+    ('write model=tiny', 'it is max_steps of train, as in grpo-ustat train max_steps=10')
     """
     word = _word(key, fuzzy)
     if word in OTHER_VALUES:
@@ -150,15 +151,17 @@ def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | N
         return None
     for name in NAMES[word]:
         if has(schema, name):
-            numbered = f"{word}{value}"  # theorem=7
+            # theorem=7 means theorem=theorem7.
+            numbered = f"{word}{value}"
             chosen = numbered if is_choice(name, numbered, schema) else value
             return _write(name, chosen, schema) if value else f"here it is {name}"
     for name in NAMES[word]:
         for other in RUN_SCHEMAS.values():
             if has(other, name):
-                line = _line(name, value, other)
+                line = override_of(name, value, other)
                 command = command_of(other)
-                return f"it is {command}'s {name}, {command_line(command, *line.split())}"
+                typed = command_line(command, *line.split())
+                return f"it is {name} of {command}, as in {typed}"
     return None
 
 
@@ -168,7 +171,7 @@ def has(schema: type, name: str) -> bool:
 
 
 def _word(key: str, fuzzy: bool) -> str | None:
-    """Return the longest end of a key that is one of the words, in small letters if need be."""
+    """Return the longest end of a key that is one of the words, also in small letters."""
     parts = key.replace("-", "_").split(".")
     ends = [".".join(parts[first:]) for first in range(len(parts))]
     for end in [*ends, *(end.lower() for end in ends)]:
@@ -176,14 +179,14 @@ def _word(key: str, fuzzy: bool) -> str | None:
             return end
     if not fuzzy:
         return None
-    words = [word for word in (*NAMES, *OTHER_VALUES) if len(word) >= FEWEST_LETTERS]
+    words = [word for word in (*NAMES, *OTHER_VALUES) if len(word) >= MIN_LETTERS]
     return next(iter(difflib.get_close_matches(key.lower(), words, n=1, cutoff=0.85)), None)
 
 
 def _write(name: str, value: str, schema: type) -> str:
-    """Return the words that say what to type for a value."""
-    if name not in groups_of(schema) or _line(name, value, schema) != f"{name}=NAME":
-        return f"write {_line(name, value, schema)}"
+    """Return the fix for a value: the override to write, or the choices of its group."""
+    if name not in groups_of(schema) or override_of(name, value, schema) != f"{name}=NAME":
+        return f"write {override_of(name, value, schema)}"
     elsewhere = [x for x in groups_of(schema) if is_choice(x, value, schema)]
     if elsewhere:
         return f"write {' or '.join(f'{group}={value}' for group in elsewhere)}"
@@ -192,8 +195,8 @@ def _write(name: str, value: str, schema: type) -> str:
     return f"write {name}=NAME, a name from {choices}{places}"
 
 
-def _line(name: str, value: str, schema: type) -> str:
-    """Return the override of a field or group with the value, or with one that it takes."""
+def override_of(name: str, value: str, schema: type) -> str:
+    """Return the override of a field or group with the value, or with a valid one instead."""
     if name in groups_of(schema):
         if name == "dataset" and ROW_FILE.fullmatch(value):
             return f"dataset=jsonl dataset.path={value}"

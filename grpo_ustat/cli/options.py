@@ -23,7 +23,7 @@ from grpo_ustat.config.values import typed_value
 from grpo_ustat.estimators.baselines import BASELINES
 
 LAUNCHER = "hydra/launcher"
-# Of groups that set fields of several nodes, or that have no node of their name.
+# Meanings of groups that set fields of several nodes, or that have no node of their name.
 GROUP_MEANINGS = {
     "theorem": "a result of the paper, on the test problem that suits it",
     "experiment": "everything that one figure, table or check needs",
@@ -31,7 +31,7 @@ GROUP_MEANINGS = {
     LAUNCHER: "where a sweep (-m) starts its runs",
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
-# Of a choice's meaning; of a longer one the first sentence is shown.
+# Length of a choice's meaning from which only its first sentence is shown.
 MAX_COMMENT_CHARACTERS = 100
 
 
@@ -88,7 +88,8 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         entry: a key of `SCHEMAS`.
         words: the command line as Hydra reads it; its overrides hold no word without `=`.
     """
-    from grpo_ustat.cli.compose import whole_node  # loads Hydra
+    # This import loads Hydra.
+    from grpo_ustat.cli.compose import whole_node
 
     node, schema = whole_node(entry, words), SCHEMAS[entry]
     kinds = {name: node[name].kind for name in KIND_SCHEMAS if "kind" in (node.get(name) or ())}
@@ -103,11 +104,12 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         nodes = {key.path: key for key in fields_of(schema) if "." not in key.path}
         names = [str(name).partition("@")[0] for name in chosen]
         names = [name for name in names if not name.startswith("hydra/")]
-        for group in reversed(dict.fromkeys(names)):  # Hydra's are from the last to the first
+        # Hydra lists them from the last to the first.
+        for group in reversed(dict.fromkeys(names)):
             files = [file for file in _files(group, folders) if fits(file, schema)]
             words_of = {file.stem: first_comment(file) for file in files}
             ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, {})
-            words_of = {name: short(one.words) for name, one in ours.items()} | words_of
+            words_of = {name: short(choice.words) for name, choice in ours.items()} | words_of
             choices = tuple(Choice(name, words_of[name]) for name in sorted(words_of))
             meaning = _group_meaning(group, nodes)
             groups.append(Group(group, meaning, chosen.get(group), choices, group in chosen))
@@ -126,7 +128,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
 
 
 def default_options(entry: str) -> CommandOptions:
-    """Return the options of a command to which nothing is typed, without the choices of groups.
+    """Return the options of a command without overrides; groups are without their choices.
 
     Args:
         entry: a key of `SCHEMAS`.
@@ -151,7 +153,7 @@ def default_options(entry: str) -> CommandOptions:
 
 
 def _number(key: FieldInfo, value: Any) -> Any:
-    """Return a value as the field's type has it: 1 and 1e-3 may be texts or whole numbers."""
+    """Return a value in the field's type: YAML may read 1 as an integer and 1e-3 as a text."""
     if value in (None, UNSET):
         return value
     if key.kind.startswith("list of float"):
@@ -184,7 +186,7 @@ def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:
 
 
 def _entry_fields(key: FieldInfo, node: DictConfig) -> Iterator[Field]:
-    """Yield a field of each entry that a dictionary holds, such as an option of a baseline."""
+    """Yield a field for each entry of a dictionary, such as an option of a baseline."""
     for name, value in (_value(node, key.path) or {}).items() if key.entries else ():
         path, meaning = f"{key.path}.{name}", key.entries.get(name, "")
         entry = replace(key, path=path, kind="float", meaning=meaning, entries={})
@@ -196,7 +198,8 @@ def _value(node: DictConfig, path: str) -> Any:
     try:
         parent = OmegaConf.select(node, above) if above else node
         return "???" if OmegaConf.is_missing(parent, name) else parent[name]
-    except OmegaConfBaseException:  # it depends on a field that has still to be set
+    # The value depends on a field that is not set yet.
+    except OmegaConfBaseException:
         return "???"
 
 
@@ -211,12 +214,13 @@ def first_comment(file: Path) -> str:
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
             continue
-        if not line.startswith("# ") or line.startswith("#  "):  # its end, or a command
+        # The comment ends here, or a command of it begins.
+        if not line.startswith("# ") or line.startswith("#  "):
             break
         lines.append(line.removeprefix("# "))
     return short(" ".join(lines).removesuffix(":"))
 
 
 def short(text: str) -> str:
-    """Return a choice's meaning, of a long one the first sentence."""
+    """Return a choice's meaning; only the first sentence if it is long."""
     return text if len(text) <= MAX_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

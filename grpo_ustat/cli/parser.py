@@ -21,11 +21,11 @@ TYPE_NOUNS = {"int": "a whole number", "float": "a number"}
 
 
 class VerbParser(argparse.ArgumentParser):
-    """Python's parser, which refuses in one line that says what to type, without the usage.
+    """Python's parser with one-line errors, which give the words to type in place of the usage.
 
     Args:
         verb: a key of `VERBS`.
-        purpose: what the help says first, in paragraphs.
+        purpose: first part of the help, in paragraphs.
         examples: arguments to copy, each with a comment.
         values: NAME=VALUE arguments, each with its meaning.
     """
@@ -68,8 +68,8 @@ class VerbParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def _line(self, message: str) -> str:
-        """Return a refusal by Python's parser, with what to type instead."""
-        options = [name for one in self._actions for name in one.option_strings if name[:2] == "--"]
+        """Return a refusal by Python's parser, with the words to type instead."""
+        options = [x for action in self._actions for x in action.option_strings if x[:2] == "--"]
         typed = [word.partition("=")[0] for word in self.words if word.startswith("--")]
         unknown = [word for word in typed if not any(name.startswith(word) for name in options)]
         if unknown:
@@ -79,7 +79,7 @@ class VerbParser(argparse.ArgumentParser):
             names = required[1].split(", ")
             return f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing, {example}"
         if surplus := re.fullmatch("unrecognized arguments: (.*)", message):
-            return f"{surplus[1]} means nothing here, {example}"
+            return f"{surplus[1]} is not taken here, {example}"
         argument, colon, reason = message.removeprefix("argument ").partition(": ")
         place = f"{argument} " if argument.startswith("-") else ""
         if choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", reason):

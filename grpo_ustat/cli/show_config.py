@@ -16,7 +16,7 @@ from grpo_ustat.terminal.streams import tell
 def show_config(entry: str, words: Namespace) -> None:
     """Print the part of the configuration that `--cfg` and `--package` name.
 
-    Hydra's own way composes twice, and ends in tracebacks where a part refers to another.
+    Hydra's own `--cfg` composes twice, and ends in a traceback if a part refers to another.
     """
     node = whole_node(entry, words, sweep=False)
     OmegaConf.set_readonly(node.hydra, None)

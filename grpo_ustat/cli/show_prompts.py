@@ -32,7 +32,8 @@ def show_prompts(config: Common, split: str) -> None:
     tokens = encode(tokenizer, texts, special_tokens=not in_turns)
     for i in range(min(config.show_prompts, len(prompts))):
         ids = tokens[i] if len(tokens[i]) <= 4 else [*tokens[i][:2], *tokens[i][-2:]]
-        words = [repr(tokenizer.decode([token])) for token in ids]  # a doubled special token shows
+        # Token by token, so that a doubled special token is visible.
+        words = [repr(tokenizer.decode([token])) for token in ids]
         ends = " ".join(words if ids is tokens[i] else [*words[:2], "...", *words[2:]])
         tell(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
         tell(visible(texts[i]) + PROMPT_END)
@@ -62,7 +63,7 @@ def show_prompts(config: Common, split: str) -> None:
 
 
 def visible(text: str) -> str:
-    r"""Return the text with control characters except newlines spelt out: none acts on a terminal.
+    r"""Return the text with control characters except newlines spelt out, for terminals.
 
     >>> visible("[b]\x1b")
     '[b]\\x1b'

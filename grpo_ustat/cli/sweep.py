@@ -13,7 +13,7 @@ from grpo_ustat.terminal.streams import tell
 
 EXAMPLES = {
     "status outputs/train": "all sweeps of a folder",
-    "status outputs/train/sweep-NAME.json": "one of them",
+    "status outputs/train/sweep-NAME.json": "a single sweep",
 }
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     """Run the command; the exit code is 0 whatever the runs' states are."""
     parser = VerbParser("sweep", __doc__ or "", EXAMPLES)
     parser.add_argument(
-        "status", choices=["status"], help="a table of every run of the sweeps in a folder"
+        "status", choices=["status"], help="a table of all runs of the sweeps in a folder"
     )
     parser.add_argument(
         "place", type=Path, metavar="DIR", help="outputs/train, or one sweep-*.json"
@@ -29,7 +29,7 @@ def main() -> None:
     place = parser.parse_args().place
     try:
         for sweep in sweeps_in(place):
-            states = [one.state() for one in sweep.entries]
+            states = [point.state() for point in sweep.entries]
             Console().print(status_table(sweep, states))
             tell(*details(sweep, states), "")
     except ConfigError as error:

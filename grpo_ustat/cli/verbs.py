@@ -15,7 +15,7 @@ from grpo_ustat.config.command_line import command_line, program
 class Verb:
     """A verb of `grpo-ustat VERB`."""
 
-    # In a line.
+    # A line of text.
     purpose: str
     # Arguments that do something useful.
     example: tuple[str, ...]
@@ -58,7 +58,7 @@ VERBS = {
 
 
 def help_text() -> str:
-    """Return all verbs, each with its purpose and an example."""
+    """Return the text of `grpo-ustat --help`: all verbs with purpose and example."""
     width = max(map(len, VERBS))
     lines = [
         "How good a GRPO policy gradient is, which group size to use, training with it.",

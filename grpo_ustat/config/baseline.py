@@ -24,30 +24,32 @@ class Option:
 
 
 OPTIONS = {
-    "value": Option("the number that is subtracted"),
+    "value": Option("number that is subtracted"),
     "process_variance": Option(
-        "Q of the Kalman filter, added to its variance with each completion", 0.0
+        "Q of the Kalman filter, added to its variance at each completion", 0.0
     ),
     "measurement_variance": Option(
-        "R of the Kalman filter, of a reward around its latent mean", 1e-12
+        "R of the Kalman filter, the variance of a reward around its latent mean", 1e-12
     ),
-    "epsilon": Option("added to what divides, so that it is never 0", 0.0),
-    "level": Option("share of the group at or below the quantile that is the baseline", 0.0, 1.0),
-    "share": Option("of the group that is kept", 1e-12, 1.0),
-    "power": Option("of the length by which a completion counts less", 0.0, 10.0),
+    "epsilon": Option("added to the divisor, so that it is never 0", 0.0),
+    "level": Option(
+        "level of the quantile that is the baseline, a share of the group's rewards", 0.0, 1.0
+    ),
+    "share": Option("share of the group that is kept", 1e-12, 1.0),
+    "power": Option("power of the length by which a completion's weight is divided", 0.0, 10.0),
     "decay": Option(
-        "how much of the past stays with each step, of a running mean or a critic's fit", 0.0, 1.0
+        "share of the past that a step keeps, in a running mean or in a critic's fit", 0.0, 1.0
     ),
     "ridge": Option("penalty on the weights of the critic's head", 1e-12),
-    "minimum": Option("smallest reward there is"),
-    "maximum": Option("largest reward there is"),
-    "ceiling": Option("largest 1/density", 1e-12),
+    "minimum": Option("smallest possible reward"),
+    "maximum": Option("largest possible reward"),
+    "ceiling": Option("upper limit of 1/density", 1e-12),
     "rho_min": Option(
-        "smallest discount of the past; 1/(1 - rho_min) draws are worth the start", 0.0, 0.999
+        "smallest discount of the past; the start counts as 1/(1 - rho_min) draws", 0.0, 0.999
     ),
     "rho_max": Option("largest discount of the past", 0.0, 1.0),
     "half_distance": Option(
-        "mean |change of a token's log-probability| that halves the past", 1e-12
+        "mean |change of a token's log-probability| at which the past counts half", 1e-12
     ),
 }
 
@@ -61,7 +63,8 @@ def load_baseline(key: str, name: str) -> Baseline:
     """
     try:
         return BASELINES[name]
-    except Exception as error:  # the package's own
+    # The package raises what it likes.
+    except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
@@ -112,12 +115,12 @@ class BaselineConfig:
     """The baseline that turns rewards into advantages, and the values of exactly its options."""
 
     name: str = field(
-        "of the baseline; choose by baseline=NAME",
+        "name of the baseline; choose by baseline=NAME",
         choices=tuple(BASELINES),
         plugins=plugin_baselines,
     )
     options: dict[str, float] = field(
-        "of the baseline, exactly those that it takes",
+        "options of the baseline, exactly those that it takes",
         entries={name: option.meaning for name, option in OPTIONS.items()},
     )
 

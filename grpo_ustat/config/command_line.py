@@ -1,4 +1,4 @@
-"""Text for a reader to type: a command again, or the installation of an extra that lacks."""
+"""Text to copy into a shell: a command of this program, or the installation of an extra."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 from grpo_ustat.config.secrets import redact_text
 
-IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()  # else installed as a wheel
-PROGRAM = (
-    "GRPO_USTAT_COMMAND"  # the environment variable in which scripts/run says how it was typed
-)
-TYPED_VARIABLE = "GRPO_USTAT_TYPED"  # the command line, for the processes that it starts
+# False if the package is installed as a wheel.
+IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()
+# The environment variable in which scripts/run gives the command by which it was called.
+PROGRAM = "GRPO_USTAT_COMMAND"
+# The environment variable with the typed command line, for the processes that a command starts.
+TYPED_VARIABLE = "GRPO_USTAT_TYPED"
 
 
 def program() -> str:
@@ -49,8 +50,8 @@ def install_line(extra: str) -> str:
     """Return the command that installs an optional dependency of this package.
 
     Args:
-        extra: a name of `[project.optional-dependencies]`; an extra that only commands use comes
-            with `cli`.
+        extra: a name of `[project.optional-dependencies]`; `cli` is added to an extra that only
+            commands use.
     """
     names = extra if extra in ("cli", "torch") else f"cli,{extra}"
     return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"
@@ -59,15 +60,17 @@ def install_line(extra: str) -> str:
 def is_installed(module: str) -> bool:
     """Return True if a module can be imported, without importing it.
 
-    A folder of its name is no module: trackers make such folders.
+    A folder of that name does not count, since trackers make such folders.
 
     >>> is_installed("json"), is_installed("no_such.module")
     (True, False)
     """
     try:
         spec = find_spec(module)
-    except ModuleNotFoundError:  # its package
+    # The package of the module is missing.
+    except ModuleNotFoundError:
         return False
-    except ValueError:  # it is imported, and has no spec
+    # The module is imported and has no spec.
+    except ValueError:
         return True
     return spec is not None and spec.origin is not None

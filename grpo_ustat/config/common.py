@@ -12,17 +12,18 @@ from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
-DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")  # of torch, perhaps with :NUMBER
+# Devices of torch; a number may follow, as in cuda:1.
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
 
 @dataclass
 class LaunchConfig(ProcessConfig):
     """Processes and devices; none of it changes results."""
 
-    num_threads: int = field("of OpenMP, in each process", "threads", positive=True)
+    num_threads: int = field("of OpenMP in each process", "threads", positive=True)
     device: str = field("cpu, cuda, mps, xpu, npu or hpu; cuda:1 is the second GPU")
     judge_workers: int = field(
-        "beside each one, which judge answers that need it, such as MATH's",
+        "for judging answers, beside each process of the run; data sets such as MATH use them",
         "processes",
         positive=True,
     )
@@ -33,31 +34,30 @@ class Common(Shared):
     """Fields of the entrypoints that have a model and questions."""
 
     model: ModelConfig = node(ModelConfig, "the policy")
-    dataset: Any = field("the questions; fields of other kinds of data sets: dataset=NAME --help")
+    dataset: Any = field("the questions; for fields of another kind: --help dataset=NAME")
     prompt: PromptConfig = node(PromptConfig, "how a question is put to the model")
     launch: LaunchConfig = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         LaunchConfig, "processes and devices; none of it changes results"
     )
     reward_funcs: list[str] = field(
-        "that judge a completion: task, the data set's own, comes first; then any of format (an "
-        "answer can be read), termination (not cut), brevity (1 - length/max_completion_length), "
-        "FILE.py:FUNCTION or an entry point's name, such as [task,brevity,my.py:score]"
+        "functions that judge a completion: first task, the data set's own; then any of format "
+        "(an answer can be read), termination (not cut), brevity (1 - "
+        "length/max_completion_length), FILE.py:FUNCTION or the name of an entry point, such as "
+        "[task,brevity,my.py:score]"
     )
     reward_weights: list[float] | None = field(
-        "one for each of reward_funcs, in their order; the reward is the weighted sum; null: 1 "
-        "each; 0: in the metrics alone"
+        "weights of reward_funcs, in their order; the reward is the weighted sum; null: 1 each; "
+        "a function of weight 0 is in the metrics only"
     )
-    temperature: float = field(
-        "divides the logits, in sampling and in scoring alike", positive=True
-    )
+    temperature: float = field("divides the logits, in sampling and in scoring", positive=True)
     max_completion_length: int = field(
-        "of a completion; longer ones are cut and counted", "tokens", positive=True
+        "of a completion at most; a longer one is cut and counted as cut", "tokens", positive=True
     )
     rollout_batch_size: int = field(
-        "written side by side: memory and speed only", "completions", positive=True
+        "sampled at a time; changes memory and speed only", "completions", positive=True
     )
     show_prompts: int = field(
-        "to print, with how their answers are read, instead of a run; 0: run", "prompts"
+        "to print instead of a run, with the way their answers are read; 0: run", "prompts"
     )
 
     @property
@@ -89,7 +89,7 @@ class Common(Shared):
 
     @property
     def shared_settings(self) -> dict[str, str | float | None]:
-        """Settings that a dry run of either command shows, as one types them.
+        """Settings that a dry run of `train` or `mse` shows, by their names on the command line.
 
         "length" is max_completion_length.
         """
@@ -115,11 +115,11 @@ class Common(Shared):
 
     @property
     def most_questions(self) -> int | None:
-        """Number of the first questions of a split that are asked at most; None: all."""
+        """Largest number of questions to ask, the first ones of a split; None: all."""
         return None
 
     def check(self) -> None:
-        """Refuse rewards, data, prompts and models that cannot be used; see `Shared.check`."""
+        """Refuse rewards, data, prompts and models that cannot be used."""
         super().check()
         check_reward_funcs(self.reward_funcs, self.reward_weights)
         check_choice("launch.device", self.launch.device.partition(":")[0], DEVICES)
@@ -127,13 +127,14 @@ class Common(Shared):
         self.prompt.check()
         data, prompt = self.dataset, self.prompt
         boxed = "boxed" in f"{prompt.system} {prompt.template}"
+        # Every reply that follows a prompt without a box would earn nothing.
         if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
-            raise ConfigError(  # where no box is asked for, every obedient reply would earn nothing
+            raise ConfigError(
                 f"dataset={data.name} reads answers in \\boxed{{}}, for which "
                 f"prompt={prompt.name} does not ask: use prompt=qwen_math_cot, prompt=chat_boxed, "
                 "or a template that asks for it"
             )
-        # of rollouts made elsewhere, conversations are written by the template all the same
+        # Conversations in rollouts made elsewhere are written by the template in any case.
         imports = getattr(self, "imports_pool", False)
         if prompt.template_options and prompt.chat is False and not imports:
             raise ConfigError(

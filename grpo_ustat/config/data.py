@@ -16,23 +16,29 @@ from grpo_ustat.config.schema import ConfigError, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
-STUDY_QUESTIONS = {  # of one table, that fall to studies
+# Number of study questions of each table.
+STUDY_QUESTIONS = {
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
-MAX_HELD_OUT_QUESTIONS = 500  # questions of a file of one's own, for tests and for studies alike
-# test questions by hub id and subset, as their cards and papers give them
+# Default limit on the test questions, and on the study questions, of a user's own file.
+MAX_HELD_OUT_QUESTIONS = 500
+# Numbers of test questions by hub id and subset, from cards and papers: Cobbe et al. 2021,
+# Hendrycks et al. 2021 and Lightman et al. 2023.
 PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
-    ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
-    ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
-    ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
+    ("openai/gsm8k", "main"): 1319,
+    ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,
+    ("HuggingFaceH4/MATH-500", None): 500,
 }
-OTHER_COLUMNS = {  # of questions and answers, as files of others name them
+# Common names of the columns of questions and answers.
+OTHER_COLUMNS = {
     "question": ("question", "problem", "prompt", "query", "instruction", "input", "text"),
     "answer": ("answer", "ground_truth", "solution", "expected_answer", "final_answer", "gold",
                "target", "label", "response", "completion", "output"),
 }  # fmt: skip
-MARK = "####"  # before the answer at the end of a solution
-MAX_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
+# Stands before the answer at the end of a solution.
+MARK = "####"
+# Integral floats below it are exact integers; pandas writes 3 as 3.0.
+MAX_EXACT_FLOAT = 2**53
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
@@ -40,19 +46,26 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".
 class DatasetConfig:
     """Fields of all kinds."""
 
-    name: str = field("in the run folder's name; of dataset=own, the entry point of the task")
-    kind: str = field("what makes or reads it; choose by dataset=NAME", choices=KINDS)
-    seed: int = field("which questions go where, whatever the run's own seed")
-    train_size: int | None = field(
-        "to train on; null: all that are left", "questions", positive=True
+    name: str = field(
+        "name of the data set, in the run folder's name; with dataset=own, the entry point of "
+        "the task"
     )
+    kind: str = field(
+        "the code that makes or reads the questions; choose by dataset=NAME", choices=KINDS
+    )
+    seed: int = field(
+        "seed of the split into train, test and study questions; the run's seed does not change it"
+    )
+    train_size: int | None = field("to train on; null: all that remain", "questions", positive=True)
     test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
-    study_size: int = field("of studies, never trained on", "questions", positive=True)
+    study_size: int = field("for studies by mse, never trained on", "questions", positive=True)
     reward: str | None = field(
-        "a reward of your own, FILE.py:FUNCTION or an entry point's name; null: the data set's"
+        "a reward function of your own, FILE.py:FUNCTION or the name of an entry point; null: "
+        "the data set's"
     )
     max_completion_length: int | None = field(
-        "of a completion, where max_completion_length is not set; null: it must be",
+        "of a completion at most, if the command's max_completion_length is not set; null: it "
+        "must be set",
         "tokens",
         positive=True,
         default=None,
@@ -65,16 +78,16 @@ class DatasetConfig:
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of all test questions, if a publication gives it."""
+        """Number of all test questions that a publication gives; None if there is none."""
         return None
 
 
 @dataclass
 class GeneratedConfig(DatasetConfig):
-    """Questions made by the program, which have no `all`."""
+    """Questions made by the program, so that sizes must be given."""
 
     def check(self) -> None:
-        """Refuse sizes that are null; see `DatasetConfig.check`."""
+        """Refuse sizes that are null."""
         for name in ("train_size", "test_size"):
             if getattr(self, name) is None:
                 raise ConfigError(f"dataset.{name}=null: dataset.kind={self.kind} needs a number")
@@ -83,19 +96,20 @@ class GeneratedConfig(DatasetConfig):
 
 @dataclass
 class ArithmeticConfig(GeneratedConfig):
-    """Several steps; operand ranges include both ends."""
+    """Questions of several steps; ranges of operands include both ends."""
 
     min_term: int = field("smallest term of sums and differences")
-    max_term: int = field("largest of them")
+    max_term: int = field("largest term of sums and differences")
     min_factor: int = field(
-        "smallest of the larger factors of products and of quotients; no multiples of ten"
+        "smallest value of a product's larger factor and of a quotient; multiples of ten are "
+        "left out"
     )
-    max_factor: int = field("largest of them")
-    min_digit: int = field("smallest of the smaller factors and of divisors")
-    max_digit: int = field("largest of them")
+    max_factor: int = field("largest value of a product's larger factor and of a quotient")
+    min_digit: int = field("smallest value of a product's smaller factor and of a divisor")
+    max_digit: int = field("largest value of a product's smaller factor and of a divisor")
 
     def check(self) -> None:
-        """Refuse empty operand ranges; see `DatasetConfig.check`."""
+        """Refuse empty ranges of operands."""
         super().check()
         for name in ("term", "factor", "digit"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
@@ -112,12 +126,12 @@ class ArithmeticConfig(GeneratedConfig):
 
 @dataclass
 class OneStepConfig(GeneratedConfig):
-    """One step."""
+    """Questions of one step."""
 
     tables: list[str] = field("kinds of questions", choices=TABLES)
 
     def check(self) -> None:
-        """Refuse a data set without tables; see `DatasetConfig.check`."""
+        """Refuse a data set without tables."""
         super().check()
         if not self.tables:
             raise ConfigError(f"dataset.tables=[] holds no question: use any of {TABLES}")
@@ -128,17 +142,17 @@ class Gsm8kConfig(DatasetConfig):
     """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021)."""
 
     path: str = field(
-        "a file or folder (jsonl, json, CSV, Parquet, perhaps compressed) of your own, or a hub id"
+        "a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own, or a hub id"
     )
-    subset: str | None = field("of a hub id that has several; null: it has none")
+    subset: str | None = field("subset of the hub id; null: the hub id has none")
     revision: str | None = field("branch, tag or commit of the hub id; null: its main branch")
-    test_path: str | None = field("as path, of the test rows; null: they are in path")
-    test_revision: str | None = field("as revision, of test_path; null: its main branch")
-    train_split: str = field("name of the train rows there, of which the first are the study's")
-    test_split: str = field("name of the test rows there")
+    test_path: str | None = field("file, folder or hub id of the test rows; null: they are in path")
+    test_revision: str | None = field("branch, tag or commit of test_path; null: its main branch")
+    train_split: str = field("split with the train rows; its first rows are the study's")
+    test_split: str = field("split with the test rows")
 
     def check(self) -> None:
-        """Refuse paths that do not exist or are the same; see `DatasetConfig.check`."""
+        """Refuse paths that do not exist, and equal paths of train and test rows."""
         super().check()
         if self.test_path == self.path:
             raise ConfigError(
@@ -172,29 +186,29 @@ class MathConfig(Gsm8kConfig):
     """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021)."""
 
     subjects: list[str] | None = field(
-        "of train rows to keep, such as [Algebra,Number Theory]; null: all seven"
+        "subjects of the train rows to keep, such as [Algebra,Number Theory]; null: all seven"
     )
-    levels: list[int] | None = field("of train rows to keep, 1 to 5; null: all")
+    levels: list[int] | None = field("levels of the train rows to keep, from 1 to 5; null: all")
     filter_test: bool = field("keep only those subjects and levels of the test rows too")
     test_ids: str | None = field(
         "a file with the unique_id of a test row on each line; null: all test rows"
     )
     max_answer_length: int = field(
-        "of an answer; longer ones earn nothing", "characters", positive=True
+        "of an answer at most; a longer one earns nothing", "characters", positive=True
     )
     judge_seconds: float = field(
-        "for judging one answer, past which it is counted as a time-out and earns nothing",
+        "for judging an answer; if it takes longer, it counts as a time-out and earns nothing",
         "seconds",
         positive=True,
     )
     judge_memory_gb: float = field(
-        "for judging one answer, past which it is counted as a failure and earns nothing",
+        "for judging an answer; if it takes more, it counts as a failure and earns nothing",
         "GiB",
         positive=True,
     )
 
     def check(self) -> None:
-        """Refuse filters that keep no row or cannot be read; see `DatasetConfig.check`."""
+        """Refuse filters that keep no row or cannot be read."""
         super().check()
         for name in ("subjects", "levels"):
             if getattr(self, name) == []:
@@ -212,34 +226,30 @@ class MathConfig(Gsm8kConfig):
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of all test questions, if published; None if test rows are left out."""
-        whole = not self.filter_test and self.test_ids is None
-        return super().published_test_size if whole else None
+        """Published number of test questions; None if unpublished or if test rows are left out."""
+        keeps_all_rows = not self.filter_test and self.test_ids is None
+        return super().published_test_size if keeps_all_rows else None
 
 
 @dataclass
 class JsonlConfig(DatasetConfig):
     """Rows of the user's own, with any columns."""
 
-    path: str = field(
-        "a file or folder (jsonl, json, CSV, Parquet, perhaps compressed) of your own"
-    )
+    path: str = field("a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own")
     test_path: str | None = field(
-        "as path, of the test rows; null: those of the folder, else some are split off from path"
+        "file or folder of the test rows; null: the test files of the folder in path, or rows "
+        "split off from path"
     )
-    question: str = field("the column that holds the question")
-    answer: str = field("the column that holds the expected answer, a text or a number")
+    question: str = field("column with the question")
+    answer: str = field("column with the expected answer, a text or a number")
     study_size: int | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        "of studies, never trained on; null: a quarter of the rows, at most 500",
+        "for studies by mse, never trained on; null: a quarter of the rows, at most 500",
         "questions",
         positive=True,
     )
 
     def check(self) -> None:
-        """Refuse missing files, broken rows and sizes beyond them; set sizes that are null.
-
-        See `DatasetConfig.check`.
-        """
+        """Refuse missing files, broken rows and sizes beyond them; set sizes that are null."""
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
@@ -263,7 +273,7 @@ class JsonlConfig(DatasetConfig):
             raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in all")
 
     def check_training(self, prompts: int) -> None:
-        """Refuse fewer rows than a step of training and a test need.
+        """Refuse fewer rows than a training step and a test need.
 
         Args:
             prompts: prompts of a step.
@@ -293,7 +303,7 @@ class JsonlConfig(DatasetConfig):
     def question_and_answer(self, row: Row) -> tuple[str, str]:
         """Return question and answer of a row as texts, with the white space at their ends.
 
-        A row without them is refused; the expected answer follows the last `MARK`, if there is one.
+        A row without them is refused. The expected answer follows the last `MARK`, if there is one.
         """
         text, answer = row.text(self.question), row.value(self.answer)
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -307,7 +317,7 @@ class JsonlConfig(DatasetConfig):
     def row_counts(self) -> tuple[int, int | None]:
         """Count the rows to study and train on, and the test rows.
 
-        The latter are None if they are split off from the others.
+        The number of test rows is None if they are split off from the others.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -322,8 +332,8 @@ class JsonlConfig(DatasetConfig):
         taken = {getattr(self, key) for key in ("question", "answer") if key not in missing}
         fixes: list[str] = []
         for key in missing:
-            known = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
-            fixes.append(f"dataset.{key}={known[0] if known else 'COLUMN'}")
+            names = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
+            fixes.append(f"dataset.{key}={names[0] if names else 'COLUMN'}")
         raise ConfigError(
             f"{file} row 1: field {getattr(self, missing[0])} is missing, the fields there are: "
             f"{', '.join(columns)}: set {' '.join(fixes)}"
@@ -331,12 +341,12 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """The files of all rows that are not in `test_files`."""
+        """Files of all rows outside `test_files`."""
         return self._files("path", self.path, "train")
 
     @property
     def test_files(self) -> list[Path]:
-        """The files of the test rows; empty if these are split off."""
+        """Files of the test rows; empty if these are split off."""
         if self.test_path is not None:
             return self._files("test_path", self.test_path, "test")
         folder = Path(self.path).expanduser().is_dir()
@@ -363,10 +373,10 @@ class JsonlConfig(DatasetConfig):
 class OwnConfig(DatasetConfig):
     """A task of your own."""
 
-    options: dict[str, Any] = field("handed to the task, each by +dataset.options.NAME=VALUE")
+    options: dict[str, Any] = field("options of the task; add each by +dataset.options.NAME=VALUE")
 
     def check(self) -> None:
-        """Refuse a task that no package offers; see `DatasetConfig.check`."""
+        """Refuse a task that no installed package offers."""
         super().check()
         check_entry_point(TASKS, self.name, "dataset.name")
 

@@ -13,7 +13,8 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-OTHER_COMMANDS = {  # that show the results of the paper which gap does not test
+# Commands for the results of the paper that gap does not test.
+OTHER_COMMANDS = {
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
     "figure4": "mse experiment=figure4_offline",
@@ -29,22 +30,24 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 class TheoryConfig:
     """Fields that every theorem has."""
 
-    title: ClassVar[str] = ""  # of pages, figures and tables; not a field
-    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that it can be tested on
+    # Title in pages, figures and tables; it is no field.
+    title: ClassVar[str] = ""
+    # Kinds of test problems on which the theorem can be tested.
+    problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")
 
-    kind: str = field("which of the paper's results; choose by theorem=NAME")
+    kind: str = field("result of the paper; choose by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse numbers with which it cannot be tested."""
+        """Refuse numbers with which the theorem cannot be tested."""
 
 
 @dataclass
 class SimulatedConfig(TheoryConfig):
     """Fields of theorems that are tested by runs of Algorithm 1."""
 
-    replicates: int = field("runs of Algorithm 1 behind each number", "replicates", at_least=10)
+    replicates: int = field("of Algorithm 1 behind each number", "runs", at_least=10)
     decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
-    offset: int = field("of it", "steps", at_least=0)
+    offset: int = field("added to t in the learning rate c / (t + offset)", "steps", at_least=0)
 
 
 def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
@@ -80,10 +83,10 @@ class Lemma6Config(SimulatedConfig):
 
     title = "Lemma 6, the gap under constant and falling learning rates"
 
-    baselines: list[str] = field("whose estimators are run", choices=SIMULATED_BASELINES)
+    baselines: list[str] = field("baselines of the runs", choices=SIMULATED_BASELINES)
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
     group_size: int = field("in a group, G", "completions", at_least=2)
-    constant_rates: list[float] = field("learning rates, each below 2 / L", positive=True)
+    constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
@@ -103,18 +106,24 @@ class Theorem7Config(SimulatedConfig):
     title = "Theorem 7, the best group size"
 
     rollouts: list[int] = field(
-        "of a step, every n = B G, compared at each T", "completions", positive=True, distinct=True
+        "of a step, n = B G: the values at which group sizes are compared, for each T",
+        "completions",
+        positive=True,
+        distinct=True,
     )
     totals: list[int] = field(
-        "of a whole run, n T: at each T a step has n = total / T",
+        "of a run in total, n T: for each T a step has n = total / T",
         "completions",
         positive=True,
         distinct=True,
     )
     group_sizes: list[int] = field(
-        "in a group, every G; those count that divide n", "completions", at_least=2, distinct=True
+        "in a group: the values of G; those that do not divide n are left out",
+        "completions",
+        at_least=2,
+        distinct=True,
     )
-    constant_rates: list[float] = field("learning rates, each below 2 / L", positive=True)
+    constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
     steps: list[int] = field("at which gaps are compared, T", "steps", positive=True)
 
     def check(self) -> None:
@@ -149,12 +158,14 @@ class Theorem8Config(SimulatedConfig):
 
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "of GRPO, in a group; the first also of the others",
+        "in a group of GRPO: the values of G; the other baselines use the first",
         "completions",
         at_least=2,
         distinct=True,
     )
-    steps: list[int] = field("at which laws are compared; the last decides", "steps", positive=True)
+    steps: list[int] = field(
+        "at which laws are compared; the verdict is about the last", "steps", positive=True
+    )
 
     def check(self) -> None:
         """Refuse group sizes that do not divide n, and steps that do not ascend."""
@@ -165,12 +176,14 @@ class Theorem8Config(SimulatedConfig):
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
-    """GRPO's limit compared with the oracle's, and that with other baselines'."""
+    """The limit of GRPO against the oracle's, and the oracle's against other baselines'."""
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
-    group_sizes: list[int] = field("in a group, every G", "completions", at_least=2, distinct=True)
+    group_sizes: list[int] = field(
+        "in a group: the values of G", "completions", at_least=2, distinct=True
+    )
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
@@ -187,25 +200,30 @@ class Proposition13Config(SimulatedConfig):
     problems = ("coins",)
 
     num_prompts: int = field("of a step, B", "prompts", positive=True)
-    group_sizes: list[int] = field("in a group, every G, ascending", "completions", at_least=2)
+    group_sizes: list[int] = field(
+        "in a group: the values of G, ascending", "completions", at_least=2
+    )
     epsilon: float = field("added to a group's standard deviation", at_least=0)
     limit_sizes: list[int] = field(
-        "three, each twice the one before, from which the limit in G is extrapolated", "completions"
+        "in a group: three values of G, each twice the one before, from which the limit in G is "
+        "extrapolated",
+        "completions",
     )
-    beta: float = field("weight of the KL term, of the variants that have it", positive=True)
+    beta: float = field("weight of the KL term in the variants that have one", positive=True)
     reference: list[float] = field(
-        "u of the reference policy there, in the test problem's coordinate"
+        "u of the reference policy of the KL term, in the coordinate of the test problem"
     )
     minibatches: int = field(
-        "that a batch is split into, of the variants that do so", "minibatches", at_least=2
+        "into which a batch is split, in the variants that do so", "minibatches", at_least=2
     )
     variant_sizes: list[int] = field(
-        "in a group, every G at which there are variants with KL term, minibatches, both",
+        "in a group: the values of G of the variants with a KL term, with minibatches and with "
+        "both",
         "completions",
         at_least=2,
         distinct=True,
     )
-    steps: int = field("updates of each run, T; 4 or more", "steps", at_least=4)
+    steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
         """Refuse sizes that do not ascend or double, and minibatches that do not divide prompts."""
@@ -222,7 +240,7 @@ class Lemma11Config(TheoryConfig):
 
     title = "Lemma 11, normalised advantages as a U-statistic"
 
-    group_sizes: list[int] = field("in a group, every G of the curves", "completions", at_least=2)
+    group_sizes: list[int] = field("in a group: the values of G", "completions", at_least=2)
     epsilon: float = field("added to a group's standard deviation", at_least=0)
 
     def check(self) -> None:
@@ -239,34 +257,43 @@ class Theorem12Config(TheoryConfig):
     problems = ("sequences",)
 
     normalisations: list[str] = field(
-        "what advantages are divided by along the updates: nothing, or the group's std + epsilon",
+        "divisors of the advantages along the updates: none, or group_std for the group's "
+        "standard deviation + epsilon",
         choices=NORMALISATIONS,
         distinct=True,
     )
     epsilon: float = field("added to a group's standard deviation", positive=True)
     floor: float = field(
-        "smallest standard deviation, of the guards that are compared", positive=True
+        "lower bound of the standard deviation, in the guards that are compared", positive=True
     )
-    learning_rates: list[float] = field("of the updates, three or more above 0", positive=True)
+    learning_rates: list[float] = field(
+        "learning rates of the updates, three or more", positive=True
+    )
     num_prompts: int = field("of a batch, B", "prompts", positive=True)
     minibatches: int = field(
-        "that a batch is split into; an update on each, one pass", "minibatches", at_least=2
+        "into which a batch is split; one pass, an update on each", "minibatches", at_least=2
     )
     group_size: int = field(
-        "in a group, G, of the updates; one of group_sizes", "completions", at_least=2
+        "in a group of the updates, G; one of group_sizes", "completions", at_least=2
     )
     group_sizes: list[int] = field(
-        "in a group, every G at learning rate 0", "completions", at_least=2, distinct=True
+        "in a group: the values of G at learning rate 0", "completions", at_least=2, distinct=True
     )
     limit_sizes: list[int] = field(
-        "three, each twice the one before, from which limits in G are extrapolated", "completions"
+        "in a group: three values of G, each twice the one before, from which limits in G are "
+        "extrapolated",
+        "completions",
     )
     beta: float = field(
-        "weight of the KL term; bias and variance without it are shown beside", at_least=0
+        "weight of the KL term; bias and variance without it are shown too", at_least=0
     )
-    replicates: int = field("random paths of updates", "paths", at_least=3)
-    lengths: list[int] = field("of completions, for what ratios cost", "tokens", positive=True)
-    shift: float = field("of a token's logit there")
+    replicates: int = field("of updates, drawn at random", "paths", at_least=3)
+    lengths: list[int] = field(
+        "of a completion: the lengths at which bias and variance of importance ratios are computed",
+        "tokens",
+        positive=True,
+    )
+    shift: float = field("difference of a token's logit between the two policies of these ratios")
 
     def check(self) -> None:
         """Refuse sizes that do not fit each other, and no normalisations."""
@@ -308,7 +335,8 @@ class GapLaunch(ProcessConfig):
     """`ProcessConfig` of tests of theorems."""
 
     workers: int = field(
-        "that share the replicates, with the same results; under torchrun its ranks do",
+        "that share the replicates, without a change of results; under torchrun its ranks share "
+        "them",
         "processes",
         positive=True,
     )
@@ -334,15 +362,17 @@ class GapConfig(Shared):
     launch: GapLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         GapLaunch, "processes; none of it changes results"
     )
-    theorem: Any = field("which result; fields of others: theorem=NAME --help")
+    theorem: Any = field(
+        "the result of the paper to test; for fields of another: --help theorem=NAME"
+    )
     problem: Any = field(
-        "the test problem: a policy whose truth is enumerated; fields of others: "
-        "problem=NAME --help"
+        "the test problem, a policy whose exact values are enumerated; for fields of another: "
+        "--help problem=NAME"
     )
 
     @property
     def experiment(self) -> Experiment:
-        """Input of its theorem's test."""
+        """Input of the theorem's test."""
         return Experiment(self.theorem, self.problem, self.seed, self.launch.workers)
 
     @property
@@ -358,7 +388,7 @@ class GapConfig(Shared):
         return words + (f", {replicates} replicates" if replicates else "")
 
     def check(self) -> None:
-        """Refuse a test problem on which the theorem cannot be tested; see `Shared.check`."""
+        """Refuse a test problem on which the theorem cannot be tested."""
         super().check()
         if self.problem.kind not in self.theorem.problems:
             raise ConfigError(

@@ -18,8 +18,11 @@ from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, plugin_baselines
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
-NEUTRAL_MODEL_FIELDS = ("size", "learning_rate", "lora_learning_rate")  # change no result
-LONGEST_NAME_BYTES = 200  # bytes; file systems end names at 255
+# They change no result.
+NEUTRAL_MODEL_FIELDS = ("size", "learning_rate", "lora_learning_rate")
+# File systems end names at 255 bytes.
+MAX_NAME_BYTES = 200
+# Keys that may differ between two starts of a run.
 OPERATIONAL_KEYS = (
     "output_root",
     "on_existing",
@@ -40,10 +43,9 @@ OPERATIONAL_KEYS = (
 
 
 def operational_keys(keys: dict[str, Any]) -> set[str]:
-    """Return the keys that may differ between two parts of one run.
+    """Return the keys that may differ between two starts of a run.
 
-    With a learning rate that falls towards max_steps, the number of steps belongs to the run's
-    identity.
+    If the learning rate falls towards max_steps, the number of steps belongs to the run's identity.
 
     >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False
@@ -57,13 +59,15 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 def identity(config: Any) -> dict[str, Any]:
     """Return the identity of a run: the configuration keys that decide results, and hashes.
 
-    The hashes are of weights, data and own baselines.
+    The hashes are of weights, of data and of the user's modules: baselines, rewards, measurements.
     """
     keys = drop_unused_baselines(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
     if getattr(config, "imports_pool", False):
-        keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
-    if config.model is None:  # nothing is read but the configuration
+        # A file is data, while a folder of ours is only a cache.
+        keys["pool"] = file_digest(config.pool)
+    # Without a model the configuration decides all results.
+    if config.model is None:
         return keys | {"weights": None}
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
     hashes = {
@@ -76,15 +80,14 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Remove the keys of a configuration that change no result, and add whether a study has TF32.
+    """Remove the keys of a configuration that change no result, and add `tf32` to a study.
 
-    Removed are the model's size, from which costs are estimated; the values that a model or a data
-    set suggests for unset fields, since the fields count; options of a chat template if there are
-    none; the places of local data, of which the content counts; the part of a pool that is filled;
-    a number of minibatches beside their size, which counts then; settings of AdamW's metric, of a
-    sampler's corrections, of verdicts and of others' measurements if these are not used; and
-    weights of reward functions that are all 1. The entry `tf32` of a study is True if its products
-    are TF32.
+    These keys are removed: the model's size, from which costs are estimated; values that a model or
+    a data set suggests for unset fields, since the fields themselves count; empty options of a chat
+    template; paths of local data, whose content counts instead; the part of a pool to fill; the
+    number of minibatches if their size is set; settings of AdamW's metric, of a sampler's
+    corrections, of verdicts and of further measurements if these are not used; and weights of
+    reward functions that are all 1. The entry `tf32` is True if the study's products are TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -106,9 +109,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
             place = dataset.get(name)
             if place is not None and Path(place).expanduser().exists():
                 dataset[name] = "local"
-        own = reward_file(dataset.get("reward") or "")
-        if own and own[0].exists():
-            dataset["reward"] = f"local:{own[1]}"
+        reward = reward_file(dataset.get("reward") or "")
+        if reward and reward[0].exists():
+            dataset["reward"] = f"local:{reward[1]}"
     if "reward_funcs" in keys:
         if keys.get("reward_weights") == [1.0] * len(keys["reward_funcs"]):
             keys["reward_weights"] = None
@@ -121,7 +124,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
             study.pop("merge_adapters", None)
         if not study.get("corrections"):
             study = {k: v for k, v in study.items() if k != "correction_cap"}
-        if not study.get("verdicts"):  # which change nothing else
+        # Verdicts change no other result.
+        if not study.get("verdicts"):
             study.pop("verdicts", None)
         if not study.get("measurements"):
             study.pop("measurements", None)
@@ -129,20 +133,24 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "study" in keys:
+        # Keys read from a file may lack both.
         device = str(keys.get("launch", {}).get("device"))
-        dtype = str(keys.get("model", {}).get("dtype"))  # of a file, which may lack them
+        dtype = str(keys.get("model", {}).get("dtype"))
         keys["tf32"] = tf32_in_use(device, dtype)
     return keys
 
 
 def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
-    """Remove the places of the user's own files from reward functions: their content counts."""
-    owns = {name: own for name in reward_funcs if (own := reward_file(name)) and own[0].exists()}
-    return [f"local:{owns[name][1]}" if name in owns else name for name in reward_funcs]
+    """Remove the paths of the user's own files from reward functions: their content counts."""
+    names: list[str] = []
+    for name in reward_funcs:
+        place = reward_file(name)
+        names.append(f"local:{place[1]}" if place and place[0].exists() else name)
+    return names
 
 
 def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keep only options of `baselines` among the keys: adding a baseline changes no folder.
+    """Keep only the options of `baselines`, so that a new baseline changes no run's folder.
 
     >>> keys = {"baselines": ["none"], "baseline_options": {"none": {}, "opo": {}}}
     >>> drop_unused_baselines(keys)["baseline_options"]
@@ -157,8 +165,8 @@ def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
 def weights_fingerprint(model_name_or_path: str) -> str | None:
     """Hash a model's files in a folder, embedded or cached; None for a hub id.
 
-    The files are weights, configuration, tokenizer, chat format and code. Adapters count with the
-    way in which they are added and with the model to which they are added. Files count by their
+    The files are weights, configuration, tokenizer, chat format and code. The hash of adapters
+    includes their configuration and the model to which they are added. Files count by their
     content, see `_hash_of`.
     """
     folder = model_folder(model_name_or_path)
@@ -175,29 +183,28 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 def data_fingerprint(dataset: Any) -> str | None:
     """Hash the local files from which questions come, and the modules of own tasks or rewards.
 
-    None if there are no such files, as for a hub id, which counts by name and revision. Files count
-    like those of `weights_fingerprint`.
+    None if there are no such files: a hub id counts by its name and revision. Files count by their
+    content, see `_hash_of`.
     """
     files: list[Path] = []
     for place in (Path(path).expanduser() for path in getattr(dataset, "sources", ())):
         if place.is_file():
             files.append(place)
-        else:  # with its card, which may say what is train and what is test
+        else:
+            # The card may define the splits.
             data = (file for file in place.rglob("*") if file.name.endswith(FILE_SUFFIXES))
             files += sorted([*data, *place.glob("README.md")])
     if dataset.kind == "own":
         files.append(_module(TASKS, dataset.name))
     if dataset.reward:
-        own = reward_file(dataset.reward)
-        files.append(own[0] if own else _module(REWARDS, dataset.reward))
+        files.append(_reward_module(dataset.reward))
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
     """Hash the modules of the user's own reward functions; None if there are none."""
     names = [name for name in reward_funcs if name not in (TASK, *DATASET_FREE_REWARDS)]
-    owns = ((reward_file(name), name) for name in names)
-    files = [own[0] if own else _module(REWARDS, name) for own, name in owns]
+    files = [_reward_module(name) for name in names]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
@@ -215,6 +222,12 @@ def measurements_fingerprint(config: Any) -> str | None:
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
+def _reward_module(reward: str) -> Path:
+    """Return the file of a reward FILE:FUNCTION or of an entry point."""
+    place = reward_file(reward)
+    return place[0] if place else _module(REWARDS, reward)
+
+
 def _module(group: str, name: str) -> Path:
     """Return the file of an entry point's module."""
     file = module_file(group, name)
@@ -226,8 +239,8 @@ def _module(group: str, name: str) -> Path:
 def _hash_of(files: list[Path]) -> hashlib._Hash:  # pyright: ignore[reportPrivateUsage]
     """Compute SHA-256 of the files, in their order.
 
-    Of safetensors above 64 MiB, of which there may be hundreds of GB, it reads the size and 256
-    blocks of 64 KiB, evenly spaced from the first to the last.
+    Weights may have hundreds of GB: of safetensors above 64 MiB it reads the size and 256 blocks of
+    64 KiB, evenly spaced from the first to the last.
     """
     total = hashlib.sha256()
     for path in files:
@@ -263,12 +276,13 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 def folder_name(config: Any) -> str:
     """Return the run folder's name without its seed: words, then a hash of the identity keys.
 
-    A model's folder is among the words: of a long path the end, and no name begins with a dot. A
-    `=` in the words becomes a `-`, so that a path can be typed in an override without quotes.
+    The words may contain the path of a model's folder: its end, if it is long. No name begins with
+    a dot. A `=` in the words becomes a `-`, so that a path can be typed in an override without
+    quotes.
     """
     keys = identity(config)
     del keys["seed"]
     words = re.sub(r"[^\w.-]+", "_", config.run_name.replace("=", "-"))
-    words = words.encode()[-LONGEST_NAME_BYTES:].decode(errors="ignore")
+    words = words.encode()[-MAX_NAME_BYTES:].decode(errors="ignore")
     words = words.lstrip("._") if words.startswith(".") else words
     return f"{words}-{fingerprint(keys)[:8]}"

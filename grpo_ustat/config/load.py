@@ -1,7 +1,7 @@
 """The schema of each command, and the construction of a configuration from composed values.
 
-Values live in `conf/`, what its files leave out in the schemas. Nothing in this file imports torch,
-so a wrong configuration is refused before anything slow happens.
+Values live in `conf/`, and in the schemas if its files leave them out. Nothing in this file imports
+torch, so a wrong configuration is refused before anything slow happens.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from grpo_ustat.estimators.baselines import plugin_baselines
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# In a wheel, or in a checkout.
+# The first place is in a wheel, the second in a checkout.
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
+# Nodes whose schema depends on their kind.
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "problem": PROBLEMS,
     "theorem": THEOREMS,
-}  # nodes whose kind has a schema
+}
 NODE_NOUNS = {"dataset": "data set", "problem": "test problem", "theorem": "theorem"}
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
 
@@ -58,8 +59,8 @@ def build_config(config: Any, schema: type) -> Any:
     """Return the composed configuration as a checked instance of its schema.
 
     Args:
-        config: an OmegaConf node, or a plain dictionary, whose texts are taken literally; without
-            the `hydra` node.
+        config: an OmegaConf node, or a plain dictionary, whose texts are taken literally. It has no
+            `hydra` node.
         schema: one of `SCHEMAS`.
     """
     if not OmegaConf.is_config(config):
@@ -98,7 +99,7 @@ def build_config(config: Any, schema: type) -> Any:
 def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, Any]:
     """Return the fields of a node of a command as `group=name` sets them.
 
-    They are those of the file, of the files on which it is based, and of the schema.
+    Values come from the file, from the files on which it is based, and from the schema.
 
     >>> values_of("dataset", "math500")["path"], values_of("prompt", "bare")["shots"]
     ('DigitalLearningGmbH/MATH-lighteval', 0)
@@ -112,9 +113,9 @@ def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, A
 
 
 def default_values(entry: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Return the fields of a command to which nothing is typed, by path, and each group's choice.
+    """Return the values of a command without overrides, by path, and each group's choice.
 
-    They are read without Hydra, which takes longer than all else that a help needs.
+    Hydra is not loaded, since that takes longer than the rest of a help.
 
     Args:
         entry: a key of `SCHEMAS`.
@@ -148,7 +149,7 @@ def _defaults(content: dict[str, Any]) -> list[str | dict[str, str | None]]:
 
 
 def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
-    """Return the nested values that `group=choice` sets, also those of other nodes."""
+    """Return the nested values that `group=choice` sets, in all nodes."""
     if choice is None:
         return {}
     if group == "baseline":
@@ -166,7 +167,7 @@ def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
 
 
 def _literal(value: Any) -> Any:
-    r"""Escape a nested value so that OmegaConf looks nothing up: `\` before every `${`."""
+    r"""Escape a nested value so that OmegaConf resolves nothing: `\` before every `${`."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     if isinstance(value, dict):
@@ -193,7 +194,7 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
 
 @cache
 def all_fields(schema: type) -> tuple[FieldInfo, ...]:
-    """Return every field of a schema, those of all kinds of its nodes included."""
+    """Return all fields of a schema, including those of all kinds of its nodes."""
     of_kinds = [(name, kind) for name, kinds in kinds_of(schema).items() for kind in kinds.values()]
     further = (key for name, kind in of_kinds for key in fields_of(kind, f"{name}."))
     return (*fields_of(schema), *further)
@@ -219,7 +220,7 @@ def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
     declared = {field.name for field in fields(schema)}
     for key in (key for key in values if key not in declared):
         raise ConfigError(
-            f"{name}.{key} means nothing to {name}.kind={values.kind}: choose a {NODE_NOUNS[name]} "
-            f"as a whole, by {name}=NAME"
+            f"{name}.kind={values.kind} has no field {name}.{key}: choose a {NODE_NOUNS[name]} "
+            f"with all its fields by {name}=NAME"
         )
     return schema

@@ -1,4 +1,4 @@
-"""The losses whose rollouts a study judges: at a batch's first update, and off policy."""
+"""The losses that a study measures: at a batch's first update, and off policy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from grpo_ustat.config.study import StudyConfig
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 
-LAGGED = {  # losses that differ by the level of their ratio alone, judged by study.verdicts
+# Losses that differ only by the level of their ratio; study.verdicts compares them.
+LAGGED = {
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
-TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}  # that claims are about
+# Corrections that published claims compare.
+TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ class MeasuredLosses:
     def off_policy(self) -> list[Loss]:
         """The losses off policy.
 
-        They have the weights of their tokens at `study.scored_by`, a penalty from
-        `study.reference`, and each of `study.corrections`.
+        Tokens have their weights at `study.scored_by` and a penalty from `study.reference`; each
+        loss is there without and with each of `study.corrections`.
         """
         losses: list[Loss] = []
         for objective, loss in self.chosen:
             tokens = objective.token_weights()
-            if self.study.scored_by is None:  # the first update of a batch: every ratio is 1
+            # At the first update of a batch all ratios are 1.
+            if self.study.scored_by is None:
                 tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
             on_policy = self.study.scored_by is None and not self.imports_pool
             plain = on_policy and tokens == TokenWeights()
@@ -87,7 +90,7 @@ class MeasuredLosses:
     def judged(self) -> dict[str, Loss]:
         """The losses that `study.verdicts` compares, by the level of their ratio.
 
-        They differ only by this level: that of a later policy, or of the corrections of a sampler's
+        They differ only by this level. The ratio is to a later policy, or it corrects a sampler's
         gap.
         """
         study = self.study

@@ -22,22 +22,24 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 class ModelSize:
     """Sizes behind costs; read from config.json if the model is a folder."""
 
-    parameters: int | None = field("how many it has; null: unknown", positive=True, default=None)
-    layers: int | None = field("how many it has; null: unknown", positive=True, default=None)
+    parameters: int | None = field(
+        "number of parameters; null: unknown", positive=True, default=None
+    )
+    layers: int | None = field("number of layers; null: unknown", positive=True, default=None)
     kv_width: int | None = field(
-        "that a token leaves in one layer's keys: key-value heads x their width; null: unknown",
+        "that a layer stores for the keys of a token: key-value heads x their width; null: unknown",
         "numbers",
         positive=True,
         default=None,
     )
     vocabulary: int | None = field(
-        "that it knows; null: unknown", "tokens", positive=True, default=None
+        "in the vocabulary; null: unknown", "tokens", positive=True, default=None
     )
     hidden: int | None = field(
-        "width of its hidden states; null: unknown", "numbers", positive=True, default=None
+        "width of the hidden states; null: unknown", positive=True, default=None
     )
     inner: int | None = field(
-        "width of its feed-forward layers; null: unknown", "numbers", positive=True, default=None
+        "width of the feed-forward layers; null: unknown", positive=True, default=None
     )
 
 
@@ -45,37 +47,43 @@ class ModelSize:
 class ModelConfig:
     """The policy."""
 
-    name: str = field("in the run folder's name")
+    name: str = field("name of the model, in the run folder's name")
     model_name_or_path: str = field(
         "embedded:NAME, cached:NAME (made by a script), a folder with a model or with LoRA "
-        "adapters of one, or org/name on the hub"
+        "adapters, or org/name on the hub"
     )
     revision: str | None = field(
         "branch, tag or commit on the hub; null: its main branch", default=None
     )
     dtype: str = field(
-        "of the weights; in bfloat16 AdamW's small steps are lost, bf16=true computes in it",
+        "type of the weights; in bfloat16 weights AdamW's small steps are lost: to train in "
+        "bfloat16, keep float32 and set bf16=true",
         choices=DTYPES,
         default="float32",
     )
     attn_implementation: str | None = field(
-        "of attention, by transformers' name; null: its own choice", choices=ATTENTION, default=None
+        "implementation of attention, by transformers' name; null: transformers chooses",
+        choices=ATTENTION,
+        default=None,
     )
     trust_remote_code: bool = field(
-        "run code that comes with the model; only ever on the command line", default=False
+        "run code that comes with the model; can be set on the command line only", default=False
     )
     learning_rate: float | None = field(
-        "of training all its parameters, where learning_rate is not set; null: it must be",
+        "learning rate of all parameters, if the command's learning_rate is not set; null: it "
+        "must be set",
         positive=True,
         default=None,
     )
     lora_learning_rate: float | None = field(
-        "of training adapters (lora=r16), where learning_rate is not set; null: it must be",
+        "learning rate of adapters (lora=r16), if the command's learning_rate is not set; null: "
+        "it must be set",
         positive=True,
         default=None,
     )
     size: ModelSize = node(
-        ModelSize, "what costs are estimated from, where the model is no folder that says it"
+        ModelSize,
+        "sizes from which costs are estimated, if no config.json in the model's folder gives them",
     )
 
     def check(self, *, cached: bool = True) -> None:
@@ -88,37 +96,36 @@ class ModelConfig:
 class PromptConfig:
     """Formatting of a question for the model."""
 
-    name: str = field("of the prompt, in messages")
-    template: str = field("a question as the model reads it, with {question}")
+    name: str = field("name of the prompt, in messages")
+    template: str = field("text that the model reads; {question} is replaced by the question")
     reply: str | None = field(
-        "how an example goes on after its question, with {answer} or {solution}; null: no examples",
+        "text after the question of an example, with {answer} or {solution}; null: no examples",
         default=None,
     )
     shots: int = field(
-        "with their solutions before the question, the same for all questions, from outside train, "
-        "test and study",
+        "with solutions before the question, the same for all questions; they are in none of "
+        "train, test and study",
         "examples",
         at_least=0,
         default=0,
     )
-    seed: int = field("which examples are drawn", default=0)
-    chat: bool | None = field(
-        "write turns in the model's own chat format; null: where the model has one"
-    )
-    system: str | None = field("the system turn of a chat; null: the format's own", default=None)
+    seed: int = field("seed of the choice of examples", default=0)
+    chat: bool | None = field("write turns in the model's chat format; null: if the model has one")
+    system: str | None = field("system turn of a chat; null: the chat format's own", default=None)
     stop: str | None = field(
-        "every token that contains it ends a completion, as its last; null: the model's end tokens "
-        "alone",
+        "text that ends a completion: the first token that contains it is the last one; null: "
+        "only the model's end tokens",
         default=None,
     )
     max_length: int | None = field(
-        "of a prompt, examples included; questions with a longer one are left out of train, test "
-        "and study; null: no limit",
+        "of a prompt at most, examples included; questions with a longer prompt are left out of "
+        "train, test and study; null: no limit",
         "tokens",
         positive=True,
         default=None,
     )
-    template_options: Any = field(  # OmegaConf merges no mapping into null of a narrower type
+    # OmegaConf merges no mapping into null of a narrower type than Any.
+    template_options: Any = field(
         "keyword arguments of the model's chat template, such as {enable_thinking: false}; null: "
         "none",
         default=None,
@@ -161,7 +168,8 @@ class PromptConfig:
             raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
 
 
-TEMPLATE_ARGUMENTS = (  # of `apply_chat_template` and of templates, that are set here
+# Arguments of `apply_chat_template` and of templates that only this program sets.
+TEMPLATE_ARGUMENTS = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize", "padding"),
     *("continue_final_message", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception"),
@@ -179,24 +187,28 @@ def tf32_in_use(device: str, dtype: str) -> bool:
     return device.startswith("cuda") and dtype == "float32"
 
 
-MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9  # of a model; the largest have some hundred layers
-MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
+# Limits of a model; the largest models have some hundred layers.
+MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9
+# Limits of a config.json.
+MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
-CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")  # TRL's folders, verl's
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # of weights, or of their shards
+# Names of the folders of TRL and of verl.
+CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")
+# All weights in a file, or the index of their shards.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
-# how files begin that a download left in the place of weights, and what they are
+# Beginnings of files that a download left in the place of weights, with the kind of file.
 NO_WEIGHTS = {
     b"version https://git-lfs": "a pointer of git-lfs, not the file: git lfs pull fetches it",
     b"<!": "a page of HTML",
     b"<html": "a page of HTML",
     b"<?xml": "a page of XML",
 }
-WEIGHTS = ("config.json", "adapter_config.json")  # a checkpoint that can be loaded has one of them
-FETCH_COMMANDS = {
-    "smollm2-135m": "python scripts/tools/fetch_smollm2.py"
-}  # cached models, what makes them
+# A checkpoint that can be loaded has one of these files.
+WEIGHTS = ("config.json", "adapter_config.json")
+# Cached models with the commands that make them.
+FETCH_COMMANDS = {"smollm2-135m": "python scripts/tools/fetch_smollm2.py"}
 
 
 def cache_folder() -> Path:
@@ -204,12 +216,12 @@ def cache_folder() -> Path:
 
     It is GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache.
     """
-    own, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own or Path(common or "~/.cache") / "grpo_ustat").expanduser()
+    cache, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(cache or Path(common or "~/.cache") / "grpo_ustat").expanduser()
 
 
 def model_folder(model_name_or_path: str) -> Path:
-    """Return the folder for which a configured name stands; that of a hub id does not exist."""
+    """Return the folder of a configured name; for a hub id the folder does not exist."""
     for prefix, home in ((EMBEDDED, ASSETS), (CACHED, cache_folder())):
         if model_name_or_path.startswith(prefix):
             return home / model_name_or_path.removeprefix(prefix)
@@ -217,7 +229,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Return name and revision of the base model of a folder's LoRA adapters; None without."""
+    """Return name and revision of the base model of LoRA adapters; None without adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -248,7 +260,7 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
     Args:
         stored: its content.
         place: place of the model, for messages.
-        trusted: model.trust_remote_code=true is on the command line.
+        trusted: True if model.trust_remote_code=true is on the command line.
     """
     level: list[tuple[str, object]] = [("config.json", stored)]
     if not isinstance(stored, dict):
@@ -303,21 +315,21 @@ def read_config_json(folder: Path) -> object:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files from which a model in save_pretrained layout is loaded."""
-    whole, index = folder / WHOLE, folder / INDEX
+    single, index = folder / SINGLE, folder / INDEX
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    if os.path.lexists(whole):
+    if os.path.lexists(single):
         if shards:
             raise ConfigError(
-                f"{folder} holds {WHOLE}, which would be read, beside {shards[0].name} and its "
+                f"{folder} holds {SINGLE}, which would be read, beside {shards[0].name} and its "
                 "kind, which would not: move the older ones elsewhere"
             )
-        return [whole]
+        return [single]
     if not index.is_file():
         pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
         beside = f"; {pickled[0].name} may run code and is not read" if pickled else ""
         beside = f"; its shards need {INDEX}" if shards else beside
         raise ConfigError(
-            f"there is no {WHOLE} in {folder}{beside}: save the model with save_pretrained"
+            f"there is no {SINGLE} in {folder}{beside}: save the model with save_pretrained"
         )
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -370,9 +382,9 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Find the checkpoints in a run's folder that can be loaded, by their updates.
+    """Return the checkpoints in a run's folder that can be loaded, by their numbers of updates.
 
-    Paths below the working folder are relative, as one types them there.
+    Paths below the working folder are relative to it, to be typed there.
     """
     here = Path.cwd()
     run = run.relative_to(here) if run.is_relative_to(here) else run
@@ -392,13 +404,13 @@ def check_model(
     bases: Sequence[str] = (),
     key: str = "model.model_name_or_path",
 ) -> None:
-    """Refuse a name of no embedded or cached model, no folder of a model or of adapters, no id.
+    """Refuse a name that is no embedded or cached model, no folder with a model, and no hub id.
 
     Args:
         model_name_or_path: as configured.
-        cached: the cache must already hold a cached model.
-        trusted: code that comes with the model may run.
-        bases: folders of adapters of which it is the base.
+        cached: True if a cached model must be in the cache already.
+        trusted: True if code that comes with the model may run.
+        bases: folders of adapters that have this model as their base.
         key: configuration key for which it was typed.
     """
     name = model_name_or_path
@@ -413,7 +425,8 @@ def check_model(
             )
     elif name.startswith(("/", "./", "../", "~")) or os.path.exists(name):
         folder = Path(name).expanduser()
-        if not os.path.isdir(folder):  # False also of a name that no file system takes
+        # Unlike Path.is_dir, isdir is also False for a name that no file system accepts.
+        if not os.path.isdir(folder):
             raise ConfigError(f"{key}={name}: there is no folder {folder.resolve()}")
         adapters = adapter_base(folder)
         if adapters is not None:
@@ -442,8 +455,8 @@ def check_model(
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(f"{key}={name} is neither a folder nor org/name")
     elif key.startswith("study.") and "/" not in name:
-        own = f", such as {key}={EMBEDDED}{name}" if (ASSETS / name).is_dir() else ""
+        example = f", such as {key}={EMBEDDED}{name}" if (ASSETS / name).is_dir() else ""
         raise ConfigError(
             f"{key}={name}: there is no folder {Path(name).resolve()}, use a folder, org/name or "
-            f"{EMBEDDED}NAME{own}"
+            f"{EMBEDDED}NAME{example}"
         )

@@ -60,31 +60,32 @@ class MseConfig(Common):
     )
     study: StudyConfig = node(StudyConfig, "what is measured, and how")
     rollout: RolloutConfig = node(
-        RolloutConfig, "what writes completions; the model itself scores them"
+        RolloutConfig, "the engine that writes completions; the model itself scores them"
     )
-    budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
-    baseline_options: dict[str, dict[str, float]] = field("the options of each baseline")
+    budget: StudyBudget = node(
+        StudyBudget, "numbers of completions from which the results are computed"
+    )
+    baseline_options: dict[str, dict[str, float]] = field("options of each baseline")
     objective: ObjectiveConfig = node(
         ObjectiveConfig, "the loss whose relative efficiency is measured, as train applies it"
     )
-    baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss's advantages")
+    baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss")
     objectives: list[str] = field(
-        "further losses to measure, presets with the advantages that they set, or with baseline",
+        "further losses to measure, by their presets; a preset that sets no baseline has that "
+        "of baseline=NAME",
         choices=OBJECTIVES,
         distinct=True,
     )
     baselines: list[str] = field(
-        "the baselines to compare, with their options under baseline_options",
+        "baselines to compare; their options are under baseline_options",
         choices=STUDIED_BASELINES,
         plugins=plugin_baselines,
         distinct=True,
     )
-    group_sizes: list[int] = field(
-        "in a group, every G of the curves", "completions", distinct=True
-    )
+    group_sizes: list[int] = field("in a group: the values of G", "completions", distinct=True)
     pool: str | None = field(
-        "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
-        "elsewhere; null: in the run folder"
+        "folder of scored completions to reuse and extend, or Parquet file of rollouts made "
+        "elsewhere; null: a folder in the run folder"
     )
 
     @property
@@ -117,7 +118,7 @@ class MseConfig(Common):
 
     @property
     def sampling_workers(self) -> int:
-        """Local processes that sample and score: one with vLLM, whose memory is for one engine."""
+        """Local processes that sample and score: 1 with vLLM, since memory holds one engine."""
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
@@ -140,7 +141,7 @@ class MseConfig(Common):
 
     @property
     def measured(self) -> MeasuredLosses:
-        """The losses whose rollouts are judged."""
+        """The losses that the study measures."""
         return MeasuredLosses(
             self.objective, self.baseline, self.objectives, self.study, self.pool,
             self.imports_pool, self.max_completion_length,
@@ -159,18 +160,19 @@ class MseConfig(Common):
     def _model_at(self, place: str | None) -> ModelConfig:
         if place is None:
             return self.model
-        name = place.partition(":")[2] or place  # as model=NAME and model=FOLDER have it
+        # The name that model=NAME or model=FOLDER would set.
+        name = place.partition(":")[2] or place
         return replace(self.model, name=name, model_name_or_path=place, revision=None)
 
     @property
     def scores_adapters(self) -> bool:
-        """True if errors are those of LoRA adapters, with their model's weights as they are."""
+        """True if the study measures the gradient of LoRA adapters, with the weights fixed."""
         is_adapted = adapter_base(model_folder(self.model.model_name_or_path)) is not None
         return is_adapted and not self.study.merge_adapters
 
     @property
     def compared_options(self) -> dict[str, dict[str, float]]:
-        """Options of each baseline that is compared, by its name."""
+        """Options of the compared baselines, by name."""
         return {name: self.baseline_options[name] for name in self.baselines}
 
     @property
@@ -180,12 +182,12 @@ class MseConfig(Common):
 
     @property
     def dividing_sizes(self) -> list[int]:
-        """Group sizes that divide `study.rollouts`: those of baselines without a closed form."""
+        """Group sizes that divide `study.rollouts`; baselines without a closed form need them."""
         return [size for size in self.group_sizes if self.study.rollouts % size == 0]
 
     @property
     def baselines_by_groups(self) -> dict[str, dict[str, float]]:
-        """Options of each baseline without a closed form, by its name."""
+        """Options of the compared baselines without a closed form, by name."""
         options = self.compared_options
         return {name: options[name] for name in self.baselines if name not in CLOSED_FORMS}
 
@@ -198,12 +200,12 @@ class MseConfig(Common):
 
     @property
     def most_questions(self) -> int | None:
-        """Number of the first questions that are asked at most; None: all."""
+        """Largest number of questions to ask, the first ones; None: all."""
         return self.study.questions
 
     @property
     def fills_part(self) -> bool:
-        """True if only a part of the pool is asked for; several jobs may fill parts at once."""
+        """True if only a part of the pool is to be filled; several jobs may fill parts at once."""
         return self.study.part is not None
 
     @property
@@ -212,7 +214,7 @@ class MseConfig(Common):
         return self.pool is not None and self.pool.endswith(".parquet")
 
     def check(self) -> None:
-        """Refuse a study that cannot be measured; see `Common.check`."""
+        """Refuse a study that cannot be measured."""
         for name in self.baselines:
             if name in BASELINES and BASELINES[name].only_trains:
                 raise _only_trains(name)
@@ -227,11 +229,12 @@ class MseConfig(Common):
         self._check_losses()
         self._check_pool()
         self._check_part()
-        if not self.imports_pool:  # its file says how many questions and completions there are
+        # An imported file has its own numbers of questions and completions.
+        if not self.imports_pool:
             self._check_counts()
 
     def _check_metric(self) -> None:
-        """Refuse another metric if gradients are whole, or if it cannot be computed."""
+        """Refuse an invalid pattern of parameters, and a metric that cannot be computed."""
         metric, pattern = self.study.metric, self.study.parameters
         try:
             re.compile(pattern or "")
@@ -287,7 +290,7 @@ class MseConfig(Common):
             )
 
     def _check_baselines(self) -> None:
-        """Refuse a baseline without options of its own, or that no method or group size suits."""
+        """Refuse a baseline without options, and one that no method or group size suits."""
         for name in self.baselines:
             if load_baseline("baselines", name).only_trains:
                 raise _only_trains(name)
@@ -302,7 +305,7 @@ class MseConfig(Common):
                 check_group_size(name, size, "group_sizes")
 
     def _check_losses(self) -> None:
-        """Refuse losses that are invalid or that a study cannot measure, and missing models."""
+        """Refuse invalid losses, losses that a study cannot measure, and missing models."""
         load_baseline("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
@@ -342,7 +345,7 @@ class MseConfig(Common):
                 raise ConfigError(f"{key} samples completions, which an imported pool cannot")
 
     def _check_part(self) -> None:
-        """Refuse a part of a pool that is no part, or that does not meet the others."""
+        """Refuse an invalid part of a pool, and parts without a common folder."""
         if self.study.part is None:
             return
         part = f"study.part={self.study.part}"
@@ -388,7 +391,7 @@ class MseConfig(Common):
 
         Args:
             count: number of questions.
-            completions: number of completions of each; None if it is not known yet.
+            completions: number of completions of each; None before the file is read.
         """
         key = "study.questions"
         if self.imports_pool:
@@ -406,7 +409,7 @@ class MseConfig(Common):
         """Refuse a baseline without a closed form that the pool cannot measure at any group size.
 
         Args:
-            name: of the baseline.
+            name: the baseline's.
             count, completions: see `check_questions`.
             key: field that sets the number of questions.
         """
@@ -445,7 +448,7 @@ class MseConfig(Common):
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:
             return
-        # a help or a refused line does not wait for it
+        # A help or a refused line does not wait for this import.
         from grpo_ustat.estimators.coupled_losses import prompts_needed
 
         needed = prompts_needed(rollouts // size)
@@ -468,8 +471,8 @@ def check_pool_folder(pool: str) -> None:
     """Refuse to fill a folder that holds somebody's own files.
 
     Args:
-        pool: the folder; it may be missing, empty, or a pool, which holds `pool.json` or has lost
-            it: its parts name their settings.
+        pool: the folder. It may be missing, empty, or a pool. A pool holds `pool.json`, or has lost
+            it: the names of its parts contain their settings.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():
@@ -479,10 +482,8 @@ def check_pool_folder(pool: str) -> None:
         )
     if not folder.is_dir() or (folder / "pool.json").is_file():
         return
-    names = sorted(path.name for path in folder.iterdir())
-    names = [
-        name for name in names if not POOL_FILE.fullmatch(name)
-    ]  # begun, or bereft of its note
+    # A pool may be unfinished, or may have lost pool.json.
+    names = sorted(x.name for x in folder.iterdir() if not POOL_FILE.fullmatch(x.name))
     if (folder / "pool" / "pool.json").is_file():
         raise ConfigError(f"pool={pool} is no pool, it holds one: use pool={folder / 'pool'}")
     if names:

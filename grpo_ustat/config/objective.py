@@ -24,11 +24,12 @@ OBJECTIVES = (
     "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
-# loss types of a level whose ratio is one for all tokens, and of a loss type its only level: the
-# others would weigh a sequence by its length as well
+# Loss types for a level with a single ratio for all tokens, and the only level of a loss type: any
+# other pair would also weigh a sequence by its length.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
-UNCLIPPED = ("sapo", "vespo")  # loss types with a smooth weight in place of clipping
+# Loss types with a smooth weight in place of clipping.
+UNCLIPPED = ("sapo", "vespo")
 KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
 
 
@@ -39,45 +40,51 @@ class ObjectiveConfig:
     The defaults are those of the paper's Algorithm 1.
     """
 
-    name: str = field("in the run folder's name; choose by objective=NAME", choices=OBJECTIVES)
+    name: str = field(
+        "name of the objective, in the run folder's name; choose by objective=NAME",
+        choices=OBJECTIVES,
+    )
     importance_sampling_level: str = field(
-        "what the ratio to the sampling policy is of: none, each token, sequence (the geometric "
-        "mean of its tokens' ratios), whole_sequence (their product)",
+        "ratio to the sampling policy: none, of each token, of the sequence (geometric mean of "
+        "its tokens' ratios) or of the whole_sequence (their product)",
         choices=LEVELS,
         default="none",
     )
     loss_type: str = field(
-        "what divides the sum over tokens: sum and luspo, the n completions of the update; "
-        "dr_grpo, n x max_completion_length; dapo, cispo and vespo, all tokens of the update; grpo "
-        "and sapo, n x each completion's own; bnpo, those of its micro-batch x their number",
+        "divisor of the sum over tokens: sum and luspo, the n completions of the update; "
+        "dr_grpo, n x max_completion_length; dapo, cispo and vespo, all tokens of the update; "
+        "grpo and sapo, n x the tokens of the completion; bnpo, the tokens of its micro-batch x "
+        "the number of micro-batches",
         choices=LOSS_TYPES,
         default="sum",
     )
     micro_batch_size: int | None = field(
-        "of a micro-batch, whose tokens divide with loss_type=bnpo; null with any other",
+        "of a micro-batch, whose tokens are the divisor of loss_type=bnpo; null with any other",
         "completions",
         positive=True,
         default=None,
     )
     mask_truncated_completions: bool = field(
-        "completions without an end token add nothing; they count in n and in the baseline",
+        "completions without an end token have no gradient; they still count in n and in the "
+        "baseline",
         default=False,
     )
     top_entropy_quantile: float = field(
-        "share of the update's tokens that count, those of highest entropy; what divides them and "
-        "the penalty are of all tokens",
+        "share of the update's tokens that have a gradient, those of highest entropy; divisor "
+        "and penalty are of all tokens",
         at_least=0,
         default=1.0,
     )
     zero_variance_groups: str = field(
-        "groups whose rewards are all equal: keep; drop, they count neither in n nor in the "
-        "tokens; replace, in mse alone, groups drawn until rewards differ (DAPO)",
+        "what to do with groups whose rewards are all equal: keep; drop (they count neither in "
+        "n nor in the tokens); replace (in mse only: groups are drawn until rewards differ, as "
+        "in DAPO)",
         choices=ZERO_VARIANCE,
         default=KEEP,
     )
     reward_variance_share: float = field(
-        "only the groups of largest reward variance count, the fewest that hold this share of the "
-        "update's (RAGEN-2); 1: all",
+        "keep the groups of largest reward variance, as few as hold this share of the update's "
+        "reward variance (RAGEN-2); 1: all",
         positive=True,
         default=1.0,
     )
@@ -88,8 +95,8 @@ class ObjectiveConfig:
     )
     num_iterations: int = field("over each batch", "passes", positive=True, default=1)
     num_minibatches: int = field(
-        "of equally many prompts that a batch is split into, an update for each; where "
-        "minibatch_size is given, that counts instead",
+        "of equally many prompts into which a batch is split, with an update for each; "
+        "minibatch_size, if set, replaces it",
         "minibatches",
         positive=True,
         default=1,
@@ -98,24 +105,27 @@ class ObjectiveConfig:
         "of an update; null: n / num_minibatches", "completions", positive=True, default=None
     )
     epsilon: float | None = field(
-        "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1, default=None
+        "ratios are clipped from below at 1 - epsilon; null: they are not",
+        positive=True,
+        below=1,
+        default=None,
     )
     epsilon_high: float | None = field(
-        "ratios are clipped above at 1 + epsilon_high, with loss_type=cispo at epsilon_high "
-        "itself; null: not",
+        "ratios are clipped from above at 1 + epsilon_high, with loss_type=cispo at "
+        "epsilon_high itself; null: they are not",
         positive=True,
         default=None,
     )
     beta: float = field(
-        "coefficient of the penalty for leaving the reference model", at_least=0, default=0.0
+        "coefficient of the KL penalty for leaving the reference model", at_least=0, default=0.0
     )
     kl_estimator: str | None = field(
-        "of that penalty; null: none", choices=KL_ESTIMATORS, default=None
+        "estimator of the KL penalty; null: no penalty", choices=KL_ESTIMATORS, default=None
     )
     kl_in: str | None = field(
-        "where that penalty counts; null: nowhere", choices=KL_PLACES, default=None
+        "where the KL penalty is added; null: no penalty", choices=KL_PLACES, default=None
     )
-    entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0, default=0.0)
+    entropy_coef: float = field("coefficient of the entropy bonus", at_least=0, default=0.0)
 
     @property
     def rows(self) -> RowFilter:

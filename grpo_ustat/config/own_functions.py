@@ -55,20 +55,21 @@ def check_reward_file(reward: str, field_name: str) -> None:
         reward: FILE:FUNCTION.
         field_name: configuration field that names it.
     """
-    own, key = reward_file(reward), f"{field_name}={reward}"
-    assert own is not None
-    file, function = own
+    place, key = reward_file(reward), f"{field_name}={reward}"
+    assert place is not None
+    file, function = place
     tree = _module(key, file)
     functions = _functions(tree)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
-                for one in node.names]  # fmt: skip
-    names |= {one.asname or one.name for one in imported}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {imported.asname or imported.name for imported in node.names}
     if function not in functions and function not in names and "*" not in names:
         hint = did_you_mean(function, functions)
         offered = ", ".join(functions) or "none"
         raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
-    if function in functions and not functions[function].decorator_list:  # which may change it
+    # A decorator may change the signature.
+    if function in functions and not functions[function].decorator_list:
         check_reward_call(key, _signature(functions[function].args))
 
 

@@ -36,7 +36,7 @@ def _add(
         name: its name.
         words: its meaning.
         base: the preset from which it differs; its baseline, too. None: the fields' defaults.
-        baseline: the baseline that it sets; None: that of `base`.
+        baseline: the baseline that it sets; None: the baseline of `base`.
         changes: the fields that differ.
     """
     if base is None:
@@ -133,7 +133,7 @@ _add(
     beta=0.0,
 )
 # Unbiased in one pass over minibatches of prompts drawn independently, with an unbiased baseline; a
-# second pass over a batch is biased whatever the ratio.
+# second pass over a batch is biased with any ratio.
 _add(
     "whole_sequence",
     "The unbiased off-policy reference: the product of a completion's ratios, no clipping, no "
@@ -143,8 +143,8 @@ _add(
     beta=0.0,
 )
 
-# TRL: GRPOConfig of trl 1.16.0, its defaults where nothing else is said. A baseline=X typed beside
-# a preset counts instead of its baseline. With a penalty TRL multiplies K3 by the ratio
+# TRL: the defaults of GRPOConfig in trl 1.16.0, unless a comment says otherwise. A typed baseline=X
+# replaces the baseline of a preset. With a penalty TRL multiplies K3 by the ratio
 # (use_bias_correction_kl); we do not. Where TRL cuts a generation batch into several updates, it
 # divides by the tokens of that batch's average update.
 _add(
@@ -231,7 +231,7 @@ _add(
     "TRL's loss_type=vespo: a weight of the whole sequence's ratio, which is not differentiated.",
     "trl_dapo",
     loss_type="vespo",
-    # whatever TRL is told
+    # TRL ignores other levels for this loss
     importance_sampling_level="whole_sequence",
     epsilon=None,
     epsilon_high=None,
@@ -280,7 +280,8 @@ _add(
     loss_type="dr_grpo",
 )
 
-CHANCE = 0.025  # that any efficiency misses its interval, and as much that a group size alone does
+# Chance that any relative efficiency misses its interval; as large for a group size by itself.
+CHANCE = 0.025
 
 
 @dataclass(frozen=True)
@@ -333,13 +334,15 @@ RECIPES = {
         # rollout.n=5 of run_qwen2-7b.sh and most of examples/grpo_trainer; rollout.yaml has 1,
         # which is no group
         Recipe("verl's GRPO examples", 5, "verl_token_mean"),
-        Recipe("TRL's default", 8, "trl_dapo"),  # GRPOConfig.num_generations
+        # GRPOConfig.num_generations
+        Recipe("TRL's default", 8, "trl_dapo"),
         # num_samples of its examples/qwen2.5-math-7b.sh
         Recipe("Dr. GRPO (arXiv 2503.20783)", 8, "dr_grpo", "group_mean"),
         # its section 4.1; its penalty for overlong answers belongs to the reward
         Recipe("DAPO (arXiv 2503.14476)", 16, "dapo", "group_std", REPLACE),
-        Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),  # section 4.2
-        # its loss is taken to be that of ProRL v2, as NeMo RL's prorlv2 example has it
+        # its section 4.2
+        Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),
+        # its loss is taken to be the one of ProRL v2, in the form of NeMo RL's prorlv2 example
         Recipe("BroRL (arXiv 2510.01180)", 512, "dapo", "reinforce_pp_baseline", REPLACE),
     )
 }

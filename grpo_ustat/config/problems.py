@@ -10,16 +10,17 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, field
 
-MAX_COMPLETIONS = 2**14  # completions of `sequences`, which are listed
+# Completions of `sequences`, which are enumerated.
+MAX_COMPLETIONS = 2**14
 
 
 @dataclass
 class ProblemConfig:
     """Fields that every kind of test problem has."""
 
-    name: str = field("of the test problem, in the run folder's name")
+    name: str = field("name of the test problem, in the run folder's name")
     kind: str = field(
-        "of policy; choose by problem=NAME",
+        "kind of the policy; choose by problem=NAME",
         choices=("coins", "ridge_coins", "softmax", "sequences"),
     )
 
@@ -32,11 +33,11 @@ class PlaneConfig(ProblemConfig):
     """A policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
-        "D, of theta; those that u does not see leave a flat set of maximisers", "numbers"
+        "dimension D of theta; if u has fewer coordinates, the maximisers form a flat set"
     )
-    start: list[float] = field("u of the first policy, which has as many coordinates")
+    start: list[float] = field("u of the first policy, a number for each coordinate")
     reach: float = field(
-        "J* - J at the border of the set where theory is asked to hold", positive=True
+        "J* - J at the border of the set on which the theory is tested", positive=True
     )
 
     def check(self) -> None:
@@ -54,7 +55,7 @@ class PlaneConfig(ProblemConfig):
 class CoinPlaneConfig(PlaneConfig):
     """A policy whose answers are coins: each is right, reward 1, or wrong, reward 0."""
 
-    values: list[float] = field("probability of a right answer at every maximiser, for each prompt")
+    values: list[float] = field("probability of a right answer at the maximisers, for each prompt")
 
     def check(self) -> None:
         """Refuse probabilities that are not between 0 and 1."""
@@ -67,9 +68,13 @@ class CoinPlaneConfig(PlaneConfig):
 class CoinsConfig(CoinPlaneConfig):
     """Answers that are coins, see `gap.problems.CoinProblem`."""
 
-    slopes: list[Any] = field("of that probability in u, for each prompt; their mean is 0")
-    styles: list[Any] = field("slopes of what earns nothing, the score's noise, likewise")
-    curvature: list[float] = field("of -J along each coordinate of u, above 0")
+    slopes: list[Any] = field(
+        "slopes in u of the probability of a right answer, for each prompt; their mean is 0"
+    )
+    styles: list[Any] = field(
+        "slopes in u of choices that earn nothing (noise of the score), for each prompt"
+    )
+    curvature: list[float] = field("curvature of -J along each coordinate of u, above 0")
 
     def check(self) -> None:
         """Refuse slopes, styles and curvatures of wrong shapes."""
@@ -88,13 +93,17 @@ class CoinsConfig(CoinPlaneConfig):
 class RidgeCoinsConfig(CoinPlaneConfig):
     """Coins whose maximisers are a ridge, see `gap.problems.RidgeCoinProblem`; u = (v, w)."""
 
-    slopes: list[float] = field("of that probability in v, for each prompt; their mean is 0")
-    styles: list[float] = field("slopes in v of what earns nothing, the score's noise, at w = 0")
-    along: list[float] = field("slopes in w of what earns nothing, for each prompt")
-    curvature: float = field("of -J along v at w = 0, above 0", positive=True)
-    bend: float = field("what curvature grows by with w, as a share of it")
-    spread: float = field("what styles grow by with w, as a share of them")
-    width: float = field("of the ridge: |w| stays within", positive=True)
+    slopes: list[float] = field(
+        "slopes in v of the probability of a right answer, for each prompt; their mean is 0"
+    )
+    styles: list[float] = field(
+        "slopes in v, at w = 0, of choices that earn nothing (noise of the score), for each prompt"
+    )
+    along: list[float] = field("slopes in w of choices that earn nothing, for each prompt")
+    curvature: float = field("curvature of -J along v at w = 0, above 0", positive=True)
+    bend: float = field("growth of the curvature with w, as a share of it")
+    spread: float = field("growth of styles with w, as a share of them")
+    width: float = field("width of the ridge: the largest |w|", positive=True)
 
     def check(self) -> None:
         """Refuse numbers of wrong shapes, and a start outside the ridge."""
@@ -118,9 +127,9 @@ class RidgeCoinsConfig(CoinPlaneConfig):
 class SoftmaxConfig(PlaneConfig):
     """A tabular softmax policy, see `gap.problems.SoftmaxProblem`."""
 
-    features: list[Any] = field("of each outcome, as many as u has coordinates")
+    features: list[Any] = field("features of each outcome, as many as u has coordinates")
     centres: list[Any] = field("u at which a prompt's outcomes have equal probability")
-    rewards: list[Any] = field("of each outcome, for each prompt")
+    rewards: list[Any] = field("reward of each outcome, for each prompt")
 
     def check(self) -> None:
         """Refuse features, centres and rewards of wrong shapes."""
@@ -139,12 +148,15 @@ class SequencesConfig(ProblemConfig):
     vocabulary: int = field("that can come next", "tokens", positive=True)
     length: int = field("of every completion", "tokens", positive=True)
     spread: float = field("standard deviation of the parameters, which are drawn", positive=True)
-    apart: float = field("of what the reference policy's parameters differ by", positive=True)
-    reward_levels: int = field("of rewards, even steps from 0 to 1; 2: right or wrong", "levels")
-    difficulties: list[float] = field(
-        "of each prompt: a completion's rank among all, to this power, is its reward"
+    apart: float = field(
+        "standard deviation of the differences between the reference policy's parameters and these",
+        positive=True,
     )
-    seed: int = field("of parameters and rewards")
+    reward_levels: int = field("of rewards, evenly spaced from 0 to 1; 2: right or wrong", "levels")
+    difficulties: list[float] = field(
+        "difficulty of each prompt: a completion's reward is its rank among all, to this power"
+    )
+    seed: int = field("seed of parameters and rewards")
 
     def check(self) -> None:
         """Refuse sizes that are too small or too large to enumerate."""

@@ -9,8 +9,10 @@ from grpo_ustat.config.own_functions import check_reward, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 
-TASK = "task"  # the data set's own reward, or what `dataset.reward` puts in its place
-DATASET_FREE_REWARDS = ("format", "termination", "brevity")  # they need no expected answer
+# The data set's own reward, or `dataset.reward` in its place.
+TASK = "task"
+# They need no expected answer.
+DATASET_FREE_REWARDS = ("format", "termination", "brevity")
 
 
 def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | None) -> None:
@@ -84,12 +86,12 @@ def counted(values: Sequence[str | float], noun: str) -> str:
 
 
 def reward_names(reward_funcs: list[str]) -> list[str]:
-    """Return the functions' names in metrics and tables; for FILE.py:FUNCTION that of the function.
+    """Return the names in metrics and tables: FUNCTION for FILE.py:FUNCTION, else the typed name.
 
     >>> reward_names(["task", "brevity", "rewards/my.py:polite"])
     ['task', 'brevity', 'polite']
     """
-    return [own[1] if (own := reward_file(name)) else name for name in reward_funcs]
+    return [place[1] if (place := reward_file(name)) else name for name in reward_funcs]
 
 
 def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> str:
@@ -105,5 +107,5 @@ def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> 
 
 
 def summed_weights(reward_funcs: list[str], reward_weights: list[float] | None) -> list[float]:
-    """Return the functions' weights in the sum; 1 each if none are given."""
+    """Return the weights of the functions in the sum; 1 each if none are given."""
     return reward_weights or [1.0] * len(reward_funcs)

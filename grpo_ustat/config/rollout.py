@@ -14,19 +14,23 @@ VLLM_FIELDS = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
 class RolloutConfig:
     """Engine that writes completions."""
 
-    name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
+    name: str = field(
+        "engine that writes completions, in this process: local, the model itself, or vllm",
+        choices=ROLLOUTS,
+    )
     gpu_memory_utilization: float | None = field(
-        "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice",
+        "share of the GPU's memory, or of all memory on a CPU, that vLLM may hold; null: vLLM's "
+        "default",
         default=None,
     )
     max_model_len: int | None = field(
-        "of prompt and completion that vLLM has room for; null: prompt.max_length and "
-        "max_completion_length, or what the model has positions for",
+        "for prompt and completion together in vLLM; null: prompt.max_length and "
+        "max_completion_length, or as many as the model has positions",
         "tokens",
         default=None,
     )
     enforce_eager: bool | None = field(
-        "vLLM without CUDA graphs; null: its own choice", default=None
+        "run vLLM without CUDA graphs; null: vLLM's default", default=None
     )
 
     def check(self) -> None:

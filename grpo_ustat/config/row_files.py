@@ -22,7 +22,7 @@ from grpo_ustat.config.command_line import is_installed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-# Of the cells of a CSV row that have no column.
+# Key of the cells of a CSV row that have no column.
 TOO_MANY = "more fields than the header"
 
 
@@ -52,7 +52,7 @@ class Row:
         )
 
     def text(self, *names: str) -> str:
-        """Return the field as a text that is not blank, with the white space at its ends."""
+        """Return the field as a text that is not blank; white space at its ends stays."""
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
             raise self.refused(" or ".join(names), value, "a text that is not empty")
@@ -68,8 +68,8 @@ class Row:
 def read_rows(file: Path, key: str = "") -> list[Row]:
     """Return the rows of a file, which is read once.
 
-    Numbers are as Python's json reader returns them; those of single precision in a Parquet file
-    are the shortest that round to them. Values of CSV are all texts.
+    Numbers are as Python's json reader returns them. Single precision in a Parquet file becomes the
+    shortest decimal that rounds to it. All values of CSV are texts.
 
     Args:
         file: json lines, or one json array; CSV with a header, or Parquet, by its name.
@@ -124,11 +124,11 @@ def _parquet(content: bytes) -> list[dict[str, Any]]:
     parquet: Any = import_module("pyarrow.parquet")
     table = parquet.read_table(io.BytesIO(content))
     rows = table.to_pylist()
-    for one in table.schema:
-        if str(one.type) in ("float", "halffloat"):
-            single = one.type.to_pandas_dtype()
+    for column in table.schema:
+        if str(column.type) in ("float", "halffloat"):
+            single = column.type.to_pandas_dtype()
             for row in rows:
-                row[one.name] = row[one.name] and float(str(single(row[one.name])))
+                row[column.name] = row[column.name] and float(str(single(row[column.name])))
     return rows
 
 
@@ -167,7 +167,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, list[Path]]:
-    """Find the files of each split of a folder, known by their names or by the folder's card.
+    """Return the files of each split of a folder, by their names or by the folder's card.
 
     Args:
         key: configuration key that names the folder.
@@ -204,7 +204,8 @@ def quiet_datasets() -> Generator[str]:
     huggingface_hub.utils.disable_progress_bars()
     for library in (datasets, huggingface_hub):
         library.utils.logging.set_verbosity(logging.CRITICAL)
-    import tempfile  # slow, and only here
+    # A slow import, used only here.
+    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         yield folder

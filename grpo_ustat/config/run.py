@@ -1,4 +1,4 @@
-"""Typed schemas of what every run has: a seed, a folder, processes, a tracker."""
+"""Typed schemas of the fields of all runs: a seed, a folder, processes, a tracker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
-TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
-MAX_COUNT = 10**12  # what a seed is below; of a run folder also a step or a size
+# Each is the name of a package and of an extra.
+TRACKERS = ("wandb", "tensorboard", "trackio")
+# Upper limit of a seed, and of the steps and sizes in a run folder.
+MAX_COUNT = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
 
 
@@ -22,7 +24,8 @@ class ProcessConfig:
     """Processes; none of it changes results."""
 
     num_processes: int = field(
-        "that this command starts on this machine as ranks, by torchrun; 1: none, it is the run",
+        "that this command starts on this machine, as ranks of torchrun; 1: it starts none and "
+        "runs itself",
         "processes",
         positive=True,
     )
@@ -38,10 +41,12 @@ class LoggerConfig:
     Keys and addresses come from the tracker's own environment variables.
     """
 
-    name: str = field("of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
-    project: str | None = field("of the runs there; null: the tracker knows none")
+    name: str = field("name of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
+    project: str | None = field(
+        "project of the runs in the tracker; null: the tracker has no projects"
+    )
     finish_seconds: float = field(
-        "that the run waits at most for its tracker to open, take a row or end",
+        "for which the run waits at most until the tracker opens, takes a row or ends",
         "seconds",
         at_least=0,
     )
@@ -67,26 +72,32 @@ class LoggerConfig:
 class ReportConfig:
     """Report of a sweep, beside its runs."""
 
-    name: str | None = field("of the folder of its table and figure; null: none")
-    steps: list[int] | None = field("at which evaluations are drawn; null: at all", "steps")
+    name: str | None = field(
+        "name of the folder, beside the runs, of a sweep's table and figure; null: no report"
+    )
+    steps: list[int] | None = field(
+        "at which evaluations are drawn; null: all evaluations", "steps"
+    )
 
 
 @dataclass
 class Shared:
-    """Fields of every entrypoint that runs something."""
+    """Fields of all commands that make runs."""
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
-    seed: int = field("what every random choice of the run depends on", at_least=0, below=MAX_COUNT)
+    seed: int = field("seed of every random choice of the run", at_least=0, below=MAX_COUNT)
     on_existing: str = field(
-        "what to do with a folder that this run has already; resume: go on, or show the result",
+        "what to do if the folder of this run exists; resume: continue, or show the result of a "
+        "finished run",
         choices=ON_EXISTING,
     )
-    output_root: str = field("the folder below which outputs are written", default="outputs")
+    output_root: str = field("folder below which outputs are written", default="outputs")
     dry_run: bool = field("print what would run and what it costs, and end")
-    report: ReportConfig = node(ReportConfig, "what a sweep leaves beside its runs")
-    logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what the run folder holds")
+    report: ReportConfig = node(ReportConfig, "the report of a sweep, beside its runs")
+    logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what is in the run folder")
 
-    show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
+    # No fields: entries that have prompts and a model declare them.
+    show_prompts, model = 0, None
 
     @property
     def only_shows(self) -> bool:
@@ -125,10 +136,12 @@ def check_report_name(key: str, name: str) -> None:
 class ReportEntry:
     """Configuration of `grpo-ustat report`."""
 
-    runs: Any = field("folders of runs, or patterns of them: one, or a list")
-    name: str = field("of the report's folder")
-    output_root: str = field("the folder below which outputs are written", default="outputs")
-    steps: list[int] | None = field("at which evaluations are shown; null: at all", "steps")
+    runs: Any = field("folders of runs, or patterns of such folders: a single text or a list")
+    name: str = field("name of the report's folder")
+    output_root: str = field("folder below which outputs are written", default="outputs")
+    steps: list[int] | None = field(
+        "at which evaluations are shown; null: all evaluations", "steps"
+    )
 
     @property
     def patterns(self) -> list[Any]:
@@ -137,7 +150,7 @@ class ReportEntry:
         return cast(list[Any], runs) if isinstance(runs, list) else [runs]
 
     def check(self) -> None:
-        """Refuse a value that is no list of folders."""
+        """Refuse a value that is no folder and no list of folders."""
         if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
             raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
         check_report_name("name", self.name)

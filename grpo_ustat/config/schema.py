@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-UNSET: Any = "???"  # omegaconf.MISSING
+# The value of omegaconf.MISSING.
+UNSET: Any = "???"
 
 
 def flatten(content: Mapping[str, Any], between: str = ".", prefix: str = "") -> dict[str, Any]:
@@ -49,8 +50,8 @@ def field(
     """Declare a field of a schema; `check_fields` enforces its limits.
 
     Args:
-        meaning: in a few words, `null: ...` if it may be null.
-        unit: unit of a number.
+        meaning: a phrase, with `null: ...` if it may be null. `--help` prints the unit before it.
+        unit: unit of a number, such as `tokens`; the meaning then continues it.
         choices: all allowed values, of the field or of a list's elements; empty: anything.
         plugins: returns further choices, those that installed packages offer.
         positive: a number, or each of a list, must be above 0 and finite.
@@ -129,11 +130,11 @@ def node(schema: type, meaning: str) -> Any:
 class FieldInfo:
     """Description of one field by its schema."""
 
-    # Its name on the command line, `eval.decoding`.
+    # Its name on the command line, such as `eval.decoding`.
     path: str
     # Its type in words, `list of str`; empty for a node.
     kind: str
-    # See `field`, also for the next three; empty if the schema gives none.
+    # These four are arguments of `field`; empty if the schema gives none.
     meaning: str
     unit: str
     limits: Limits
@@ -192,11 +193,11 @@ def kind_of(hint: Any) -> str:
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for; its message is one line that names values and fix."""
+    """A mistake of the user; its message is one line with the values and the fix."""
 
 
 def check_positive(node: Any, *names: str, prefix: str = "") -> None:
-    """Refuse a named field of a node that is not above 0 and finite, if it is in use."""
+    """Refuse fields of a node that are not above 0 and finite."""
     for name in names:
         Limits(positive=True).check(f"{prefix}{name}", getattr(node, name))
 
@@ -209,14 +210,14 @@ def check_distinct(path: str, values: list[Any]) -> None:
 
 
 def check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices, of whatever type it was typed."""
+    """Refuse a value that is none of the choices; it may have any type."""
     if value not in choices:
         hint = did_you_mean(str(value), choices)
         raise ConfigError(f"unknown {path} {value!r}: {hint}choose from {', '.join(choices)}")
 
 
 def did_you_mean(word: str, names: Collection[str]) -> str:
-    """Return the question after a misspelt or cut word, with a blank at its end, or "".
+    """Return the question after a misspelt or cut word, with a blank at its end.
 
     It is "" if no name is near.
 

@@ -1,7 +1,7 @@
 """Secrets: refused in a configuration, hidden in what is shown or sent elsewhere.
 
 A value counts as secret if its option's name says so, if it is the content of a variable such as
-HF_TOKEN, or if it has one of six common forms, of which an address with a password is one.
+HF_TOKEN, or if it has one of six common forms, such as an address with a password.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 REDACTED = "(redacted)"
-KEY_FORMS = {  # of keys that have a form of their own
+# Forms by which keys of a service are recognised.
+KEY_FORMS = {
     "Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
     "Weights & Biases": r"\bwandb_v1_\w{20,}|(?i:(?<=key=))[0-9a-f]{40}\b",
     "OpenAI, Anthropic, OpenRouter": r"\bsk-[\w-]{20,}",
@@ -31,8 +32,10 @@ ASSIGNED_SECRET = re.compile(rf"((?:key|{SECRET_WORDS})=)[^\s,;&]+", re.I)
 QUOTED_SECRET = re.compile(
     rf"((?:{SECRET_WORDS})[\"']?\s*[:=]\s*[\"'])[^\"'\s$<{{(]{{8,}}(?=[\"'])", re.I
 )
-HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")  # an old wandb key, or a commit
-SHORTEST_SECRET = 12  # characters of a variable's value; shorter ones may stand in any text
+# An old key of wandb, or a commit.
+HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")
+# Characters of a variable's value; shorter values may be in any text.
+MIN_SECRET_CHARACTERS = 12
 
 
 def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str = "") -> str | None:
@@ -45,13 +48,13 @@ def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str 
         for name, value in cast(Mapping[Any, Any], content).items():
             if is_secret("", str(name), environ):
                 return f"{key}.{REDACTED}".lstrip(".")
-            found = find_secret(value, environ, f"{key}.{name}".lstrip("."))
-            if found is not None:
-                return found
+            secret_key = find_secret(value, environ, f"{key}.{name}".lstrip("."))
+            if secret_key is not None:
+                return secret_key
         return None
     if isinstance(content, list | tuple):
         keys = (find_secret(value, environ, key) for value in cast(Sequence[Any], content))
-        return next((one for one in keys if one is not None), None)
+        return next((inner for inner in keys if inner is not None), None)
     return key if is_secret(key, content, environ) else None
 
 
@@ -111,4 +114,4 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
     """Return the values of variables that are named like keys and long enough to be one."""
     named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
-    return [text for text in named if len(text) >= SHORTEST_SECRET]
+    return [text for text in named if len(text) >= MIN_SECRET_CHARACTERS]

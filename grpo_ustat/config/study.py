@@ -18,29 +18,34 @@ METRICS = ("euclidean", "adam")
 class StudyBudget:
     """Numbers of completions behind each result."""
 
-    pool_completions: int = field("of each question, N, scored: behind closed_form", "completions")
+    pool_completions: int = field(
+        "of each question that are sampled and scored, N; closed_form uses them", "completions"
+    )
     loss_draws: int = field(
-        "of two batches each, behind losses and baselines that weigh rows by the whole batch",
+        "of two batches each, for losses and baselines in which a row's weight depends on the "
+        "whole batch",
         "draws",
         at_least=2,
     )
     feature_sketch: int = field(
-        "kept of each completion's score; models with no more parameters are kept in full",
+        "kept of each completion's score; all, if the model has no more parameters",
         "numbers",
         positive=True,
     )
     gradient_sketch: int = field(
-        "kept of each question's gradient; models with no more parameters are kept in full",
+        "kept of each question's gradient; all, if the model has no more parameters",
         "numbers",
         positive=True,
     )
-    replicates: int = field("of the largest size that monte_carlo draws of each question", "groups")
+    replicates: int = field("of the largest G that monte_carlo draws for each question", "groups")
     reference_completions: int = field(
-        "of each question behind monte_carlo's reference gradient", "completions"
+        "of each question for monte_carlo's reference gradient", "completions"
     )
-    reference_blocks: int = field("that are independent, into which those are cut", "blocks")
+    reference_blocks: int = field(
+        "of equal size into which reference_completions are split", "blocks"
+    )
     value_completions: int = field(
-        "of each question, K, behind monte_carlo's V (oracle), b* (optimal) and running mean",
+        "of each question, K, for V (oracle), b* (optimal) and the running mean of monte_carlo",
         "completions",
     )
 
@@ -63,68 +68,71 @@ class StudyConfig:
     """Measurements of a study."""
 
     methods: list[str] = field(
-        "closed_form: the pool alone, by exact formulas, and all its groups for baselines that "
-        "have none; monte_carlo: fresh rollouts and real gradients, as the paper",
+        "closed_form: exact formulas on the pool, and all groups of the pool for a baseline "
+        "without a formula; monte_carlo: fresh rollouts and real gradients, as in the paper",
         choices=METHODS,
         distinct=True,
     )
     rollouts: int = field(
-        "of a training step, n, of which the answer speaks, and at which losses are compared, as "
-        "are baselines without a closed form",
+        "of a training step, n: the step size of the printed answer, and of the comparison of "
+        "losses and of baselines without a closed form",
         "rollouts",
         at_least=2,
     )
     metric: str = field(
-        "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in units of its "
-        "own root mean square in steps of adam_rollouts",
+        "metric of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in "
+        "units of its root mean square in steps of adam_rollouts",
         choices=METRICS,
     )
     adam_rollouts: int = field(
-        "of a step, n, whose squared gradients AdamW's second moments average; the same for every "
-        "G of the study",
+        "of a step, n, from whose squared gradients AdamW's second moments are computed; the "
+        "same at each G of the study",
         "rollouts",
         positive=True,
     )
-    adam_group_size: int = field("of that step, its G", "completions", at_least=2)
+    adam_group_size: int = field("in a group of that step, G", "completions", at_least=2)
     verdicts: bool = field(
-        "judge published claims on this policy: their numbers with intervals and verdicts"
+        "judge published claims on this policy: numbers with intervals, and a verdict for each"
     )
     measurements: list[str] = field(
-        "that installed packages offer as entry points of grpo_ustat.measurements, beside ours",
+        "further measurements: entry points of grpo_ustat.measurements in installed packages",
         plugins=installed_measurements,
     )
     parameters: str | None = field(
-        "regular expression of the names of those whose entries count; null: all trainable ones"
+        "regular expression: only parameters whose names match it are measured; null: all "
+        "trainable parameters"
     )
     merge_adapters: bool = field(
-        "whether LoRA adapters of model=FOLDER are added to its weights, of which errors are then; "
-        "false: errors are those of the adapters, which their run trains"
+        "of a model=FOLDER with LoRA adapters; true: add them to the weights and measure the "
+        "gradient of all weights; false: measure the gradient of the adapters, as they are "
+        "trained"
     )
     scored_by: str | None = field(
-        "a later checkpoint of model, whose gradient the losses are to estimate from the "
-        "completions that model wrote (embedded:NAME, a folder or org/name); null: model itself"
+        "a later checkpoint of model (embedded:NAME, a folder or org/name): losses estimate its "
+        "gradient from completions that model wrote; null: model itself"
     )
     reference: str | None = field(
-        "the model that a penalty (objective.beta) is measured from; null: model itself"
+        "the model from which a penalty (objective.beta) is measured; null: model itself"
     )
     corrections: list[str] = field(
-        "of the gap between model and the sampler of pool=FILE, beside none at all, as TRL's "
-        "vllm_importance_sampling_mode",
+        "corrections of the gap between model and the sampler of pool=FILE, compared with no "
+        "correction; names as in TRL's vllm_importance_sampling_mode",
         choices=CORRECTIONS,
         distinct=True,
     )
     correction_cap: float = field(
-        "ratio beyond which a correction truncates or masks", positive=True
+        "largest ratio that a correction leaves as it is; larger ones are truncated or masked",
+        positive=True,
     )
     questions: int | None = field(
-        "of the study, the first so many; null: all", "questions", positive=True
+        "of the study, the first ones; null: all", "questions", positive=True
     )
     part: str | None = field(
-        "such as 3/8: fill the 3rd of 8 parts of pool=DIR and end; null: the study"
+        "k/n, such as 3/8: only fill the k-th of n parts of pool=DIR; null: the whole study"
     )
     cut_at: int | None = field(
-        "from which a completion of pool=FILE.parquet counts as cut, below as ended; null: the "
-        "file's column ended says it",
+        "from which a completion of pool=FILE.parquet counts as cut, a shorter one as ended; "
+        "null: the file's column ended decides",
         "tokens",
         positive=True,
     )
@@ -155,7 +163,8 @@ class StudyLaunch(LaunchConfig):
     """`LaunchConfig` of studies."""
 
     workers: int = field(
-        "that share the questions, with the same results; under torchrun its ranks do",
+        "that share the questions, without a change of results; under torchrun its ranks share "
+        "them",
         "processes",
         positive=True,
     )

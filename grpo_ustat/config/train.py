@@ -22,23 +22,24 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
-# context of a baseline that budget.value_completions pays for
+# Inputs of baselines that are computed from budget.value_completions.
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-SHARINGS = ("ddp", "fsdp2")  # the files of launch/accelerate/
+# The files of launch/accelerate/.
+SHARINGS = ("ddp", "fsdp2")
 
 
 @dataclass
 class OptimizerConfig:
     """Optimizer: adamw (Loshchilov & Hutter 2019) or plain sgd."""
 
-    name: str = field("what turns gradients into steps", choices=OPTIMIZERS)
+    name: str = field("algorithm of the optimizer", choices=OPTIMIZERS)
     weight_decay: float = field(
-        "AdamW's, as a share of the weights for each unit of learning rate", at_least=0
+        "weight decay of AdamW, as a share of the weights per unit of learning rate", at_least=0
     )
     beta1: float = field("decay of AdamW's mean of gradients; sgd has none", at_least=0, below=1)
     beta2: float = field(
@@ -51,10 +52,11 @@ class ScheduleConfig:
     """Schedule of the learning rate; schedules that fall towards an end take it from max_steps."""
 
     lr_scheduler_type: str = field(
-        "of the learning rate, by transformers' name; linear and cosine fall to 0 at max_steps",
+        "schedule of the learning rate, by transformers' name; linear and cosine fall to 0 at "
+        "max_steps",
         choices=ENDLESS_SCHEDULES + ENDING_SCHEDULES,
     )
-    warmup_steps: int = field("of a linear rise at the start", "steps", at_least=0)
+    warmup_steps: int = field("of linear warm-up", "steps", at_least=0)
 
     def check(self) -> None:
         """Refuse steps of warm-up in a schedule without warm-up."""
@@ -70,8 +72,11 @@ class LoraConfig:
     """Adapters by PEFT."""
 
     r: int = field("rank of the adapters; 0: none, all parameters are trained", at_least=0)
-    lora_alpha: float | None = field("adapters count by lora_alpha / r; null: none", positive=True)
-    target_modules: str | None = field("which layers get adapters, by PEFT's name; null: none")
+    lora_alpha: float | None = field(
+        "scale of the adapters, which are multiplied by lora_alpha / r; null: no adapters",
+        positive=True,
+    )
+    target_modules: str | None = field("layers with adapters, by PEFT's name; null: no adapters")
 
     def check(self) -> None:
         """Refuse half a description of adapters."""
@@ -90,9 +95,11 @@ class LoraConfig:
 class EvalConfig:
     """Answering of held-out questions."""
 
-    decoding: list[str] = field("one row of eval.csv for each", choices=DECODINGS, distinct=True)
+    decoding: list[str] = field(
+        "ways of decoding; each gives a row of eval.csv", choices=DECODINGS, distinct=True
+    )
     num_generations: int = field(
-        "sampled of each test question, for pass@k with k = 1, 2, 4 ... up to it",
+        "sampled for each test question, for pass@k with k = 1, 2, 4 ... up to this number",
         "completions",
         positive=True,
     )
@@ -115,7 +122,7 @@ class MonitorConfig:
     gradient_mse_every: int = field(
         "between estimates of C1, C2, C3 and G*; 0: never", "steps", at_least=0
     )
-    gradient_sketch: int = field("kept of each prompt's gradient for them", "numbers")
+    gradient_sketch: int = field("kept of each prompt's gradient for these estimates", "numbers")
 
     def check(self, group_size: int, prompts: int) -> None:
         """Refuse estimates from fewer completions or prompts than they need.
@@ -124,18 +131,18 @@ class MonitorConfig:
             group_size: completions of a prompt.
             prompts: prompts of a step.
         """
-        every = self.gradient_mse_every
-        if not every:
+        interval = self.gradient_mse_every
+        if not interval:
             return
         check_positive(self, "gradient_sketch", prefix="monitor.")
         if group_size < 3:
             raise ConfigError(
-                f"monitor.gradient_mse_every={every} with group_size={group_size}: C3 needs at "
+                f"monitor.gradient_mse_every={interval} with group_size={group_size}: C3 needs at "
                 "least 3 completions a group"
             )
         if prompts < 4:
             raise ConfigError(
-                f"monitor.gradient_mse_every={every} with {prompts} prompts a step "
+                f"monitor.gradient_mse_every={interval} with {prompts} prompts a step "
                 "(budget.rollouts / group_size): intervals over prompts need at least 4"
             )
 
@@ -146,8 +153,8 @@ class TrainBudget:
 
     rollouts: int = field("of a step: n = prompts x group_size", "completions", positive=True)
     value_completions: int = field(
-        "of each prompt, fresh ones, behind V (oracle), b* (optimal) or the start of a tracker "
-        "(spo); outside rollouts but counted as cost",
+        "sampled for each prompt in addition to rollouts, for V (oracle), b* (optimal) or the "
+        "start of a tracker (spo); they count as cost",
         "completions",
     )
 
@@ -156,10 +163,10 @@ class TrainBudget:
 class TrainLaunch(LaunchConfig):
     """`LaunchConfig` of training."""
 
-    device: str = field("which processor; ranks on cuda take a GPU each", choices=DEVICES)
+    device: str = field("processor; each rank on cuda takes a GPU", choices=DEVICES)
     accelerate: str | None = field(
-        "how ranks share a policy, a file of grpo_ustat/launch/accelerate/; null: what accelerate "
-        "launch was told, else ddp",
+        "how ranks share a policy, a file of grpo_ustat/launch/accelerate/; null: the choice of "
+        "accelerate launch, else ddp",
         choices=SHARINGS,
     )
 
@@ -177,34 +184,41 @@ class TrainConfig(Common):
     objective: ObjectiveConfig = node(
         ObjectiveConfig, "how advantages and log-probabilities become a gradient"
     )
-    optimizer: OptimizerConfig = node(OptimizerConfig, "what turns gradients into steps")
-    schedule: ScheduleConfig = node(ScheduleConfig, "how the learning rate changes")
+    optimizer: OptimizerConfig = node(OptimizerConfig, "the optimizer and its constants")
+    schedule: ScheduleConfig = node(ScheduleConfig, "the schedule of the learning rate")
     lora: LoraConfig = node(LoraConfig, "adapters (PEFT) in place of training all parameters")
-    rollout: RolloutConfig = node(RolloutConfig, "what writes completions")
-    eval: EvalConfig = node(EvalConfig, "how held-out questions are answered")
-    monitor: MonitorConfig = node(MonitorConfig, "how good the gradients of training are")
-    budget: TrainBudget = node(TrainBudget, "what a step may sample")
+    rollout: RolloutConfig = node(RolloutConfig, "the engine that writes completions")
+    eval: EvalConfig = node(EvalConfig, "the evaluation on held-out questions")
+    monitor: MonitorConfig = node(MonitorConfig, "estimates of the error of training's gradients")
+    budget: TrainBudget = node(TrainBudget, "completions of a step")
     group_size: int = field("in a group, G: TRL's num_generations", "completions", positive=True)
-    learning_rate: float = field("of the optimizer, at the schedule's highest", positive=True)
-    max_grad_norm: float | None = field(
-        "longer gradients are shortened to this norm; null: never", positive=True
+    learning_rate: float = field(
+        "learning rate of the optimizer, at the maximum of the schedule", positive=True
     )
-    max_steps: int = field("of training; a larger number goes on", "steps", positive=True)
+    max_grad_norm: float | None = field(
+        "largest norm of a gradient; a longer one is scaled to it; null: no limit", positive=True
+    )
+    max_steps: int = field(
+        "of training; a larger number continues a finished run", "steps", positive=True
+    )
     eval_steps: int = field("between evaluations", "steps", positive=True)
     save_steps: int = field("between checkpoints", "steps", positive=True)
     save_total_limit: int | None = field(
-        "kept, the newest; null: all", "checkpoints", positive=True
+        "to keep, the newest; null: all", "checkpoints", positive=True
     )
     log_completions: int = field(
         "of each step kept in completions.parquet", "completions", at_least=0
     )
-    bf16: bool = field("compute in bfloat16 over float32 weights, in sampling and updates alike")
+    bf16: bool = field("compute in bfloat16 over float32 weights, in sampling and in updates")
     gradient_checkpointing: bool = field(
-        "compute layers again in place of keeping them: memory only"
+        "compute layers again in the backward pass instead of storing them; changes memory and "
+        "speed only"
     )
-    share_prompts: bool = field("read a prompt once per group in updates too (not with FSDP2)")
+    share_prompts: bool = field("read a prompt once for its group, in updates too (not with FSDP2)")
     micro_batch_tokens: int = field(
-        "of a backward pass, padding included: memory only", "tokens", positive=True
+        "of a backward pass, padding included; changes memory and speed only",
+        "tokens",
+        positive=True,
     )
 
     @property
@@ -235,7 +249,7 @@ class TrainConfig(Common):
         return self.budget.rollouts // self.group_size
 
     def check(self) -> None:
-        """Refuse a training run that cannot work; see `Common.check`."""
+        """Refuse a training run that cannot work."""
         if self.launch.device.startswith("cuda:"):
             raise ConfigError(
                 f"launch.device={self.launch.device}: training takes its GPU from the launcher; "

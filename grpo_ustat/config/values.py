@@ -23,7 +23,7 @@ TYPE_PLURALS = {"int": "whole numbers", "float": "numbers", "str": "words"}
 
 
 def typed_value(value: Any) -> str:
-    """Format a value as one would type it.
+    """Format a value for the command line.
 
     >>> typed_value(None), typed_value([1, 2]), typed_value(True), typed_value("a b")
     ('null', '[1,2]', 'true', "'a b'")
@@ -33,13 +33,13 @@ def typed_value(value: Any) -> str:
     if OmegaConf.is_list(value) or isinstance(value, list):
         return f"[{','.join(map(typed_value, cast(list[Any], value)))}]"
     if OmegaConf.is_dict(value):
-        return "{" + ",".join(f"{key}:{typed_value(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{typed_value(entry)}" for key, entry in value.items()) + "}"
     plain = not isinstance(value, str) or re.fullmatch(r"[\w.:/?+-]+", value)
     return str(value) if plain else repr(value)
 
 
 def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
-    """Return the line that refuses a value of another type than a field's.
+    """Return the line that refuses a value of a wrong type.
 
     Args:
         field: field of a schema.
@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a field's value as typed: in the first file with one of its kind, or its default."""
+    """Return a valid value as typed: from the first file with one of the kind, or the default."""
     values = _values_in_files(field.path, conf)
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")
@@ -82,16 +82,16 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
 
 
 def _values_in_files(path: str, conf: Path) -> Iterator[object]:
-    """Yield a field's value in each configuration file, those of whole commands first."""
+    """Yield a field's value in each configuration file, first in the main files of the commands."""
     node, _, name = path.rpartition(".")
-    own, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
-    for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *own, *rest]):
+    of_node, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
+    for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *of_node, *rest]):
         text = file.read_text()
-        whole = file.parent == conf or "# @package _global_" in text
-        if not (whole or (node and conf / node in file.parents)):
+        sets_paths = file.parent == conf or "# @package _global_" in text
+        if not (sets_paths or (node and conf / node in file.parents)):
             continue
         content = cast(dict[str, Any] | None, yaml.safe_load(text)) or {}
-        yield flatten(content).get(path if whole else name)
+        yield flatten(content).get(path if sets_paths else name)
 
 
 def quote_for_shell(key: str, value: str) -> str:
@@ -102,12 +102,13 @@ def quote_for_shell(key: str, value: str) -> str:
     """
     value = value.replace("'", "\\'").replace("${", "\\${")
     slashes = value[len(value.rstrip("\\")) :]
-    text = f"{key}='{value}{slashes}'"  # doubled at the end, where one would escape the quote
+    # Backslashes at the end are doubled: a single one would escape the quote.
+    text = f"{key}='{value}{slashes}'"
     return shlex.quote(text) if re.search(r'["$`\\!]', value) else f'"{text}"'
 
 
 def to_type(key: str, value: str, kind: str | None) -> str:
-    """Return `key=value` as one types it in a shell, so that it is one value.
+    """Return `key=value` quoted for a shell, so that Hydra reads a single value.
 
     Args:
         key: key of a field or a group.
@@ -119,9 +120,9 @@ def to_type(key: str, value: str, kind: str | None) -> str:
     >>> print(to_type("steps", "[3, 4]", "list of int"), to_type("name", "a b", "str"))
     'steps=[3, 4]' 'name=a b'
     """
-    one = (kind is None or kind.startswith("str")) and value[:1] not in "'\"["
+    is_text = (kind is None or kind.startswith("str")) and value[:1] not in "'\"["
     special = re.search(r"[,{}()\[\];#&!\n]|\$\{", value)
-    return quote_for_shell(key, value) if one and special else shlex.quote(f"{key}={value}")
+    return quote_for_shell(key, value) if is_text and special else shlex.quote(f"{key}={value}")
 
 
 def is_of_kind(value: str, kind: str) -> bool:

@@ -11,11 +11,11 @@ from grpo_ustat.runs.result import Claim
 
 # Distances that shrink at least like T^-RATE_EXPONENT are on their way to 0.
 RATE_EXPONENT = 0.25
-# Of the distance before, if distances fall towards 0.
+# Largest share of the distance before, if distances fall towards 0.
 MAX_REMAINING_SHARE = 0.9
 
 
-# Whether something tends to its limit: of numbers without error, and of replicates
+# Convergence to a limit: of numbers without error, and of replicates
 
 
 def enumeration_converges(
@@ -108,7 +108,7 @@ def replicates_converge(
     return mean_p_value(-excess_R, above=True) <= 0.05
 
 
-# Intervals and p-values of Student's t: from replicates, and from an interval alone
+# Intervals and p-values of Student's t: from replicates, and from an interval
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
@@ -119,7 +119,7 @@ def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """Return the p-value, from replicates, that their mean is 0; with `above` that it is 0 or less.
+    """Return the p-value of replicates for a mean of 0, or with `above` for a mean of 0 or less.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742
@@ -135,7 +135,7 @@ def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
 def interval_p_value(
     interval: Interval, dof: float, predicted: float, tolerance: float = 0.0
 ) -> float:
-    """Return the two-sided p-value, from an interval alone, that the true value is as predicted.
+    """Return the two-sided p-value, from an interval, for the predicted value.
 
     It is below 0.05 exactly if the prediction is further than the tolerance from the interval; with
     a tolerance above 0 it errs towards large values.

@@ -111,7 +111,8 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
     points = top * np.linspace(0, 1, DISTRIBUTION_POINTS) ** 3
     count = len(weights_K)
     mixture = list(map(float, weights_K)), [1] * count, [0] * count, 0, 0
-    gx2_cdf: Callable[..., Array] = vars(gx2)["cdf"]  # gx2 has no types
+    # The package gx2 has no types.
+    gx2_cdf: Callable[..., Array] = vars(gx2)["cdf"]
     cdf = np.array(gx2_cdf(points[1:], *mixture), dtype=float)
     cdf = np.maximum.accumulate(np.clip(np.concatenate([[0.0], cdf]), 0, 1))
     return PchipInterpolator(np.sqrt(points), cdf)(np.sqrt(np.clip(values, 0, top)))

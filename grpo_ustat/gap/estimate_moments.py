@@ -8,8 +8,8 @@ with std of divisor G-1 and d a function of it, see `Normalisation`; w and a are
 completion. All means are those of the policy that wrote.
 
 Without normalisation, d = 1, and with vectors w of mean zero in place of the scores N has the
-Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds to the
-first-order part alone. With mu = E[w z],
+Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds only to
+the first-order part. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
@@ -18,15 +18,15 @@ first-order part alone. With mu = E[w z],
 Importance ratios leave w such a vector: both `sum_t rho_t grad log pi(y_t)` with each token's ratio
 and `rho grad log pi(y)` with the completion's have mean zero under the policy that wrote.
 
-Normalised, the others of a group enter A_i through their `sum z` and `sum z^2` alone. With rewards
-on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the n-fold
-convolution of that of one, here by a Fourier transform, and then
+With normalisation, the others of a group enter A_i only through their `sum z` and `sum z^2`. With
+rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the
+n-fold convolution of the law of a single completion, here by a Fourier transform. Then
 
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-need no more than the moments of A given z, and of A and A' given z and z'. Where groups are drawn
-again all means are conditional on the group's being accepted. As G grows, with mu = E[w z], the
+need only the moments of A given z, and of A and A' given z and z'. If groups are drawn again, all
+means are conditional on acceptance of the group. As G grows, with mu = E[w z], the
 central moments mu_k of z, sigma = std of z and d(std) = std,
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
@@ -34,7 +34,7 @@ central moments mu_k of z, sigma = std of z and d(std) = std,
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-of which the estimate divided by sigma itself has only the first and the last term.
+The limit of the estimate divided by sigma itself has only the first and the last of these terms.
 """
 
 from __future__ import annotations
@@ -232,9 +232,9 @@ def advantage_moments(
         raise ValueError(
             f"no group of {group_size} has a std of {normalisation.floor}: lower the floor"
         )
-    own, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
-    accepted, scale, sum_1, law = group_law(own + other, own**2 + other**2, group_size - 2)
-    first, second = (scale * (group_size * x[:, None] - sum_1) for x in (own, other))
+    level, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
+    accepted, scale, sum_1, law = group_law(level + other, level**2 + other**2, group_size - 2)
+    first, second = (scale * (group_size * x[:, None] - sum_1) for x in (level, other))
     shape = len(grid_K), len(grid_K)
     zeroth_KK, first_KK, cross_KK = (
         ((accepted * x) @ law).reshape(shape) / acceptance for x in (1.0, first, first * second)
@@ -283,11 +283,12 @@ def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Arr
     most = int(grid_K[-1])
     shape = count * most + 1, count * most**2 + 1
     padded = tuple(fft.next_fast_len(size, real=True) for size in shape)
-    one = np.zeros(padded)
-    one[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
-    law = fft.irfft2(fft.rfft2(one) ** count, padded)[: shape[0], : shape[1]]
+    single = np.zeros(padded)
+    single[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
+    law = fft.irfft2(fft.rfft2(single) ** count, padded)[: shape[0], : shape[1]]
     sum_1, sum_2 = np.indices(shape)
-    possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)  # the rest is rounding
+    # Other pairs have a probability from rounding only.
+    possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)
     return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
 
 
@@ -316,17 +317,17 @@ def estimate_moments(
         chance_KY = (moment.level_Y == levels_K1) * probability_Y
         weight_KD, beside_KD = chance_KY @ weight_YD, chance_KY @ beside_YD
         mean_D = moment.first_K @ weight_KD + moment.zeroth_K @ beside_KD
-        own = (
+        squares = (
             moment.second_K @ chance_KY @ np.square(weight_YD).sum(axis=1)
             + 2 * moment.first_K @ chance_KY @ (weight_YD * beside_YD).sum(axis=1)
             + moment.zeroth_K @ chance_KY @ np.square(beside_YD).sum(axis=1)
         )
-        others = (
+        products = (
             (moment.cross_KK * (weight_KD @ weight_KD.T)).sum()
             + 2 * (moment.first_KK * (weight_KD @ beside_KD.T)).sum()
             + (moment.zeroth_KK * (beside_KD @ beside_KD.T)).sum()
         )
-        second = own / group_size + (1 - 1 / group_size) * others
+        second = squares / group_size + (1 - 1 / group_size) * products
         means.append(mean_D)
         variances.append(second - mean_D @ mean_D)
     return EstimateMoments(np.array(means), np.array(variances))

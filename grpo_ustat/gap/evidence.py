@@ -20,7 +20,7 @@ Points = Sequence[float] | np.ndarray
 class PlotLine:
     """A line of a figure."""
 
-    # In the legend.
+    # Text in the legend.
     label: str
     x: Points
     y: Points
@@ -73,18 +73,18 @@ class Panel:
 class Evidence:
     """Results of a test for or against a theorem."""
 
-    # In the order in which a reader wants them; their verdicts are corrected as a family, see
+    # In the order of their interest to a reader; their verdicts are corrected as a family, see
     # `correct_family`.
     claims: Sequence[Claim]
-    # Of the figure.
+    # Panels of the figure.
     panels: Sequence[Panel]
     # The values in the panels and more, of equal keys, for curves.csv.
     rows: Sequence[Mapping[str, Any]]
-    # Of the test, one sentence.
+    # Answer of the test, in a sentence.
     answer: str
     # Limits, surprises and reasons, a line each.
     notes: Sequence[str] = ()
-    # The policy and its exact truth: names and values.
+    # Names and exact values of the policy.
     problem: Mapping[str, float | str] = field(default_factory=dict)
     # Completions that were drawn; 0 if all was enumerated.
     rollouts: int = 0
@@ -100,17 +100,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Theorem:
-    """One of the paper's results and its test: all that the command asks of a module."""
+    """One of the paper's results and its test: the interface of a theorem's module."""
 
-    # Of its configuration, with its title and the kinds of problem that it runs on.
+    # Schema of its configuration, with its title and the kinds of problem on which it runs.
     schema: type[TheoryConfig]
     # The paper's claim, in one or two sentences.
     statement: str
-    # Tests it as a configuration describes.
+    # Function that tests it as a configuration describes.
     run: Callable[[Experiment], Evidence]
-    # Refuses, before any work, what the theorem says nothing about, by a ConfigError.
+    # Function that raises ConfigError, before any work, for settings outside the theorem.
     check: Callable[[Experiment], None]
-    # Number that the test of a configuration draws; 0 if it enumerates.
+    # Function for the number of completions that a test draws; 0 if it enumerates.
     completions: Callable[[Experiment], int] = lambda experiment: 0
 
     @property

@@ -26,7 +26,7 @@ from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
-# T counts as large if the recursion's bound over that of order 1/T is below it.
+# T counts as large if the ratio of the recursion's bound to the bound of order 1/T is below it.
 LARGE_T_RATIO = 1.1
 # Alternative bounds, as shares of the bound.
 OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)

@@ -18,14 +18,14 @@ as G grows, for all theta:
     E[ grad V(x) / d(x) ]
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
 
-where d(x) is 1, or sigma(x) of pi_old's rewards, whose completions the advantages are of; with
-sigma(x) of pi_theta, a change of order eta, see `token_bias2_own_sigma`. On the penalty grad acts
-on the divergence of the next token alone. Prefixes have the law of pi_theta, the
-policy at hand, not that of pi_old: the target does not depend on who wrote the completions. With
-prefixes of pi_old in it part of the penalty's bias is not counted: `token_bias2_kl_old_prefixes`.
+where d(x) is 1, or sigma(x) of the rewards of pi_old, which wrote the completions; with sigma(x) of
+pi_theta, a change of order eta, see `token_bias2_own_sigma`. In the penalty grad acts only on the
+divergence of the next token. Prefixes have the law of pi_theta, the current policy, so that the
+target does not depend on the policy that wrote the completions. With prefixes of pi_old it would
+leave out a part of the penalty's bias: `token_bias2_kl_old_prefixes`.
 
 All is enumerated: at theta_old by group size, on paths of updates by learning rate, and by
-completion length. Of a path only theta_k is random.
+completion length. Only theta_k of a path is random.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ def estimate(
     if normalisation.kind == "sigma":
         advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
     elif setting.normalised:
-        centred_BG = reward_BG - reward_BG[:, :1]  # 0 to the last digit where all are alike
+        # Exactly 0 if all rewards of a group are equal.
+        centred_BG = reward_BG - reward_BG[:, :1]
         advantage_BG = advantage_BG * normalisation.factor(
             centred_BG.std(axis=1, ddof=1, keepdims=True)
         )
@@ -498,8 +499,8 @@ class PathErrors:
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
         without_R = np.log((high.sum() - high) / (low.sum() - low)) / step
-        whole = float(np.log(high.sum() / low.sum()) / step)
-        return t_interval(whole, float(jackknife_variance(without_R)), count - 1)
+        estimate = float(np.log(high.sum() / low.sum()) / step)
+        return t_interval(estimate, float(jackknife_variance(without_R)), count - 1)
 
     @property
     def bias_share_E(self) -> np.ndarray:

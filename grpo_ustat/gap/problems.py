@@ -1,9 +1,9 @@
 r"""Policies with enumerated truth: J, its maximum, gradient, curvature and all covariances.
 
-A problem has parameters theta in R^D, of which the policy sees `u = Q theta` in R^K alone (Q has
-orthonormal rows), so that its maximisers form a flat set of dimension D - K. Everything is a
-function of u, whatever Q is, and enumerated over the outcomes y of every prompt x, drawn uniformly.
-Replicates R come last in every shape, where arithmetic on them is fastest.
+A problem has parameters theta in R^D. Its policy depends only on `u = Q theta` in R^K (Q has
+orthonormal rows), so that its maximisers form a flat set of dimension D - K. All quantities are
+functions of u for any Q, and enumerated over the outcomes y of the prompts x, which are drawn
+uniformly. Replicates R come last in every shape, where arithmetic on them is fastest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-# Least probability of any outcome of a coin within the box.
+# Smallest probability of an outcome of a coin within the box.
 MIN_PROBABILITY = 0.02
-# Along each coordinate.
+# Points of a grid along each coordinate.
 GRID_POINTS = 41
 
 
@@ -37,7 +37,7 @@ class Problem(ABC):
     parameters: int
     # u of the first policy.
     start_K: np.ndarray
-    # Theory is asked to hold in the sublevel set `J* - J <= reach`.
+    # The theory is tested in the sublevel set `J* - J <= reach`.
     reach: float
 
     @property
@@ -127,7 +127,7 @@ class Problem(ABC):
     def constants(self) -> tuple[float, float]:
         """(mu, L) of an inequality and of smoothness, both on a grid of the sublevel set.
 
-        mu is that of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`.
+        mu is the constant of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`.
         """
         grid_KR = self.sublevel_grid()
         gap_R, slope_R = self.gap(grid_KR), np.square(self.gradient(grid_KR)).sum(axis=0)
@@ -165,7 +165,8 @@ class CoinProblem(Problem):
         if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        probability = self.law(corners_KR)[0]  # concave or linear in u, so smallest in a corner
+        # Probabilities are concave or linear in u, hence smallest in a corner.
+        probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} lets a probability fall to {probability.min():.3g}: lower it"
@@ -232,7 +233,8 @@ class RidgeCoinProblem(Problem):
                 f"bend={self.bend} with width={self.width} makes the curvature negative: lower one"
             )
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        probability = self.law(corners_KR)[0]  # concave or linear in v and in w
+        # Probabilities are concave or linear in v and in w, hence smallest in a corner.
+        probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} width={self.width} let a probability fall to "

@@ -245,7 +245,7 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
         np.array([root(problem, pull_of(x), x) for x in exact]),
         maximiser(problem, exact[0]),
     )
-    apart = abs(maximiser(problem, replace(exact[0], beta=0.0)) - float(problem.best_K[0]))
+    distance = abs(maximiser(problem, replace(exact[0], beta=0.0)) - float(problem.best_K[0]))
     sizes, label = comma_list(design.limit_sizes), " - beta KL" if exact[0].beta else ""
     how = (
         f"roots enumerated at G = {sizes}, epsilon = 0, extrapolated in "
@@ -253,7 +253,7 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
         "closer"
     )
     what = f"as G grows: limit of the root, beside the maximiser of E[2 arcsin sqrt V]{label}"
-    return limit_claim(what, limit, roots, TOLERANCE * apart, how)
+    return limit_claim(what, limit, roots, TOLERANCE * distance, how)
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:

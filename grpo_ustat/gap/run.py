@@ -1,4 +1,4 @@
-"""One run of `gap`: the theorem that a configuration names, its folder, table and costs."""
+"""One run of `gap`: the test of a theorem, its folder, its table and its costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
-# Columns of a terminal from which on severities are shown.
+# Width of a terminal, in columns, from which severities are shown.
 SEVERITY_COLUMNS = 120
 
 
@@ -40,7 +40,8 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     result = main_only(folder.result)
     if result is None:
         theorem(config.theorem.kind).check(config.experiment)
-        with folder.lock():  # which another process may have finished just now
+        with folder.lock():
+            # Another process may have finished the run before this one got the lock.
             result = main_only(folder.result) or run_theorem(config, folder)
     else:
         text = f"{folder.path} is complete; on_existing=overwrite runs it again."
@@ -88,7 +89,8 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     )
     content = content_of(result)
     columns = dict.fromkeys(key for row in evidence.rows for key in row)
-    rows = [{key: row.get(key) for key in columns} for row in evidence.rows]  # None: it lacks it
+    # None in columns that a row does not have.
+    rows = [{key: row.get(key) for key in columns} for row in evidence.rows]
     write_csv(folder, "curves.csv", rows)
     if is_main():
         from grpo_ustat.gap.figures import evidence_figure
@@ -135,20 +137,20 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
         millions = f"{completions / 1e6:,.1f} M" if completions else "-"
         cells = [config.theorem.kind, config.problem.name, *sizes, millions, time_text(times[-1])]
         table.add_row(*cells)
-    known = [seconds for seconds in times if seconds is not None]
+    estimates = [seconds for seconds in times if seconds is not None]
     if len(runs) > 1:
         table.add_section()
-        seconds = sum(known) if len(known) == len(times) else None
+        seconds = sum(estimates) if len(estimates) == len(times) else None
         table.add_row("one after the other", *[""] * 4, time_text(seconds))
     console = Console()
     console.print(table)
     notes = []
-    if known:
+    if estimates:
         notes.append(
             "Time, about: at the rate of the newest finished run of this theorem, problem and "
             "launch.workers here."
         )
-    if len(known) < len(times):
+    if len(estimates) < len(times):
         notes.append(
             "Time unknown: no run of this theorem, problem and launch.workers has finished here; "
             "the first that does says it."
@@ -162,13 +164,13 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
     It is the rate of the newest finished run of the same theorem, problem and workers, or its time
     if nothing is drawn; None if there is no such run.
     """
-    config, own = planned.config, planned.folder
+    config, folder = planned.config, planned.folder
     same = {
         "theorem.kind": config.theorem.kind,
         "problem.name": config.problem.name,
         "launch.workers": config.launch.workers,
     }
-    earlier = finished_runs("gap", same, Path(config.output_root) / "gap", own and own.path)
+    earlier = finished_runs("gap", same, Path(config.output_root) / "gap", folder and folder.path)
     for run in earlier:
         seconds, drawn = (run.final_result["cost"][key] for key in ("seconds", "rollouts"))
         return seconds * completions / drawn if completions and drawn else seconds

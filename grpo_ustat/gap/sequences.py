@@ -5,7 +5,7 @@ the logits of the tokens by its own constants, at every position:
 
     pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
 
-so the score of token t has entries in row (t, y_{t-1}) of theta alone, and D = L V^2.
+so the score of token t has entries only in row (t, y_{t-1}) of theta, and D = L V^2.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class SequencePolicy:
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of the tokens' KL divergences, the law of prefixes held fixed.
+        """Return the gradient of the tokens' KL divergences, with a fixed law of prefixes.
 
-        It is that of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )` in the policy's
-        parameters. With the policy's own law of prefixes it is what the K3 penalty's gradient
-        targets; the gradient of KL(reference || policy) of completions has the reference's law
-        instead.
+        It is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )` in the
+        policy's parameters. With the policy's own law of prefixes it is the target of the K3
+        penalty's gradient; the gradient of KL(reference || policy) of completions has the
+        reference's law instead.
 
         Args:
             prefix_PY: law of the completions whose prefixes these are.

@@ -1,7 +1,7 @@
-"""Algorithm 1 on a test problem, thousands of replicates at once, each of (seed, number) alone.
+"""Algorithm 1 on a test problem, thousands of replicates at once, each from (seed, number).
 
-Replicates run side by side in blocks. Every one draws from its own keyed generator and no sum runs
-over replicates, so one that is run again alone takes the very same path.
+Replicates run side by side in blocks. Each draws from its own keyed generator, and no sum runs over
+replicates, so that a replicate takes the same path if it is run by itself.
 """
 
 from __future__ import annotations
@@ -287,7 +287,8 @@ def advantage(
     if name == "leave_one_out_std":
         variance_BR = (counts_YBR * np.square(centred_YBR)).sum(axis=0) / (size - 1)
         divisor_BR = np.sqrt(variance_BR) + estimator.epsilon
-        zero_variance_BR = variance_BR <= 1e-12  # all alike: no advantage
+        # Groups of equal rewards have no advantage.
+        zero_variance_BR = variance_BR <= 1e-12
         advantage_YBR = np.where(
             zero_variance_BR, 0.0, centred_YBR / np.where(zero_variance_BR, 1.0, divisor_BR)
         )

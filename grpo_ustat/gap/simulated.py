@@ -1,7 +1,7 @@
 """Frame of a theorem's test by runs of Algorithm 1.
 
-A test of this kind is a plan, the simulations that a configuration asks for, and a judge, which
-makes claims, curves and rows of their trajectories.
+A test of this kind consists of a plan, which lists the simulations of a configuration, and a judge,
+which makes claims, curves and rows of their trajectories.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def learning_rates(theorem: SimulatedConfig) -> list[Rate]:
 
 
 def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> None:
-    """Refuse learning rates that theorems say nothing about: eta >= 2/L, 2 mu c <= 1.
+    """Refuse learning rates outside the theorems: eta >= 2/L, 2 mu c <= 1.
 
     Args:
         experiment: its theorem has the rates.

@@ -6,9 +6,9 @@ batch of B prompts, drawn independently, is split into m minibatches with an upd
 pass; the estimate of the last, after k = m - 1 updates by gradient ascent, is the farthest from
 pi_old. Given theta_k its minibatch is fresh, and bias and variance are enumerated; only theta_k is
 random. To first order in the learning rate the change of the bias is linear in
-theta_k - theta_old, hence its square of order eta^2. The bias at theta_old itself, which
-normalisation has, is of order 1/G (`large_groups`) and that of the mean, which more prompts do not
-change.
+theta_k - theta_old, hence its square of order eta^2. The bias at theta_old, which normalisation
+causes, is of order 1/G (`large_groups`). It is a bias of the mean, so that more prompts do not
+change it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def theorem12(
     Args:
         policy: pi_old, of at least 2 tokens.
         reference: pi_ref, with the same prompts.
-        reward_PY: rewards of all its completions on a grid, such that no token decides them alone.
+        reward_PY: rewards of all its completions on a grid; no single token determines them.
         seed: of the paths; the same completions are drawn at every learning rate.
     """
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1

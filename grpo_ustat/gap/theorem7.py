@@ -45,7 +45,7 @@ Gaps = dict[int, np.ndarray]
 def plan(design: Theorem7Config) -> list[Simulation]:
     """Plan GRPO at every learning rate, n, and G that divides n.
 
-    n is that of a step, or total / T at each T.
+    n is the number of a step, or total / T at each T.
     """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
@@ -315,12 +315,12 @@ def _answer(claims: list[Claim]) -> str:
         for claim in claims
         if claim.what.endswith(f"the {words}")
     }
-    every = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
+    sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
     return (
         f"The bounds are smallest at G* = {paper.measured:.3g} in the paper's form and at "
         f"{ours.measured:.3g} in the exact one, in every cell. The mean gap itself may be smallest "
         f"at the G nearest to them in {hits['paper']} and {hits['bounds']} cells, at the exact "
-        f"recursion's in {hits['recursion']};{every}"
+        f"recursion's in {hits['recursion']};{sizes}"
     )
 
 

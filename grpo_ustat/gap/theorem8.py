@@ -174,7 +174,8 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
 def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """Test the law at the last step; nothing is decided if it is off and nearing with T."""
     last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
-    shares_F = np.array([1.0, *OTHER_WEIGHTS])  # weights so many times larger: x so many smaller
+    # Weights that are larger by a factor are the same as an x that is smaller by it.
+    shares_F = np.array([1.0, *OTHER_WEIGHTS])
     uniform_R, *others_FR = limit_cdf(weights_KR, last_R / shares_F[:, None])
     alternatives = {
         f"weights x {share}": ks_p_value(other_R)
@@ -251,7 +252,8 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
     correlation = float(trend.statistic)
-    half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)  # Fisher's z
+    # Half width of the interval of Fisher's z.
+    half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
         what=f"{label_of(run.estimator)}: rank correlation of the limit's w with the transform "

@@ -34,12 +34,13 @@ TRAIN = {
     ("group_size",): "group_size has no value: write group_size=8",
     ("group_size", "=", "8"): "group_size has no value: write group_size=8",
     ("group_size=", "8"): (
-        "8 sets nothing: write KEY=VALUE, as in grpo-ustat train group_size=16 max_steps=200"
+        "the argument 8 is no KEY=VALUE: write one, as in grpo-ustat train group_size=16 "
+        "max_steps=200"
     ),
     ("group_size", "=8"): "group_size has no value: write group_size=8",
     ("group_size = 8",): "group_size = 8: leave out the blanks, write group_size=8",
     ("group_size==8",): "group_size==8: a whole number is needed, such as group_size=8",
-    ("=8",): "=8: write KEY=VALUE, as in grpo-ustat train group_size=16 max_steps=200",
+    ("=8",): ("=8 is no KEY=VALUE: write one, as in grpo-ustat train group_size=16 max_steps=200"),
     ("--group_size", "8"): (
         "unknown flag --group_size: fields have no dashes, write group_size=..."
     ),
@@ -73,7 +74,7 @@ TRAIN = {
         f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODEL}"
     ),
     ("model=",): f"model= has no value: {MODELS}",
-    ("tiny",): "tiny sets nothing: write model=tiny",
+    ("tiny",): "the argument tiny is no KEY=VALUE: write model=tiny",
     ("model",): "model has no value: write model=NAME, a name that --help model lists",
     ("objective.loss_type=dappo",): (
         "unknown objective.loss_type 'dappo': did you mean dapo? "
@@ -92,7 +93,14 @@ TRAIN = {
         "unknown logger 'wandbb': did you mean wandb? choose from none, tensorboard, trackio, wandb"
     ),
     ("+grup_size=1",): "unknown key grup_size: did you mean group_size?",
-    ("grup_size=1",): "unknown key grup_size: did you mean group_size?",
+    ("grup_size=1",): "unknown key grup_size: did you mean group_size=1?",
+    ("modle=tiny",): "unknown key modle: did you mean model=tiny?",
+    ("modle=x",): "unknown key modle: did you mean model?",
+    ("lanch=3",): "unknown key lanch: did you mean launch?",
+    ("baseline=grpo",): (
+        "unknown baseline 'grpo': write baseline=group_std, or objective=grpo for the loss"
+    ),
+    ("rloo",): "the argument rloo is no KEY=VALUE: write baseline=leave_one_out",
     ("baseline=trl_dapo",): "unknown baseline 'trl_dapo': write objective=trl_dapo",
     ("dataset=few_shot",): "unknown dataset 'few_shot': write prompt=few_shot",
 }
@@ -131,7 +139,8 @@ MSE = {
     ("study=3",): "study=3: it has fields of its own, see --help study",
     ("study=figure4",): "study=figure4: write experiment=figure4",
     ("study=lemma6",): "study=lemma6: write grpo-ustat gap theorem=lemma6",
-    ("theorem=lemma6",): "unknown key theorem: it is one of gap's, grpo-ustat gap",
+    ("grop_sizes=4",): "unknown key grop_sizes: did you mean 'group_sizes=[4]'?",
+    ("theorem=lemma6",): "grpo-ustat mse has no theorem; it is a field of grpo-ustat gap",
 }
 GAP = {
     ("theorem.replicates=1e3",): (
@@ -145,7 +154,8 @@ GAP = {
     ),
     ("study=lemma6",): "study=lemma6: write theorem=lemma6",
     ("baselines=oracle",): (
-        "unknown key baselines: it is one of mse's, grpo-ustat mse; gap has theorem.baselines"
+        "grpo-ustat gap has no baselines; it is a field of grpo-ustat mse; here it is "
+        "theorem.baselines"
     ),
     ("theorem=lemma6,theorem7",): (
         "theorem=lemma6,theorem7 names several values: add -m for a run of each, as in "
@@ -158,12 +168,14 @@ GAP = {
 }
 REPORT = {
     ("outputs/train", "outputs/mse", "name=x"): (
-        "outputs/train sets nothing: write KEY=VALUE, as in grpo-ustat report runs=outputs/train"
+        "the argument outputs/train is no KEY=VALUE: write one, as in grpo-ustat report "
+        "runs=outputs/train"
     ),
     ("--runs", "outputs/train"): ("unknown flag --runs: fields have no dashes, write runs=..."),
     ("steps=4",): "steps=4: a list is needed: steps=[4]",
     ("runs=a,b",): (
-        "runs=a,b names several values: write runs=[a,b], or if it is one, quote it: \"runs='a,b'\""
+        "runs=a,b names several values: write runs=[a,b], or if it is a single value, quote it: "
+        "\"runs='a,b'\""
     ),
 }
 CASES = [
@@ -264,7 +276,7 @@ def typed(line):
     line = line.partition(", where ")[0]
     hint = re.split(r"(?:write|quote it[:,]|such as|as in|is needed:|each:) ", line, maxsplit=1)[1]
     hint = re.sub(
-        r"(, or )(?:add -m for a run of each, as in|if it is one, quote it:|quote it,) ",
+        r"(, or )(?:add -m for a run of each, as in|if it is a single value, quote it:|quote it,) ",
         r"\1",
         hint,
     )
@@ -306,8 +318,8 @@ def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, mon
      "'--config-dir=/a b', where files are looked for first"),
     (["-cp", "conf", "-m", "seed=1,2"], "--config-path=conf would hide all that is configured"),
     (["--experimental-rerun", "x.pickle"], "--experimental-rerun=x.pickle is not taken: type the"),
-    (["--resolve"], "--resolve is of what --cfg shows: write --cfg job --resolve"),
-    (["--package", "model"], "--package=model is of what --cfg shows: write --cfg job --packag"),
+    (["--resolve"], "--resolve changes what --cfg shows: write --cfg job --resolve"),
+    (["--package", "model"], "--package=model changes what --cfg shows: write --cfg job --packag"),
     (["--config-dir", "/nowhere"], "--config-dir=/nowhere: there is no such folder"),
     (["seed=1\n2"], "seed=1 2: a whole number is needed"),
     (["name=a\udcff"], r"'name=a\udcff' is no UTF-8"),

@@ -38,17 +38,16 @@ def test_a_readers_own_file_may_say_anything(text, tmp_path):
 
 MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
     "In 'theorem/lemma6': Could not override 'problem'. No match in the defaults list.": (
-        "mse", "theorem=lemma6 is one of gap's, grpo-ustat gap"
+        "mse", "grpo-ustat mse has no theorem=lemma6; it is a choice of grpo-ustat gap"
     ),
     "In 'mine/own': Could not override 'problem'. No match in the defaults list.": (
         "mse", "In 'mine/own': Could not override 'problem'. No match in the defaults list."
     ),
     "Could not override 'model'. No match in the defaults list.": (
-        "gap", "unknown key model: it is one of mse's or train's, "
-        "grpo-ustat mse or grpo-ustat train"
+        "gap", "grpo-ustat gap has no model; it is a field of grpo-ustat mse or grpo-ustat train"
     ),
     "Could not override 'group_size'. Key 'group_size' is not in struct": (
-        "report", "unknown key group_size: it is one of train's, grpo-ustat train"
+        "report", "grpo-ustat report has no group_size; it is a field of grpo-ustat train"
     ),
     "Could not override 'group_size'. Key 'group_size' is not in": (
         "mse", "unknown key group_size: did you mean group_sizes?"
@@ -57,7 +56,7 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
         "train", "unknown key group_sizes: did you mean group_size?"
     ),
     "Could not override 'theorem.group_size'. Key 'group_size' is not in": (
-        "train", "unknown key theorem.group_size: it is one of gap's, grpo-ustat gap"
+        "train", "grpo-ustat train has no theorem.group_size; it is a field of grpo-ustat gap"
     ),
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"

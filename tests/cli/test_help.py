@@ -16,7 +16,7 @@ from shipped_files import group_files
 
 import grpo_ustat.cli.help
 from grpo_ustat.cli.full_help import LONGEST_VALUE
-from grpo_ustat.cli.help import BRIEF, LEFT, OF_ROWS, USUAL, show_default_help, show_help
+from grpo_ustat.cli.help import BRIEF, LEFT, OF_ROWS, SECTIONS, show_default_help, show_help
 from grpo_ustat.cli.options import command_options, default_options, first_comment, typed_value
 from grpo_ustat.config.baseline import OPTIONS
 from grpo_ustat.config.load import CONF, SCHEMAS, all_fields, kinds_of
@@ -219,7 +219,7 @@ def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):
 
 
 def names_of(entry):
-    return [name for names in USUAL[entry].values() for name in names.split()]
+    return [name for names in SECTIONS[entry].values() for name in names.split()]
 
 
 @pytest.mark.parametrize("entry", RUNS)

@@ -81,8 +81,8 @@ def test_a_name_of_others_is_refused_with_what_to_type_which_is_taken(line):
 
 
 @pytest.mark.parametrize("line, parts", [
-    ("mse lr=1e-5", ("train's learning_rate", "grpo-ustat train learning_rate=1e-5")),
-    ("mse steps=10", ("train's max_steps", "grpo-ustat train max_steps=10")),
+    ("mse lr=1e-5", ("learning_rate of train", "grpo-ustat train learning_rate=1e-5")),
+    ("mse steps=10", ("max_steps of train", "grpo-ustat train max_steps=10")),
     ("mse learning_rate=1e-5", ("train",)),
     ("mse epochs=3", ("in train", "max_steps")),
     ("train algo=ppo", ("objective=NAME", "trl_dapo")),

@@ -58,7 +58,7 @@ def extra(entry, group, name):
 
 CARLO = "study.methods=[monte_carlo]"
 COMMANDS = {
-    "misspelt": (["grop_size=4"], "error: unknown key grop_size: did you mean group_size?"),
+    "misspelt": (["grop_size=4"], "error: unknown key grop_size: did you mean group_size=4?"),
     "unwritable": (["hydra.run.dir=/dev/null/x"], "/dev/null is not a writable folder"),
 }
 
