@@ -554,7 +554,7 @@ def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequenc
             for study, (scaling, n) in zip(members, laws, strict=True):
                 colour, marker = line_style(studies.index(study))
                 size_text = best_size(*scaling.gstar) or "not enough data for a best G"
-                label = legend_label(f"{study.run.policy}: G* = {size_text}")
+                label = legend_label(f"{_name_among(study, studies)}: G* = {size_text}")
                 if not scaling.is_decided:
                     label = label.replace("G* = ", "", 1)
                     axes.plot([], [], color=colour, marker=marker, markersize=4, label=label)
@@ -571,6 +571,16 @@ def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequenc
         legend_above(figure)
         note(figure, notes)
         save(figure, folder, name)
+
+
+def _name_among(study: Study, studies: Sequence[Study]) -> str:
+    """Return the policy of a study, with its seed and n if these differ among the studies."""
+    names = [str(study.run.policy)]
+    if len({other.run.config["seed"] for other in studies}) > 1:
+        names.append(f"seed {study.run.config['seed']}")
+    if len({other.rollouts for other in studies}) > 1:
+        names.append(f"n = {study.rollouts}")
+    return ", ".join(names)
 
 
 def _set_axes(axes: Axes, sizes: Sequence[int], limit: float) -> None:

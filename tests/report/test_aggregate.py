@@ -145,7 +145,8 @@ def test_a_report_answers_each_study_at_its_own_rollouts(tmp_path, capsys):
     for n in (64, 100):
         studied(tmp_path / f"runs/{n}", "tiny", errors, changes={"study.rollouts": n})
     report_runs([str(tmp_path / "runs")], tmp_path / "report", None)
-    said, drawn = capsys.readouterr().out, (tmp_path / "report/fixed_n.svg").read_text()
+    said = " ".join(capsys.readouterr().out.split())
+    drawn = (tmp_path / "report/fixed_n.svg").read_text()
     for n, size in ((64, 2), (100, 2)):
         assert f"at {n} rollouts" in said and f"G = {size}" in said
         assert f"n = {n}" in drawn
