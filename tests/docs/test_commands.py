@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import re
 import shlex
 import shutil
 from collections import Counter
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pyarrow
 import pytest
 from pyarrow import parquet
 from readme import PAGES, ROOT, commands, run, section
+from warm import run_python
 
 from grpo_ustat.cli import compose
 from grpo_ustat.cli.compose import parse
@@ -49,6 +53,8 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     ),
     "python -m verl.model_merger": "tests/helpers/verl_dump.py",
 }
+# The picture of a page.
+LINKED = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
 PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh
 SMALL = {
@@ -143,6 +149,38 @@ def test_every_script_has_the_options_that_a_page_gives_it():
         source = "".join(file.read_text() for file in [script, *cases] if file.is_file())
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source or f"{option[2:]}=" in source, (page, words, option)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.nightly(minutes=2)
+def test_first_figure_and_answer_are_of_the_first_commands(tmp_path):
+    """The constants behind the figure, its pixels, and the answer that README quotes."""
+    page = PAGES["README.md"]
+    study, report, *_ = commands(section(page, "Ten minutes"))
+    printed = ""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "EVERY_FORMAT": "1"}
+    for words in (study, report):
+        done = run_python("-m", "grpo_ustat", *words[1:], cwd=tmp_path, env=env)
+        assert done.returncode == 0, (words, done.stderr)
+        printed += done.stdout
+    folder = tmp_path / "outputs/report/figure4"
+    made = {row["policy"]: row for row in rows_of(folder / "fixed_n.csv")}
+    kept = rows_of(ROOT / "docs/examples/best_group_size.csv")
+    assert [row["policy"] for row in kept] == list(made)
+    for row in kept:
+        for name, value in row.items():
+            if name != "policy":
+                assert float(made[row["policy"]][name]) == pytest.approx(float(value), rel=1e-3)
+    drawn, shown = (
+        plt.imread(path) for path in (folder / "fixed_n.png", ROOT / LINKED.search(page)[1])
+    )
+    assert drawn.shape == shown.shape and abs(drawn - shown).mean() < 0.01
+    answer = re.search(r"```text\n(.*?) \.\.\.\n", page, re.DOTALL)[1]
+    assert " ".join(answer.split()) in " ".join(printed.split())
 
 
 @pytest.mark.slow(minutes=1.2)
