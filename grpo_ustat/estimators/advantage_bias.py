@@ -52,7 +52,7 @@ class MixedGroups(NamedTuple):
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """Return 1/P(M), the factor by which keeping only mixed groups lengthens the mean gradient."""
+        """Return 1/P(M), the factor by which the mean gradient of mixed groups is longer."""
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
