@@ -13,11 +13,11 @@ saving. This greedy method is exact because the savings of a prompt decrease wit
 gives Neyman's (1934) allocation, `G_x ~ sqrt(A_x)`.
 
 A_x and B_x are unknown. If the same completions make and judge a plan, the plan appears to save too
-much, because it fits their errors. Therefore one half of the pool makes the plan, and the other
-half judges it. The halves are then swapped, and the procedure is repeated over random halvings. The
-estimates of the judging half are unbiased and independent of the plan. The best plan for known A
-and B saves at least as much as a held-out plan. It saves at most about as much as the plan from the
-full pool appears to save in sample.
+much, because it is fitted to their sampling errors. Therefore one half of the pool makes the plan,
+and the other half judges it. The halves are then swapped, and the procedure is repeated over random
+halvings. The estimates of the judging half are unbiased and independent of the plan. The best plan
+for known A and B saves at least as much as a held-out plan. It saves at most about as much as the
+plan from the full pool appears to save in sample.
 
 Plans are computed from estimates on half of the pool:
 

@@ -7,9 +7,9 @@ the declared gradient, `sum_i W_i s_i`, with the weights W_i of `row_weights` an
 
 If p = d, the ratio and the cosine are both 1. A constant factor changes only the ratio. Other row
 weights change both, and p can also be compared with the gradients that other weights give. The
-rounding error of each row is a share of its term W_i s_i, even if the terms cancel in d. The share
-is small if scores and loss are computed in the same precision. Therefore two gradients count as
-equal if
+rounding error of each row is a fraction of its term W_i s_i, even if the terms cancel in d. This
+fraction is small if scores and loss are computed in the same precision. Therefore two gradients
+count as equal if
 
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 

@@ -21,10 +21,10 @@ NO_SPREAD = 1e-12
     unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
 )  # fmt: skip
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Divide by the std of the batch (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; in TRL).
+    """Divide by the std of the batch (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221).
 
     The advantage is `A_i = (r_i - rbar) / (std of the batch + epsilon)`, where rbar is the group
-    mean.
+    mean. TRL offers this scale as an option.
 
     The estimate is biased by a scale that depends on the batch's rewards and is common to all
     prompts. The bias in direction is O(1/(P G)). The std has divisor P G - 1.

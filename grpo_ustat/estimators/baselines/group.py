@@ -11,7 +11,7 @@ from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext
 
-# Rounding error of shares and variances: smaller differences count as 0.
+# Differences of shares or variances below this value count as rounding errors.
 ROUNDING = 1e-12
 
 
@@ -177,13 +177,13 @@ def pods(
 ) -> Array:
     """Apply `group_std` to a part of the group: PODS, max-variance (Xu et al. 2025).
 
-    The source is arXiv 2504.13818. Of the G completions, m = `share` G (rounded, at least 2) are
-    kept: those whose rewards have the largest variance. They are always some of the largest and
-    some of the smallest rewards. The other completions get no gradient. Advantages are normalised
-    within the kept part and multiplied by G/m, so that the estimate averages over the kept part.
-    Among equal rewards, the first ones are kept. Among parts with equal variance, the part with the
-    fewest large rewards is kept. The estimate is biased because the choice of completions depends
-    on their rewards.
+    The source is arXiv 2504.13818. Of the G completions, the m = `share` G (rounded, at least 2)
+    whose rewards have the largest variance are kept. Their rewards are always some of the largest
+    and some of the smallest rewards. The other completions get no gradient. Advantages are
+    normalised within the kept part and multiplied by G/m, so that the estimate averages over the
+    kept part. Among equal rewards, the first ones are kept. Among parts with equal variance, the
+    part with the fewest large rewards is kept. The estimate is biased because the choice of
+    completions depends on their rewards.
 
     For 0/1 rewards and large groups, let rho be the share of right completions in the kept part. It
     is 1/2 if right and wrong completions can each fill half of the part, else V/share or 1 -

@@ -38,12 +38,11 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     This function does not subtract it, so a group with zero variance under every function has
     advantages of exactly 0. A function with zero variance in a group adds 0 there and does not
     affect the other functions. Each function causes the same bias as in `group_std`: with many
-    completions the mean converges to that of sum_f w_f g_f/sigma_f, times a factor that is the same
-    for the whole batch.
+    completions the mean converges to the mean of sum_f w_f g_f/sigma_f, times a factor that is the
+    same for the whole batch.
 
     Args:
         rewards_PGF: rewards from every function, float64.
-        weights_F: weight of each function.
         epsilon: number added to every std (TRL: 1e-4).
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])  # the second function's scale is 5

@@ -66,8 +66,8 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
 
     The batch mean of this difference is subtracted, and the result is divided by (std + epsilon).
     Without this whitening the estimate would be unbiased given the past. The batch mean and std
-    depend on the completion's reward. They bias the scale, and the direction by O(1/(P G)). The std
-    has divisor P G - 1, as in the authors' code (epsilon 1e-8). Groups of one completion are
+    depend on the completion's reward. They bias the scale and, by O(1/(P G)), the direction. The
+    std has divisor P G - 1, as in the authors' code (epsilon 1e-8). Groups of one completion are
     enough. With rho_min 0.875 the initial value of the tracker counts as 8 draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
@@ -103,7 +103,7 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) 
     because rbar, S, the mean and the std depend on the completion's reward. For a given S, the
     estimate before the division by the std has the right direction and is too short by
     `(1 - S)/G + S/(P G)`. The paper specifies neither the divisors nor epsilon. Here sigma^2 and
-    tau^2 have the numbers themselves as divisors, and the std has P G - 1.
+    tau^2 are divided by the number of values, and the std has divisor P G - 1.
 
     >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
     >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
