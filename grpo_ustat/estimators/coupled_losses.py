@@ -2,7 +2,7 @@ r"""Moments of losses whose row weights depend on the whole batch, from batches 
 
 A draw has two batches of B different prompts, with a group of G from each prompt's pool. Let ghat
 and ghat' be the updates of the two batches, and g_y the pool gradients of the prompts in neither
-batch. The moments have the unbiased estimates
+batch. The unbiased estimates of the moments are
 
     E||ghat||^2      Gram matrices within prompts, sketches between prompts
     ||E ghat||^2     <ghat, ghat'>
@@ -247,7 +247,7 @@ def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
     """Return the mean product with gradients of prompts in neither batch, [1 + P].
 
-    The other P values are the same mean without each prompt.
+    The first value is for all prompts, and each of the other P values is without one prompt.
     """
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
@@ -261,10 +261,10 @@ def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Ar
     """Return a mean over draws, then the mean without each prompt, [1 + P].
 
     Leaving out a prompt also changes the set of draws. Let v be the variance of a draw, D the
-    number of draws and D_x the number of draws that lack prompt x. The change of the set adds v
-    (1/D_x - 1/D) to the squared change of the mean. The changes are therefore shrunk so that the
-    sum of their squares, which is the jackknife variance, equals the variance from prompts plus v/D
-    from the draws.
+    number of draws and D_x the number of draws that lack prompt x. The change of the set adds
+    `v (1/D_x - 1/D)` to the squared change of the mean. The changes are therefore shrunk so that
+    the sum of their squares, which is the jackknife variance, equals the variance from prompts plus
+    v/D from the draws.
 
     Args:
         values_D: value of every draw.

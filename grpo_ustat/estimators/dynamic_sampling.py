@@ -16,12 +16,12 @@ unbiased, the errors are
     B kept groups                      ( K M - ||grad J||^2 ) / B
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
-Per generated group the first error is `(M - ||grad J||^2 / K) / N`. It is smaller than the second
-because the number of kept groups is fixed, but only by the share `(1/K - 1) G / n_c(G)` (n_c is the
-noise scale). If the same groups are generated and zero-variance groups are not replaced, the error
-is that of the second line at the cost of the first. Some kept groups are discarded because they are
-generated in batches larger than needed. Dynamic sampling therefore pays if the discarded share of
-kept groups is less than
+Per generated group the first error is `(M - ||grad J||^2 / K) / N`. This error is smaller than the
+second because the number of kept groups is fixed. The difference is only the share
+`(1/K - 1) G / n_c(G)` of the second error (n_c is the noise scale). If the same groups are
+generated and zero-variance groups are not replaced, the error is that of the second line at the
+cost of the first. Some kept groups are discarded because they are generated in batches larger than
+needed. Dynamic sampling therefore pays if the discarded share of kept groups is less than
 
     s = (1/K - 1) G / n_c(G)
 """

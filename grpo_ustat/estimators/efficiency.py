@@ -15,9 +15,9 @@ with n rollouts, and
 
     relative efficiency = MSE(n, G) / error
 
-is the number of its rollouts, at the same G, that are as good as one rollout of the loss. With the
-smallest measured `MSE(n, G)` it is the efficiency at the best G of the unbiased estimate. Two parts
-of the error are reported separately:
+is the number of rollouts of the unbiased estimate, at the same G, that are as good as one rollout
+of the loss. With the smallest measured `MSE(n, G)` it is the efficiency at the best G of the
+unbiased estimate. Two parts of the error are reported separately:
 
     direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n corrects
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
@@ -231,8 +231,8 @@ def relative_efficiency(
     """Estimate the relative efficiency of a loss.
 
     The same data select the best G of the unbiased estimate and measure the error at this G, which
-    overestimates the efficiency at the best G. Therefore the lower end is the lowest one over all G
-    that may be the best.
+    overestimates the efficiency at that G. Therefore the lower end is the lowest of the lower ends
+    for all G that may be the best.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
@@ -318,12 +318,12 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
     """Estimate cos^2 of the angle between the mean of a loss's update and the gradient.
 
     The interval is the union of two intervals. The first is Fieller's set for the share of ||mu||^2
-    off the direction of the gradient. It is right if cos^2 is near 1, where the estimate of cos^2
-    is skewed. If the mean has another direction, the upper end of this set is too low, because a
-    sample with a small ||mu||^2 has a short standard error. The second is the jackknife interval of
-    cos^2 itself, with Student's t for the effective number of prompts. In that case its upper end
-    is right, but its lower end is too high. The result is `UNKNOWN_DIRECTION` if the two intervals
-    allow every direction.
+    off the direction of the gradient. This set is accurate if cos^2 is near 1, where the estimate
+    of cos^2 is skewed. If the mean has another direction, the upper end of the set for cos^2 is too
+    low, because a sample with a small ||mu||^2 has a short standard error. The second is the
+    jackknife interval of cos^2 itself, with Student's t for the effective number of prompts. If the
+    mean has another direction, the upper end of this interval is accurate, but the lower end is too
+    high. The result is `UNKNOWN_DIRECTION` if the two intervals allow every direction.
 
     Args:
         loss: moments of the loss.
