@@ -1,1 +1,1 @@
-"""Pure maths on arrays: baselines, closed forms, the scaling law, intervals. NumPy only."""
+"""Pure functions on NumPy arrays: baselines, closed forms, the scaling law and intervals."""

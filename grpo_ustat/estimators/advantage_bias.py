@@ -1,23 +1,25 @@
-r"""Effect of groups of equal rewards: the value of a prompt is biased, the gradient is not.
+r"""Bias from zero-variance groups: in the mean reward of a prompt, but not in the gradient.
 
-A group of G has 0/1 rewards of probability p and mean `m`. Let M be the event that its rewards
-differ, and `h = p^G + (1-p)^G` the probability that they do not. Over all groups m has mean p. Over
-mixed groups
+A group has G rewards of 0 or 1, each 1 with probability p, and mean `m`. Let M be the event that
+the rewards differ, and `h = p^G + (1-p)^G` the probability that they are all equal. Over all
+groups, m has mean p. Over mixed groups,
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-This is above 0 if p < 1/2: a hard prompt looks easier than it is, so each of its advantages `z - m`
-is too low, and an easy prompt looks harder (arXiv 2601.08521). But the advantages of a group of
-equal rewards are 0, so dropping it removes nothing from the gradient's mean, for any baseline:
+For p < 1/2 this is positive: a hard prompt looks easier than it is, and each of its advantages
+`z - m` is too low. An easy prompt looks harder than it is (arXiv 2601.08521). However, all
+advantages in a group of equal rewards are 0. Dropping such a group therefore removes nothing from
+the mean of the gradient, for any baseline:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
-The mean gradient of kept groups is longer by 1/(1 - h), which compensates that groups are kept less
-often. With the mean of the other completions as baseline ghat has mean g, with the group mean
-(G-1)/G g, for easy and hard prompts equally.
+The mean gradient of the kept groups is longer by the factor 1/(1 - h). This factor compensates for
+the smaller number of kept groups. The mean of ghat is g if the baseline is the mean of the other
+completions, and (G-1)/G g if it is the group mean, for easy and hard prompts alike.
 
-A group that was all wrong marks a hard prompt: over prompts, training after such a group has the
-mean E[ (1-p)^G x(p) ], for a mean x of a prompt's groups.
+A group in which all completions are wrong indicates a hard prompt. Let x(p) be the mean of some
+quantity over the groups of a prompt. In training that follows such a group, the mean over prompts
+is E[ (1-p)^G x(p) ].
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
-# Least number of prompts whose shift is not 0, for a jackknife.
+# Minimum number of prompts with a nonzero shift for a jackknife.
 MIN_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
-    """Mixed groups of prompts of a difficulty, each prompt with the weight w(p)."""
+    """Estimates for the mixed groups of hard or easy prompts, each prompt weighted by w(p)."""
 
-    # Unbiased estimates of w(p), the probability that another group was all wrong, or all right.
+    # Unbiased estimates of w(p), the probability that another group is all wrong or all right.
     weight_P: Array
     # Unbiased estimates of w(p) E[(m - p) 1(M)].
     shift_P: Array
@@ -46,7 +48,7 @@ class MixedGroups(NamedTuple):
     mixed_P: Array
 
     def shift(self, level: float = CONFIDENCE) -> Interval:
-        """Return E[m - p | M], with its interval for new prompts."""
+        """Return the weighted mean E[m - p | M], with an interval for new prompts."""
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
@@ -56,16 +58,18 @@ class MixedGroups(NamedTuple):
 
 
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
-    """Return mixed groups of prompts with another group all wrong, `hard`, or all right, `easy`.
+    """Return estimates for the mixed groups of `hard` and of `easy` prompts, by difficulty.
 
-    A difficulty is missing if fewer than `MIN_PROMPTS` prompts have a shift other than 0. One half
-    of a prompt's completions estimates the weight, the other half the groups, in both directions.
-    With the same completions hard prompts would look harder than they are, and a prompt that is
-    hard by its share among few completions may not be hard.
+    The weight of a prompt is the probability that another group is all wrong (`hard`) or all right
+    (`easy`). A difficulty is omitted if fewer than `MIN_PROMPTS` prompts have a nonzero shift. One
+    half of a prompt's completions estimates the weight, and the other half estimates the moments of
+    the groups; the halves are then swapped. If the same completions estimated both, hard prompts
+    would look harder than they are, because a prompt with few right answers in a small sample is
+    not always hard.
 
     Args:
-        rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions.
-        group_size: G.
+        rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions of each prompt.
+        group_size: group size, G.
     """
     half = rewards_PN.shape[1] // 2
     halves = rewards_PN[:, :half], rewards_PN[:, half : 2 * half]
@@ -85,7 +89,7 @@ def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGro
 
 
 def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
-    """Return the ratio of two means over prompts, jackknifed."""
+    """Return the ratio of two means over prompts, with its jackknife interval."""
     above, below = above_P.sum(), below_P.sum()
     delete_one_P = (above - above_P) / (below - below_P)
     return jackknife_interval(float(above / below), delete_one_P[None], level)
@@ -94,12 +98,12 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each is the mean of `-(m - z) 1(rewards equal)` over all groups of G of a pool and a completion
-    outside the group.
+    Each estimate is a mean of `-(m - z) 1(rewards equal)`. The mean runs over all pairs of a group
+    of G from the prompt's pool and a completion outside this group, with reward z.
 
     Args:
-        rewards_PN: 0/1 rewards of N > G completions.
-        group_size: G.
+        rewards_PN: 0/1 rewards of N > G completions of each prompt.
+        group_size: group size, G.
 
     >>> mean_shift(np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]), 2).round(3).tolist()
     [0.333, -0.333]
@@ -114,5 +118,5 @@ def mean_shift(rewards_PN: Array, group_size: int) -> Array:
 
 
 def _choose(counts_P: Array | Integers, size: int) -> Array:
-    """Count the groups of a size among so many completions."""
+    """Return the number of groups of `size` that can be formed from each count of completions."""
     return np.array([math.comb(int(count), size) for count in counts_P], dtype=np.float64)

@@ -1,36 +1,40 @@
-r"""Unequal group sizes: the error that a plan saves at the same number of rollouts.
+r"""Unequal group sizes: reduction of the error by a plan at a fixed number of rollouts.
 
-The gradient of m prompts, prompt x with a group of G_x, is the mean of the groups' leave-one-out
-gradients. It is unbiased for any G_x >= 2, and given the prompts its error is
+A plan assigns a group size G_x to each of m prompts. The gradient estimate is the mean of the
+leave-one-out gradients of the groups. It is unbiased for any G_x >= 2, and its error given the
+prompts is
 
     1/m^2 sum_x e_x(G_x)        e_x(G) = A_x/G + B_x / (G (G-1))
 
-with `A = A_V - ||g||^2`, `B = D + ||g||^2` (`estimators.moments`). With A, B >= 0 every e_x is
-convex, and one more completion saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))` at prompt x. So the
-smallest sum at a fixed total takes, from G_x = 2 on, the largest savings one after the other. This
-is exact, because the savings at a prompt fall with G. For large G it is Neyman's (1934) `G_x ~
-sqrt(A_x)`.
+with `A = A_V - ||g||^2`, `B = D + ||g||^2` (`estimators.moments`). If A, B >= 0, every e_x is
+convex, and one more completion of prompt x saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))`. To minimise
+the sum at a fixed total, start with G_x = 2 and repeatedly add the completion with the largest
+saving. This greedy method is exact because the savings of a prompt decrease with G. For large G it
+gives Neyman's (1934) allocation, `G_x ~ sqrt(A_x)`.
 
-A_x and B_x are unknown. A plan that is judged by the completions that made it appears to save too
-much, because it follows their errors. So one half of the pool plans and the other half judges, in
-both directions, over random halvings; the judge's estimates are unbiased and independent of the
-plan. The best plan with known A and B saves at least as much as a held-out plan, and at most about
-as much as the plan of the full pool saves in sample.
+A_x and B_x are unknown. If the same completions make and judge a plan, the plan appears to save too
+much, because it is fitted to their sampling errors. Therefore one half of the pool makes the plan,
+and the other half judges it. The halves are then swapped, and the procedure is repeated over random
+halvings. The estimates of the judging half are unbiased and independent of the plan. The best plan
+for known A and B saves at least as much as a held-out plan. It saves at most about as much as the
+plan from the full pool appears to save in sample.
 
-Plans, from estimates of half of the pool:
+Plans are computed from estimates on half of the pool:
 
-    measured noise             A, B as estimated, negative ones taken as 0
-    p(1-p)                     saves p (1-p) / ((G-1) G): VIP's variance of RLOO, p (1-p)/(G-1)
-                               (2602.01601), with measured p in place of its Gaussian process
-    shrunken p(1-p)            the same, E[p (1-p) | counts] where p is Beta(a, b) over prompts
+    measured noise             estimated A and B, with negative estimates set to 0
+    p(1-p)                     savings p (1-p) / ((G-1) G), from VIP's variance of RLOO,
+                               p (1-p)/(G-1) (2602.01601); measured p replaces VIP's Gaussian
+                               process
+    shrunken p(1-p)            the same with E[p (1-p) | counts], if p is Beta(a, b) over prompts
     shrunken ... x score norm  the same times the mean squared score norm
-    Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G), measured p (2509.25849, as in
-                               public code; without its fallback)
-    G = 2 for zero-variance prompts (all rewards in the half are equal); the others share the rest
-                               equally
+    Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G) with measured p (2509.25849, as
+                               in the public code but without its fallback)
+    G = 2 for zero-variance prompts
+                               G = 2 for a prompt if all its rewards in the half are equal; the
+                               other prompts share the remaining completions equally
 
-Reinforce-Ada (2510.04996) draws until a prompt has enough right answers and estimates the gradient
-of another objective, so it has no error here.
+Reinforce-Ada (2510.04996) is not compared. It samples until a prompt has enough right answers and
+estimates the gradient of another objective, so the error above does not apply to it.
 """
 
 from __future__ import annotations
@@ -56,40 +60,43 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array, ScorePool
 
-# Smallest group of leave_one_out.
+# Smallest group size for which leave_one_out is defined.
 MIN_GROUP_SIZE = 2
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED_NOISE = "measured noise"
-# A plan gives a prompt at most this many times the mean group size.
+# Largest group size in a plan, as a multiple of the mean group size.
 MAX_TIMES_MEAN = 16
 
 
 @dataclass(frozen=True)
 class AllocationSaving:
-    """Effect of a plan on the error at the same number of rollouts."""
+    """Effect of a plan on the error at a fixed number of rollouts."""
 
     plan: str
-    # Mean G.
+    # Mean group size.
     group_size: int
-    # Error over the error of equal groups, minus 1, planned by one half of the pool and judged by
-    # the other. Intervals are for new prompts, and simultaneous for all plans at a mean G.
+    # Error of the plan divided by the error of equal groups, minus 1. One half of the pool makes
+    # the plan, and the other half judges it. The intervals are for new prompts and simultaneous
+    # over all plans at one mean group size.
     change: Interval
-    # The same, planned and judged by the full pool; None except for measured noise.
+    # The same change if the full pool makes and judges the plan. None for plans other than
+    # `MEASURED_NOISE`, or if the error of equal groups is not positive.
     in_sample: float | None
 
 
 def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
-    """Return the group sizes, [P], that take the largest savings one after the other.
+    """Return the group sizes with the largest total saving, chosen greedily, [P].
 
     Args:
-        savings: maps group sizes, [1, K], to the savings of one more completion at every prompt,
-            [P, K]; they fall with the group size. Among equal savings smaller groups come first.
-        count: P.
+        savings: function that maps group sizes, [1, K], to the savings from one more completion of
+            each prompt, [P, K]. The savings must decrease with the group size. If savings are
+            equal, smaller groups come first.
+        count: number of prompts, P.
         total: sum of the group sizes, at least 2 P.
 
     Raises:
-        ValueError: fewer than 2 completions a prompt.
+        ValueError: `total` allows fewer than 2 completions per prompt.
 
     >>> noise_P1 = np.array([[9.0], [1.0], [1.0]])
     >>> allocate(lambda sizes: noise_P1 / (sizes * (sizes + 1)), 3, 15).tolist()
@@ -113,12 +120,12 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
 def allocation_savings(
     pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
 ) -> list[AllocationSaving]:
-    """Estimate the effect of every plan; return [] for fewer than 10 prompts or 6 completions.
+    """Estimate the effect of every plan, or return [] for fewer than 10 prompts or 6 completions.
 
     Args:
-        pool: N completions of each of P prompts. Plans that need p are made only if all rewards
-            are 0 or 1.
-        group_sizes: mean G, at least 3.
+        pool: pool of N completions for each of P prompts. Plans that need p are computed only if
+            all rewards are 0 or 1.
+        group_sizes: mean group sizes, each at least 3.
     """
     count, size = pool.rewards_PN.shape
     if count < MIN_PROMPTS or size < MIN_COMPLETIONS:
@@ -159,9 +166,9 @@ def allocation_savings(
 
 
 def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
-    """Return the ratio of the sums minus 1, with an interval that leaves out one prompt at a time.
+    """Return the ratio of the sums minus 1, with a delete-one-prompt jackknife interval.
 
-    The level is shared among the plans (Bonferroni).
+    The confidence level is Bonferroni-corrected for the number of plans.
     """
     if not (equal_P.sum() - equal_P > 0).all():
         return UNDETERMINED
@@ -175,12 +182,12 @@ def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
 def plans_of(
     half: dict[str, Array], size: int, binary: bool
 ) -> dict[str, Callable[[Array], Array]]:
-    """Return the savings of every plan, from estimates of half a pool.
+    """Return the savings function of each plan, from estimates on half of a pool.
 
     Args:
-        half: estimates of `halves_of`, [P] each.
-        size: number of completions behind them.
-        binary: True if rewards are 0 or 1.
+        half: estimates from `halves_of`, [P] each.
+        size: number of completions per prompt that the estimates use.
+        binary: True if all rewards are 0 or 1.
     """
     columns = {name: values_P[:, None] for name, values_P in half.items()}
     first, second = (np.maximum(columns[name], 0.0) for name in ("first", "second"))
@@ -209,11 +216,11 @@ def plans_of(
 
 
 def shrunken_variance(successes_P: Array, size: int) -> Array:
-    """Return E[p (1-p) | counts] for p Beta(a, b) over prompts, by the method of moments.
+    """Return E[p (1-p) | counts] for p ~ Beta(a, b) over prompts, fitted by moments.
 
     Args:
-        successes_P: number of right completions among `size`.
-        size: n, completions of a prompt.
+        successes_P: number of right completions of each prompt.
+        size: number of completions per prompt, n.
 
     >>> shrunken_variance(np.array([0.0, 4.0, 4.0, 8.0]), 8).round(3).tolist()
     [0.034, 0.224, 0.224, 0.034]
@@ -222,7 +229,7 @@ def shrunken_variance(successes_P: Array, size: int) -> Array:
     mean = float(share_P.mean())
     within = float((share_P * (1 - share_P)).mean()) / (size - 1)
     between = max(float(share_P.var(ddof=1)) - within, 1e-6)
-    # a + b.
+    # Sum of the Beta parameters, a + b.
     weight = max(mean * (1 - mean) / between - 1, 1e-3)
     a_P, b_P = mean * weight + successes_P, (1 - mean) * weight + size - successes_P
     sum_P = a_P + b_P

@@ -1,19 +1,20 @@
-r"""Audit of the gradient that a trainer applies against the one that its loss declares.
+r"""Audit: comparison of a trainer's applied gradient with the gradient that its loss declares.
 
-p is the gradient that the optimizer receives, negated (the ascent direction, before clipping), and
-d the declared gradient, `sum_i W_i s_i` with the weights of `row_weights` and the scores s_i:
+p is the negated gradient that the optimizer receives (the ascent direction, before clipping). d is
+the declared gradient, `sum_i W_i s_i`, with the weights W_i of `row_weights` and the scores s_i:
 
     ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
 
-p = d has ratio 1 and cosine 1. Another factor leaves the cosine at 1; other weights of the rows
-change both, and the gradients of such weights can also be compared with p. The rounding error of
-each row is a share of its W_i s_i, also if the rows' terms cancel in d. The share is small if
-scores and loss are computed in the same precision. So two gradients count as equal if
+If p = d, the ratio and the cosine are both 1. A constant factor changes only the ratio. Other row
+weights change both, and p can also be compared with the gradients that other weights give. The
+rounding error of each row is a fraction of its term W_i s_i, even if the terms cancel in d. This
+fraction is small if scores and loss are computed in the same precision. Therefore two gradients
+count as equal if
 
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 
-Products of sketches are unbiased (`policy.scores.sketch`), with an error in proportion to
-||p - c d||: if p is c d up to rounding, they are exact up to rounding.
+Inner products of sketches are unbiased (`policy.scores.sketch`), and their error is proportional to
+||p - c d||. If p equals c d up to rounding, the products are therefore exact up to rounding.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ NOT_OF_ROWS = (
     "no weights of these rows give it: check for dropout, another term of the loss (a penalty, an "
     "entropy bonus), and tokens, masks or parameters other than declared"
 )
-# Tolerance above which a gradient is 0 up to rounding.
+# Tolerance at or above which a gradient counts as 0 up to rounding.
 VANISHES = 1.0
-# epsilon if everything is float32, measured by scripts/benchmarks/audit_tolerances.py.
+# Value of epsilon if all computations use float32, measured by
+# scripts/benchmarks/audit_tolerances.py.
 FULL = 1e-3
-# epsilon if scores and loss are in the same bfloat16, float16 or TF32, from the same script.
+# Value of epsilon if scores and loss both use bfloat16, float16 or TF32, from the same script.
 REDUCED = 0.1
 
 
 class Agreement(NamedTuple):
-    """Ratio and cosine of an applied gradient p and another one d."""
+    """Ratio and cosine of an applied gradient p and another gradient d."""
 
-    # NaN if d is 0.
+    # <p, d> / ||d||^2; NaN if d is 0.
     ratio: float
-    # NaN if d or p is 0.
+    # Cosine of the angle between p and d; NaN if d or p is 0.
     cosine: float
 
     @property
@@ -55,12 +57,13 @@ class Agreement(NamedTuple):
         """Relative difference, ||p - d|| / ||d||."""
         if math.isnan(self.cosine):
             return 1.0 if self.ratio == 0 else math.nan
-        # Computed from two parts, because a small value must not be a difference of large numbers.
+        # Computed from two parts, because subtracting two large numbers would make a small
+        # difference inaccurate.
         return math.hypot(self.ratio - 1, self.ratio * self.tangent)
 
     @property
     def tangent(self) -> float:
-        """Relative difference `||p - c d|| / ||c d||` with the factor c that fits best."""
+        """Relative difference `||p - c d|| / ||c d||` for the best-fitting factor c."""
         if not self.cosine:
             return math.inf
         return math.sqrt(max(0.0, 1 - self.cosine**2)) / abs(self.cosine)
@@ -79,16 +82,16 @@ def agreement(applied_declared: float, declared_sq: float, applied_sq: float) ->
 
 
 class Fault(NamedTuple):
-    """Known fault that multiplies the gradient."""
+    """Known fault that multiplies the gradient by a factor."""
 
-    # Applied gradient over declared gradient.
+    # Applied gradient divided by the declared gradient.
     ratio: float
-    # Description of the fault, as the end of a sentence.
+    # Description of the fault, phrased as the end of a sentence.
     says: str
 
 
 def divided(by: int, what: str) -> list[Fault]:
-    """Return the faults of dividing by a number once too often or not at all; [] for 1.
+    """Return the faults of dividing once too often by a number or not at all; [] for the number 1.
 
     >>> [fault.ratio for fault in divided(4, "gradient_accumulation_steps")]
     [0.25, 4.0]
@@ -110,7 +113,7 @@ class GradientAudit:
     cosine: float
     # ||p - d|| / ||d||.
     difference: float
-    # Difference that rounding explains, see `rounding`.
+    # Largest difference that rounding explains, see `rounding`.
     tolerance: float
     # Explanation of a larger difference, in words; empty if the gradients agree.
     cause: str = ""
@@ -140,12 +143,12 @@ class GradientAudit:
 
 
 def rounding(epsilon: float, declared_sq: float, rows_sq: float) -> float:
-    """Return the ||p - d|| / ||d|| that rounding explains; infinite if the scores cancel to 0.
+    """Return the largest ||p - d|| / ||d|| from rounding; infinite if the scores cancel to 0.
 
     Args:
-        epsilon: `FULL` or `REDUCED`, by the precision.
+        epsilon: `FULL` or `REDUCED`, depending on the precision.
         declared_sq: ||d||^2.
-        rows_sq: sum_i W_i^2 ||s_i||^2, which is ||d||^2 if the scores are orthogonal.
+        rows_sq: sum_i W_i^2 ||s_i||^2, which equals ||d||^2 if the scores are orthogonal.
     """
     if declared_sq > 0:
         return epsilon * math.sqrt(1 + rows_sq / declared_sq)
@@ -160,14 +163,15 @@ def judged(
     faults: Sequence[Fault] = (),
     hints: Sequence[str] = (),
 ) -> GradientAudit:
-    """Audit two gradients or their sketches.
+    """Compare two gradients, or their sketches, and name the cause of a difference.
 
     Args:
-        applied_R, declared_R: p and d.
-        others: gradients of other weights of the rows, by description, the likelier first.
-        tolerance: the difference that rounding explains.
-        faults: faults that multiply the gradient, checked before those that are always possible.
-        hints: possible causes of a lower cosine other than the weights of rows.
+        applied_R, declared_R: gradients p and d.
+        others: gradients under other row weights, by description, the most likely first.
+        tolerance: largest difference that rounding explains.
+        faults: known faults that multiply the gradient. They are checked before faults that can
+            occur in any trainer.
+        hints: possible causes of a lower cosine, other than row weights.
     """
     comparison = compared(applied_R, declared_R)
     if (settled := without_cause(comparison, tolerance, bool(applied_R.any()))) is not None:
@@ -183,15 +187,15 @@ def compared(applied_R: Array, other_R: Array) -> Agreement:
 
 
 def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
-    """Return the audit if it needs no search for a cause, else None.
+    """Return the audit if no cause needs to be searched for, else None.
 
-    No search is needed if p is d, or if one of them is 0 or not finite. If the scores of a declared
-    gradient cancel, only rounding remains, and nothing is compared.
+    No search is needed if p equals d, or if p or d is 0 or not finite. If the scores of the
+    declared gradient cancel, only rounding errors remain, and the gradients are not compared.
 
     Args:
         comparison: ratio and cosine of p and d.
-        tolerance: the difference that rounding explains.
-        applied: True if p has an entry that is not 0.
+        tolerance: largest difference that rounding explains.
+        applied: True if p has a nonzero entry.
     """
     difference = comparison.difference
     nothing = math.isnan(comparison.ratio) and not applied
@@ -212,9 +216,9 @@ def cause_of(
     tolerance: float,
     faults: Sequence[Fault],
 ) -> str:
-    """Name the factor or other weights that explain the applied gradient; empty if there are none.
+    """Name the factor or row weights that explain the applied gradient, or return "".
 
-    Arguments are as in `judged`.
+    The arguments are those of `judged`.
     """
     comparison = compared(applied_R, declared_R)
     factor = factor_text(comparison.ratio, tolerance, faults)
@@ -236,7 +240,7 @@ def cause_of(
 
 
 def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
-    """Name the known faults with this factor, in words; empty if none has it.
+    """Describe the known faults that multiply a gradient by this ratio, or return "".
 
     >>> factor_text(0.25, FULL, divided(4, "processes"))
     'divided once more by processes = 4'
@@ -255,7 +259,7 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
     if exact := [fault.says for fault in faults if is_near(fault.ratio)]:
         return " or ".join(exact)
     parts = round(max(ratio, 1 / ratio))
-    # With a larger tolerance another number of parts fits as well.
+    # With a larger tolerance, another number of parts would fit equally well.
     if parts == 1 or 2 * parts * tolerance > 1:
         return ""
     if is_near(1 / parts):
@@ -268,7 +272,7 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
 def advantages_by_baseline(
     loss: Loss, rewards_PG: Array, context: BaselineContext
 ) -> dict[str, Array]:
-    """Compute the advantages of a batch by the loss's baseline and by similar ones, [P, G] each.
+    """Compute a batch's advantages under the loss's baseline and similar baselines, [P, G] each.
 
     The baseline of the loss comes first.
     """
@@ -287,15 +291,16 @@ def advantages_by_baseline(
 def other_losses(
     loss: Loss, advantage_N: Mapping[str, Array], weight_N: Array, lengths_N: Integers
 ) -> dict[str, Array]:
-    """Return the row weights of losses that are similar to the declared one.
+    """Return the row weights of losses that are similar to the declared loss.
 
-    They differ in the token normaliser or in the advantages, the last ones in both.
+    Each loss differs in the token normaliser or in the advantages. Losses that differ in both come
+    last.
 
     Args:
-        loss: the declared loss.
-        advantage_N: advantages of the rows by baseline, see `advantages_by_baseline`.
-        weight_N: declared weights of the rows' tokens.
-        lengths_N: number of tokens that count, 0 for an excluded row.
+        loss: declared loss.
+        advantage_N: advantages of the rows, by baseline, see `advantages_by_baseline`.
+        weight_N: declared token weight of each row.
+        lengths_N: number of tokens of each row that count in the loss; 0 for an excluded row.
     """
     same = ALIASES.get(loss.loss_type, loss.loss_type)
     kinds = {loss.loss_type: weight_N}
@@ -313,7 +318,7 @@ def other_losses(
 
 
 OTHER_KINDS = ("sum", "dr_grpo", "grpo", "dapo")
-# Loss types whose weights are those of another one.
+# Loss types with the same weights as another loss type.
 ALIASES = {"luspo": "sum", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}
 OTHER_BASELINES: dict[str, Mapping[str, float]] = {
     "group_mean": {},
@@ -325,19 +330,20 @@ OTHER_BASELINES: dict[str, Mapping[str, float]] = {
 
 
 def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: float) -> str:
-    """Describe the rows that an applied gradient lacks, adds or weighs differently.
+    """Describe the rows that an applied gradient lacks, adds or weights differently.
 
-    The weights c with p = sum_i c_i s_i come from least squares; equal rows count together.
+    The weights c in p = sum_i c_i s_i are fitted by least squares. Rows with equal scores are
+    merged.
 
     Args:
-        applied_R: the sketch of p.
+        applied_R: sketch of p.
         scores_BR: sketches of the scores.
-        weights_B: W.
-        tolerance: the difference that rounding explains.
+        weights_B: declared row weights, W.
+        tolerance: largest difference that rounding explains.
 
     Returns:
-        The rows in words, or a statement that p is not a sum of these scores; empty if the sketches
-        are too short to decide.
+        Description of the rows, or a statement that p is not a sum of these scores. Empty if the
+        sketches are too short to decide.
 
     >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
     '1 of 3 rows is missing (2)'
@@ -372,7 +378,7 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
 
 
 def _places(rows: Integers) -> str:
-    """List the numbers of rows in words, consecutive ones as first and last.
+    """Format row numbers as text, with consecutive numbers as a range.
 
     >>> _places(np.array([1, 2, 3, 7]))
     '1 to 3, 7'

@@ -1,14 +1,14 @@
-r"""Error of any baseline's update of n rollouts, for new questions, without a closed form.
+r"""Error of an update of n rollouts with any baseline, for new questions, without a closed form.
 
-A baseline is a loss whose rows have weight 1/n, so the moments of its update ghat are those of
-`estimators.losses`: over all groups of G of the pool if their levels can be counted, else over
-drawn groups, and over drawn batches for baselines that couple the questions of a batch. With B = n
-/ G questions drawn independently,
+A baseline is treated as a loss whose rows have weight 1/n, so `estimators.losses` gives the moments
+of the update ghat. They are means over all groups of G in the pool if the reward levels can be
+counted, and over drawn groups otherwise. For baselines that couple the questions of a batch, they
+are means over drawn batches. With B = n / G questions drawn independently,
 
     MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
 
-in which products of means are of different questions, so that the number and its interval are for
-the population from which the questions are a sample.
+Products of means use pairs of different questions, so the MSE and its interval apply to the
+population from which the questions are sampled.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def baseline_rows(
     group_sizes: Sequence[int],
     rollouts: int,
 ) -> list[LossRow]:
-    """Return baselines as losses at every G, with the reason if the pool cannot measure one.
+    """Return each baseline as a loss at each G, with a reason if the pool cannot measure it.
 
     Args:
-        baselines: options by baseline.
-        rollouts: n of an update.
+        baselines: options of each baseline, by name.
+        rollouts: number of rollouts per update, n.
     """
     losses = [Loss(name, name, options, "sum", 1) for name, options in baselines.items()]
     rows = [LossRow(loss, size, rollouts, None) for loss in losses for size in group_sizes]
@@ -49,7 +49,7 @@ def baseline_errors(
     draws: int,
     seed: int,
 ) -> dict[tuple[str, int], GradientError]:
-    """Compute errors by baseline and G, if the pool can measure them, see `baseline_rows`.
+    """Compute the errors that the pool can measure, by baseline and G, see `baseline_rows`.
 
     Args:
         draws: number of pairs of batches for baselines that couple the questions of a batch.

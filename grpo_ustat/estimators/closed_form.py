@@ -1,26 +1,28 @@
-r"""Curves, scaling law and Assumption 2 from a score pool, with intervals.
+r"""Error curves, scaling law and Assumption 2 from a score pool, with intervals.
 
 The errors of none, oracle, leave_one_out, group_mean, constant, running_mean and remax have
-unbiased estimates. The error of optimal needs A_{b*} = A_V - E[Cov(q, Z)^2 / M_0], a ratio, whose
-estimate is consistent but not unbiased (see `moments.covariance_excess`).
+unbiased estimates. The error of optimal needs A_{b*} = A_V - E[Cov(q, Z)^2 / M_0]. This is a ratio,
+so its estimate is consistent but not unbiased (see `moments.covariance_excess`).
 
-Every statistic is a function of means over questions of unbiased per-question moments and of
-`S = sum_{x != y} <ghat_x, ghat_y>`, inner products of different questions' pool gradients:
+Every statistic is a function of two kinds of numbers: the means over questions of unbiased
+per-question moments, and `S = sum_{x != y} <ghat_x, ghat_y>`, the sum of inner products between the
+pool gradients of different questions:
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
-In a pool with several metrics, S has the products within a metric, scaled to all pairs. Every
-number is then the mean over the metrics, whose questions are independent of each other.
+In a pool with several metrics, S contains the products within each metric and is scaled to all
+pairs. Every number is then a mean over the metrics. The questions of different metrics are
+independent of each other.
 
 Intervals given the questions leave out one completion of one question at a time (delete-one
-jackknife; the variances of independent questions add up), intervals over questions one question at
-a time. A bootstrap over completions is never used, because its duplicates turn U-statistics into
-V-statistics.
+jackknife). The variances of independent questions add up. Intervals over questions leave out one
+question at a time. A bootstrap over completions is never used, because its duplicates turn
+U-statistics into V-statistics.
 
-Numbers for training (C1, C2, C3, G*, the noise scale) are of the population from which the
-questions are a sample, because a training step draws other questions. The mean gradient of m given
-questions has the squared length ||grad J||^2 + C1/m, so their noise scale would grow with m by
-construction.
+The numbers for training (C1, C2, C3, G*, the noise scale) apply to the population from which the
+questions are sampled, because a training step draws other questions. The mean gradient of m given
+questions has the squared length ||grad J||^2 + C1/m, so a noise scale of these questions alone
+would grow with m by construction.
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
-# Questions whose sketches are taken to float64 at once: 30 MB of the default budget.
+# Number of questions whose sketches are converted to float64 at once: 30 MB for the default budget.
 BLOCK = 64
-# Values of G.
+# Group sizes at which the curves are computed.
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Point of a curve: an estimator in a setting."""
+    """Point of an error curve: a baseline at one group size in one setting."""
 
     baseline: str
     group_size: int
-    # The way in which a batch's questions are drawn, see `estimators.minibatch.decompose`.
+    # Sampling of the questions of a batch, see `estimators.minibatch.decompose`.
     setting: str
-    # Questions of a batch.
+    # Number of questions in a batch.
     num_prompts: int
 
     @property
@@ -67,42 +69,44 @@ class CurvePoint:
 
     @property
     def ratio_key(self) -> str:
-        """Name of the point's error over the oracle's in `ClosedForm.statistics`.
+        """Name of the point's error divided by the oracle's error in `ClosedForm.statistics`.
 
-        All else is equal.
+        The oracle has the same group size, setting and number of questions.
         """
         return f"ratio/{self.key.removeprefix('mse/')}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request for closed forms: points of curves, and their population."""
+    """Request for closed forms: the points of the curves, and their population."""
 
     points: list[CurvePoint]
-    # Options of the baselines, by the baseline's name.
+    # Options of each baseline, by name.
     options: Mapping[str, Mapping[str, float]]
-    # m, the number of questions of the pool.
+    # Number of questions in the pool, m.
     questions: int
-    # True if the questions are a sample: C1 and ||grad J||^2 are then those of the population, C1
-    # with divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
+    # True if the questions are a sample. C1 and ||grad J||^2 are then estimated for the population:
+    # C1 has divisor m - 1, and ||grad J||^2 excludes the C1/m that the mean over the sample adds.
     sample: bool
-    # The costs of a prompt and of a completion, by the name of their unit; each gives a best group
-    # size at a fixed budget.
+    # Costs of a prompt and of a completion, by the name of their unit. Each pair of costs gives a
+    # best group size at a fixed budget.
     costs: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """All statistics of a pool by name, with intervals, and numbers without intervals."""
+    """Statistics of a pool by name, with intervals, and further numbers without intervals."""
 
-    # See `_statistics`. `mse/...` are the curves' points, see `CurvePoint.key`, and `ratio/...`
-    # their errors over the oracle's. Both errors of a ratio are from the same delete-one pools, so
-    # that its interval, on the log scale, is a paired one. Only over questions: `gstar`, at a fixed
-    # cost `gstar_NAME`; `noise/G` and `noise_tokens/G` are n_c in rollouts and in tokens,
-    # `prompt_share/G` the share of the noise from prompts (see `estimators.scaling`). G is one of
-    # `CURVE_SIZES`, or `best`: G*, of `noise_tokens` the best G at a fixed number of tokens.
+    # Statistics by name, see `_statistics`. `mse/...` are the errors of the points, see
+    # `CurvePoint.key`, and `ratio/...` are these errors divided by the oracle's. Both errors of a
+    # ratio come from the same delete-one pools, so the interval of the ratio, on the log scale, is
+    # paired. The following statistics exist only for intervals over questions. `gstar` is G* at
+    # fixed rollouts, and `gstar_NAME` is G* at a fixed cost. `noise/G` and `noise_tokens/G` are n_c
+    # in rollouts and in tokens. `prompt_share/G` is the share of the noise from prompts (see
+    # `estimators.scaling`). G is one of `CURVE_SIZES` or `best`. `best` is G*, and for
+    # `noise_tokens` the best G at a fixed number of tokens.
     statistics: dict[str, Interval]
-    # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of every point.
+    # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) at every point.
     parts: dict[CurvePoint, tuple[float, ...]]
     # C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
     law: ScalingLaw
@@ -117,13 +121,14 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     """Compute every statistic of the pool.
 
     Args:
-        pool: N >= 4 completions of each of m questions.
-        interval: `completions`, given the questions, or `questions`, as a sample of questions;
-            fewer than 4 questions tell nothing: NaN.
+        pool: pool of N >= 4 completions for each of m questions.
+        interval: `completions` for intervals given the questions, `questions` for intervals over a
+            sample of questions. With `questions` and fewer than 4 questions, all statistics are
+            NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
-    # Unbiased estimates of each question by name, [m]; every statistic is a function of their
-    # means.
+    # Unbiased estimates for each question by name, [m]. Every statistic is a function of their
+    # means and of the products between questions.
     per_question = {f.name: getattr(moments, f.name) for f in fields(moments)}
     per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     per_question |= _fixed_baselines(pool, request, moments)
@@ -154,7 +159,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
-        """Return 1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
+        """Return 1 + C3 / (A_0 - A_V) from (A_0 - A_V) / C3; infinite unless this is above 0."""
         return 1 + 1 / excess if excess > 0 else math.inf
 
     estimate, low, high = intervals["vanilla_excess"]
@@ -175,7 +180,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
 
 
 def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> dict[str, Interval]:
-    """Compute G* and the noise scale, for new questions."""
+    """Compute G*, the noise scale and the prompts' share of the noise, for new questions."""
     best = law.gstar()
     intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     for name, of_unit in costs.items():
@@ -192,20 +197,21 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 
 
 def _decided(best: Interval) -> float:
-    """Return G* if its interval has both ends, else NaN.
+    """Return G* if both ends of its interval are finite, else NaN.
 
-    Otherwise the smallest error would be underestimated, because the place of G* is uncertain.
+    If G* is uncertain, the smallest error would be underestimated.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 
 
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
-    """Compute A_b of constant, ReMax and running mean, which hardly depend on a single completion.
+    """Compute A_b of constant, ReMax and running mean.
 
-    At a fixed policy a running mean converges to b = mean over questions of V. With o the part of b
-    from the other questions, `b = o + V/m`. Products with this question's V come from its moments,
-    and the variance of o's estimate is subtracted from its square. Leaving completions out does not
-    change o.
+    These baselines hardly depend on a single completion. At a fixed policy, a running mean
+    converges to b, the mean of V over questions. For each question, `b = o + V/m`, where o is the
+    part of b from the other questions. Products with the question's V are computed from its
+    moments. The variance of the estimate of o is subtracted from the square of this estimate.
+    Leaving out a completion does not change o.
     """
     column = (-1,) + (1,) * (moments.m0.ndim - 1)
     names = {point.baseline for point in request.points}
@@ -216,7 +222,7 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
         baselines_P["constant"] = np.full(len(pool.rewards_PN), value)
     for name in names & set(baselines_P):
         baseline_P = baselines_P[name]
-        # For remax the pool holds greedy rewards.
+        # A pool for remax contains greedy rewards.
         assert baseline_P is not None
         b = baseline_P.reshape(column)
         a_b[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
@@ -234,9 +240,9 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
 
 
 def _statistics(means: Arrays, between: Array | float, count: int, request: Request) -> Arrays:
-    """Compute all statistics by name, elementwise in `means` and `between` = S/m^2.
+    """Compute all statistics by name, elementwise in `means` and `between`.
 
-    `count` is m.
+    `between` is S/m^2, and `count` is m.
     """
     grad_sq = means["g_sq"] / count + between
     c1 = means["g_sq"] - grad_sq
@@ -271,18 +277,19 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
 def _point_moments(
     point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array
 ) -> tuple[Array, ...]:
-    """Compute the moments of one point.
+    """Return the mean squared error of one point and the moments behind it.
 
-    They are mean squared error, bias^2, variance, E||T||^2, <E T, grad J> and ||grad J||^2.
+    The values are the mean squared error, bias^2, variance, E||T||^2, <E T, grad J> and ||grad
+    J||^2.
     """
     second, shrink, size = 0.0, 1.0, point.group_size
-    # For the group mean this is the first order of the oracle.
+    # The group mean is leave-one-out times (G-1)/G, so it has the same A_b before shrinking.
     if point.baseline in ("leave_one_out", "group_mean"):
         a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))
     elif point.baseline == "optimal":
         a_b = means["a_v"] - means["excess"]
     else:
-        # A_b = E[q (z - b)^2], mean over questions.
+        # A_b = E[q (z - b)^2], averaged over questions.
         a_b = means[{"none": "a_0", "oracle": "a_v"}.get(point.baseline, f"a_{point.baseline}")]
     if point.baseline == "group_mean":
         shrink = (size - 1) / size
@@ -298,7 +305,7 @@ def _point_moments(
 def _delete_one_completion(
     pool: ScorePool, per_question: Arrays, means: Arrays, with_others_P: Array, request: Request
 ) -> Arrays:
-    """Compute every statistic without completion i of question x, [m, N]."""
+    """Compute every statistic without completion i of question x, for each x and i, [m, N]."""
     count, size = pool.rewards_PN.shape
     moments = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
     delete_one = {f.name: getattr(moments, f.name) for f in fields(moments)}
@@ -321,7 +328,8 @@ def _delete_one_completion(
 def _change_between(pool: ScorePool) -> Array:
     """Compute the change of <ghat_x, sum_{y != x} ghat_y> without completion i of x, [m, N].
 
-    It is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, from the completions' sketches.
+    The change is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, computed from the completions'
+    sketches.
     """
     z, n = pool.rewards_PN, pool.rewards_PN.shape[1]
     sz = z.sum(axis=1, keepdims=True)
@@ -342,7 +350,7 @@ def _change_between(pool: ScorePool) -> Array:
 
 
 def _with_others(pool: ScorePool, metric: int) -> Array:
-    """Compute <ghat_x, sum_{y != x} ghat_y> among the questions of a metric, [m/K]."""
+    """Compute <ghat_x, sum_{y != x} ghat_y> within the questions of one metric, [m/K]."""
     count, step = len(pool.rewards_PN), BLOCK * pool.metrics
     blocks = [slice(x, x + step, pool.metrics) for x in range(metric, count, step)]
     total_R = np.zeros(pool.gradients_of(slice(1)).shape[1])
@@ -360,14 +368,14 @@ def _features(pool: ScorePool, rows: slice) -> Array:
 
 
 def _by_metric(values_P: Array, metrics: int) -> Array:
-    """Split values into the questions of each of K metrics, [K, m/K, ...]."""
+    """Split the values of all questions by metric, [K, m/K, ...]."""
     return np.stack([values_P[k::metrics] for k in range(metrics)])
 
 
 def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
-    """Compute every statistic without question x, [K, h] of h questions in each of K metrics.
+    """Compute every statistic without question x, for each of h questions of K metrics, [K, h].
 
-    It is the mean over the metrics, the metric of x without x.
+    The statistic is the mean over the metrics, where the metric of x is computed without x.
     """
     count, (metrics, h) = request.questions, with_others_Kh.shape
     means: Arrays = {}

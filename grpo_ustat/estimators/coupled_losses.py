@@ -1,21 +1,23 @@
 r"""Moments of losses whose row weights depend on the whole batch, from batches drawn from a pool.
 
-A draw is two batches of B different prompts, with a group of G from each prompt's pool. With ghat
-and ghat' their updates and g_y the pool gradients of the prompts in neither batch
+A draw has two batches of B different prompts, with a group of G from each prompt's pool. Let ghat
+and ghat' be the updates of the two batches, and g_y the pool gradients of the prompts in neither
+batch. The unbiased estimates of the moments are
 
-    E||ghat||^2      Gram matrices within prompts, sketches between them
+    E||ghat||^2      Gram matrices within prompts, sketches between prompts
     ||E ghat||^2     <ghat, ghat'>
     <E ghat, grad J> <ghat, mean of g_y>
 
-are unbiased, but with few batches their errors are large. So only the effect of the coupling is
-estimated from draws. The control variate of each batch is the update of an additive loss, the same
-loss without the coupling, times the factor alpha that fits best. Its moments are known from all
-groups (`estimators.group_terms`), and the mean difference of the two over the draws is added to
-them. The value without a prompt is the mean over the draws that lack it, which are draws from the
-other prompts.
+With few batches the errors of these estimates are large. Therefore only the effect of the coupling
+is estimated from draws. The control variate of each batch is the update of an additive loss, which
+is the same loss without the coupling, times the best-fitting factor alpha. Its moments are known
+from all groups (`estimators.group_terms`). The mean difference between the two losses over the
+draws is added to these moments. The value without a prompt is the mean over the draws that lack
+this prompt, because these are draws from the other prompts.
 
-If groups are replaced, prompts are tried until B of them have a group whose rewards differ. The
-prompts tried in vain also belong to the draw: g_y is of prompts that were not tried.
+If groups are replaced, prompts are tried until B of them have a group with unequal rewards. The
+prompts whose groups were replaced also belong to the draw, so g_y comes only from prompts that were
+not tried.
 """
 
 from __future__ import annotations
@@ -41,29 +43,29 @@ from grpo_ustat.estimators.row_weights import (
 )
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
-# Questions for each prompt of a batch: a draw has two batches, and as many questions are in
-# neither.
+# Number of questions per prompt of a batch. A draw has two batches, and a third set of B questions
+# is in neither batch.
 QUESTIONS_A_PROMPT = 3
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Batch of a draw."""
+    """One of the two batches of a draw."""
 
     prompt_B: Integers
-    # Places of each group's members in the prompt's pool.
+    # Index of each group member in the pool of its prompt.
     place_BG: Integers
-    # Order of the rows in which micro-batches are cut from them.
+    # Order of the rows before they are split into micro-batches.
     order_N: Integers
-    # Prompts of the batch, and prompts whose groups were replaced.
+    # Prompts of the batch and prompts whose groups were replaced.
     tried: Integers
 
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
-    """Return the loss without the parts that couple its rows; replaced groups stay replaced."""
+    """Return the loss without the parts that couple its rows; groups are still replaced."""
     baseline, options = loss.baseline, loss.options
     if baseline == "gdpo":
-        # It reads the weighted sum.
+        # The baseline group_std reads the weighted sum of the rewards.
         baseline = "group_std"
     elif BASELINES[baseline].couples_prompts:
         baseline, options = "group_mean" if group_size > 1 else "none", {}
@@ -75,11 +77,11 @@ def additive_part(loss: Loss, group_size: int) -> Loss:
 
 
 def prompts_needed(prompts: int, kept: float = 1.0) -> int:
-    """Return the least number of questions from which two batches of B prompts can be drawn.
+    """Return the minimum number of questions for draws of two batches of B prompts.
 
     Args:
-        prompts: B.
-        kept: K, the share of groups that are not replaced: a prompt of a batch takes 1/K questions.
+        prompts: number of prompts in a batch, B.
+        kept: share of groups that are not replaced, K. Each prompt of a batch needs 1/K questions.
 
     >>> prompts_needed(16), prompts_needed(16, 0.5)
     (48, 96)
@@ -90,7 +92,7 @@ def prompts_needed(prompts: int, kept: float = 1.0) -> int:
 def drawn_batches(
     questions: int, completions: int, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches without a common prompt, which depend only on the arguments."""
+    """Yield draws of two batches without common prompts; the arguments determine every draw."""
     for draw in range(draws):
         rng = generator(seed, "losses", draw, str(group_size))
         order_M = rng.permutation(questions)[: 2 * prompts]
@@ -108,11 +110,11 @@ def drawn_batches(
 def drawn_mixed_batches(
     rewards_PN: Array, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches of groups of mixed rewards, which depend only on the arguments.
+    """Yield draws of two batches of mixed groups; the arguments determine every draw.
 
-    A prompt is tried once in a draw. Prompts and their groups are independent, so the groups of
-    mixed rewards have their conditional distribution, independently of the number of tries. A draw
-    with too few of them is repeated, which does not change the distribution.
+    Each prompt is tried at most once in a draw. Prompts and their groups are independent, so the
+    mixed groups have their conditional distribution, independently of the number of tries. A draw
+    with too few mixed groups is repeated, which does not change the distribution.
     """
     questions, completions = rewards_PN.shape
     place_N = np.arange(completions, dtype=np.int64)
@@ -123,7 +125,7 @@ def drawn_mixed_batches(
             place_PN = rng.permuted(np.tile(place_N, (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
             mixed = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
-            # Of the prompts that were not tried, another one may still be left out.
+            # At least two prompts must be untried, because the jackknife may leave out one of them.
             if len(mixed) >= 2 * prompts and mixed[2 * prompts - 1] < questions - 2:
                 break
         ends = 0, mixed[prompts - 1] + 1, mixed[2 * prompts - 1] + 1
@@ -138,10 +140,10 @@ def drawn_mixed_batches(
 
 
 def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batch]]) -> float:
-    """Return the share of an update's rows that count, over drawn batches, see `rows_that_count`.
+    """Return the mean share of rows that count in drawn batches, see `rows_that_count`.
 
     Args:
-        loss: a loss whose baseline reads only rewards.
+        loss: loss whose baseline reads only rewards.
         draws: pairs of batches, see `drawn_batches`.
     """
     shares: list[float] = []
@@ -164,9 +166,9 @@ def coupled_moments(
     Args:
         pool: scored completions, in one metric.
         gradient_PR: sketches of the gradients of the pool's prompts.
-        additive: the moments of each loss's `additive_part`, at the B and G of the draws.
-        draws: pairs of batches from `drawn_batches`, or from `drawn_mixed_batches` for losses
-            whose groups are replaced.
+        additive: moments of the `additive_part` of each loss, at the B and G of the draws.
+        draws: pairs of batches from `drawn_batches`, or from `drawn_mixed_batches` if the losses
+            replace groups.
     """
     questions, group_size = len(pool.rewards_PN), draws[0][0].place_BG.shape[1]
     both = [*losses, *(additive_part(loss, group_size) for loss in losses)]
@@ -190,7 +192,8 @@ def coupled_moments(
     lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
     outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
-    # If the additive part is 0 in every draw, because no drawn group has two rewards, alpha is 0.
+    # alpha is 0 if the additive part is 0 in every draw, because no drawn group has unequal
+    # rewards.
     alphas = np.divide(products, squares, out=np.zeros(len(losses)), where=squares > 0)
     for number, (alpha, plain) in enumerate(zip(alphas, additive, strict=True)):
         energy_change = energy[0, number] - alpha**2 * energy[1, number]
@@ -209,7 +212,7 @@ def coupled_moments(
 
 
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
-    """Compute the weights of a batch's rows, [B, V], one kind after the other."""
+    """Compute the row weights of a batch, [B, V], with the kinds of vectors one after the other."""
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG = pool.rewards_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
@@ -237,12 +240,15 @@ def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array
 
 
 def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
-    """Return the mean over the draws, then for each prompt over the draws without it, [1 + P]."""
+    """Return the mean over all draws, then over the draws without each prompt, [1 + P]."""
     return _without_drawing_noise(values_D, values_D @ lacks_DP, lacks_DP)
 
 
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
-    """Return mean products with gradients of prompts in neither batch, then without each prompt."""
+    """Return the mean product with gradients of prompts in neither batch, [1 + P].
+
+    The first value is for all prompts, and each of the other P values is without one prompt.
+    """
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
     without_DP = (total_D[:, None] - outside) / (count_D[:, None] - 1)
@@ -252,16 +258,19 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
 
 
 def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
-    """Return a mean over draws, then the means without each prompt, [1 + P].
+    """Return a mean over draws, then the mean without each prompt, [1 + P].
 
-    Leaving a prompt out also changes the set of draws. With v the variance of a draw, this adds
-    v (1/D_x - 1/D) to the squared change of the mean. The changes are shrunk so that the sum of
-    their squares, the jackknife's variance, is the variance from prompts plus v/D from the draws.
+    Leaving out a prompt also changes the set of draws. Let v be the variance of a draw, D the
+    number of draws and D_x the number of draws that lack prompt x. The change of the set adds
+    `v (1/D_x - 1/D)` to the squared change of the mean. The changes are therefore shrunk so that
+    the sum of their squares, which is the jackknife variance, equals the variance from prompts plus
+    v/D from the draws.
 
     Args:
         values_D: value of every draw.
-        sums_P: sums of the values without the prompt, over the draws that lack it.
-        lacks_DP: True for a draw that lacks the prompt; a prompt in every draw changes nothing.
+        sums_P: sums of the values over the draws that lack each prompt.
+        lacks_DP: True if the draw lacks the prompt. Leaving out a prompt that is in every draw
+            changes nothing.
     """
     mean, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
     lacks_P = lacks_DP.sum(axis=0)

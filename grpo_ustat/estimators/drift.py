@@ -1,4 +1,4 @@
-"""Distance of a policy from the one that wrote its completions: KL and effective sample sizes."""
+"""Distance of a policy from the policy that sampled its completions: KL, effective sample size."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from grpo_ustat.estimators.efficiency import without
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# Largest effective share that depends on few weights, which may not have been drawn.
+# An effective share up to this value depends on few weights, and the largest weights may not have
+# been drawn. The lower end of its interval is then set to 0.
 MIN_BOUNDED = 0.6
 
 
 def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
-    """Compute the effective sample size as a share, of all prompts and without each, [1 + P].
+    """Compute the effective share of all prompts, then without each prompt, [1 + P].
 
-    It is `(sum w)^2 / sum w^2`, as a share of the number of weights.
+    The effective share is the effective sample size `(sum w)^2 / sum w^2` divided by the number of
+    weights.
 
     Args:
-        sums_P, squares_P: sums of a prompt's weights and of their squares.
-        counts_P: number of a prompt's weights.
+        sums_P, squares_P: sums of each prompt's weights and of their squares.
+        counts_P: number of weights of each prompt.
 
     >>> effective_share(np.array([2.0, 4.0]), np.array([2.0, 16.0]), np.array([2, 2])).round(3)
     array([0.5, 0.5, 1. ])
@@ -34,14 +36,15 @@ def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of the current policy from the one that wrote the completions."""
+    """Distance of the current policy from the policy that sampled the completions."""
 
-    # KL divergence of the latter from the former, nats a token.
+    # KL(sampling policy || current policy), in nats per token.
     kl: Interval
-    # Effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
+    # Effective share of the tokens, `(sum w)^2 / (count sum w^2)`, with their importance ratios as
+    # weights.
     tokens: Interval
-    # The same share of the completions under the product of their tokens' ratios, for all questions
-    # and without each question.
+    # Effective share of the completions, with the product of the tokens' ratios as the weight of a
+    # completion. The first value is for all questions, the others are without each question.
     completions_D: Array
 
     @property
@@ -50,20 +53,20 @@ class Drift:
         return self.completions_at(CONFIDENCE)
 
     def completions_at(self, level: float) -> Interval:
-        """Compute the effective share of the completions with an interval at a level."""
+        """Compute the effective share of the completions with an interval at a given level."""
         return _share_interval(self.completions_D, level)
 
 
 def drift_of(sums_PS: Array, count: int) -> Drift:
-    """Compute the distance of the two policies, with intervals for new questions.
+    """Compute the distance between the two policies, with intervals for new questions.
 
     Args:
-        sums_PS: sums of each question, see `mse.pool_parts.WeightedPart.drift`.
-        count: N.
+        sums_PS: sums for each question, see `mse.pool_parts.WeightedPart.drift`.
+        count: number of completions per question, N.
     """
     tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
     kl_D = np.concatenate([[sums_PS[:, 6].sum()], sums_PS[:, 6].sum() - sums_PS[:, 6]]) / tokens_D
-    # No share depends on this scale.
+    # The shares do not depend on this scale.
     scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())
     counts_P = np.full(len(sums_PS), float(count))
     tokens = effective_share(*sums_PS[:, :3].T)
@@ -73,6 +76,6 @@ def drift_of(sums_PS: Array, count: int) -> Drift:
 
 
 def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
-    """Compute a share's interval, from 0 on if the largest weights may not have been drawn."""
+    """Compute a share's interval; its lower end is 0 if the largest weights may be undrawn."""
     interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
     return interval if interval.estimate > MIN_BOUNDED else interval._replace(low=0.0)

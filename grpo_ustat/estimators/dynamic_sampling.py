@@ -1,28 +1,29 @@
-r"""Effect of dynamic sampling on the gradient, and cost of a kept group (DAPO, 2503.14476).
+r"""Effect of dynamic sampling on the gradient, and the cost of a kept group (DAPO, 2503.14476).
 
-Groups are drawn until B of them have rewards that differ; the rest, of zero variance, are dropped.
-With q_x the probability that a group of prompt x has zero variance (`p^G + (1-p)^G` for 0/1
-rewards), `K = E[1 - q_X]` the share of kept groups, and ghat any estimate that is 0 on
-zero-variance groups,
+Groups are drawn until B of them have unequal rewards; zero-variance groups are dropped. Let q_x be
+the probability that a group of prompt x has zero variance (`p^G + (1-p)^G` for 0/1 rewards),
+`K = E[1 - q_X]` the share of kept groups, and ghat any estimate that is 0 on zero-variance groups.
+Then
 
     prompt of a kept group              distribution rho(x) (1 - q_x) / K
     E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
 
-because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`: the two factors cancel. So the direction is
-that of all groups and the scale is 1/K, which changes with the policy. B kept groups need `B / K`
-generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbiased,
+The two factors cancel because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The direction is
+therefore that of all groups, and the scale is 1/K, which changes with the policy. On average, B
+kept groups need `B / K` generated groups. After rescaling by K, with `M = E||ghat||^2` and ghat
+unbiased, the errors are
 
     B kept groups                      ( K M - ||grad J||^2 ) / B
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
-Per generated group the first is `(M - ||grad J||^2 / K) / N`: better, because the number of kept
-groups is fixed, but only by the share `(1/K - 1) G / n_c(G)` (n_c is the noise scale). The same
-generated groups, without replacement of zero-variance ones, have the error of the second line at
-the cost of the first. So dynamic sampling pays if it throws away less than a share
+Per generated group the first error is `(M - ||grad J||^2 / K) / N`. This error is smaller than the
+second because the number of kept groups is fixed. The difference is only the share
+`(1/K - 1) G / n_c(G)` of the second error (n_c is the noise scale). If the same groups are
+generated and zero-variance groups are not replaced, the error is that of the second line at the
+cost of the first. Some kept groups are discarded because they are generated in batches larger than
+needed. Dynamic sampling therefore pays if the discarded share of kept groups is less than
 
     s = (1/K - 1) G / n_c(G)
-
-of its kept groups; some are thrown away because they come in batches larger than needed.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from grpo_ustat.records import Array
 
 
 class KeptGroups(NamedTuple):
-    """Numbers of kept and generated groups of one size in dynamic sampling."""
+    """Numbers of kept and generated groups in dynamic sampling, for one group size."""
 
-    # K, with its interval over prompts.
+    # Share of kept groups, K, with an interval over prompts.
     kept: Interval
-    # 1/K, generated groups for a kept one, which is also the scale of the gradient.
+    # Generated groups per kept group, 1/K. This is also the scale of the gradient.
     generated: Interval
-    # s; its interval joins those of K and n_c and covers at least 90 %.
+    # Break-even share of discarded kept groups, s. Its interval combines the intervals of K and n_c
+    # and covers at least 90 %.
     break_even: Interval
 
 
@@ -58,10 +60,11 @@ def kept_groups(
 
     Args:
         zero_variance_P: unbiased estimates of q_x, see `ustatistic.zero_variance_share`.
-        group_size: G.
-        scale: n_c(G), in rollouts; an unknown end is NaN, a missing upper end infinite.
-        most: number of groups for an estimate of q_x, at least 1.
-        level: coverage of the interval of K, and of `scale`.
+        group_size: group size, G.
+        scale: noise scale in rollouts, n_c(G). An unknown end is NaN; a missing upper end is
+            infinite.
+        most: number of groups behind an estimate of q_x, at least 1.
+        level: coverage of the intervals of K and of `scale`.
 
     >>> shares = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
     >>> groups = kept_groups(shares, 8, Interval(80.0, 40.0, math.inf))
@@ -74,7 +77,7 @@ def kept_groups(
     generated = Interval(*(1 / x if x > 0 else math.inf for x in (kept[0], kept[2], kept[1])))
 
     def threshold(more: float, noise: float) -> float:
-        """Compute s from 1/K and n_c."""
+        """Compute the break-even share s from 1/K and n_c."""
         if math.isinf(noise):
             return 0.0
         return (more - 1) * group_size / noise if noise > 0 else math.nan

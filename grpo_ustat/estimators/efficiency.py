@@ -1,29 +1,32 @@
-r"""Relative efficiency of a loss: its gradient's error against that of the unbiased estimate.
+r"""Relative efficiency of a loss: error of its gradient against that of the unbiased estimate.
 
-A loss's update is a random vector ghat of mean `mu = E ghat`. The learning rate sets its length, so
-the error is that of the multiple whose mean has the component grad J along the true gradient,
+The update of a loss is a random vector ghat with mean `mu = E ghat`. The learning rate determines
+its length. The error is therefore defined for the multiple of ghat whose mean has the component
+grad J along the true gradient,
 
     kappa = <mu, grad J> / ||grad J||^2
     error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
 
-For an unbiased estimate it is the mean squared error. If the curvature of J is the same in all
-directions, the best step along ghat gains `e = ||grad J||^2 / (||grad J||^2 + error)` of the gain
-of the true gradient, so losses with equal errors are equally good. The unbiased estimate,
-leave-one-out, has the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` with n rollouts, and
+For an unbiased estimate this is the mean squared error. If the curvature of J is the same in all
+directions, the best step along ghat achieves the share `e = ||grad J||^2 / (||grad J||^2 + error)`
+of the gain of the best step along the true gradient. Losses with equal errors are then equally
+good. The unbiased estimate, leave-one-out, has the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`
+with n rollouts, and
 
     relative efficiency = MSE(n, G) / error
 
-rollouts of it at the same G are as good as one rollout of the loss. With the smallest measured
-`MSE(n, G)` this is the efficiency at its best G. Two parts of the error are given separately:
+is the number of rollouts of the unbiased estimate, at the same G, that are as good as one rollout
+of the loss. With the smallest measured `MSE(n, G)` it is the efficiency at the best G of the
+unbiased estimate. Two parts of the error are reported separately:
 
     direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n corrects
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
-If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, and the
-efficiency is a ratio of variances that needs no estimate of grad J. Inner products of means are
-averages over pairs of different prompts, whose terms are independent; second moments are exact
+If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known. The
+efficiency is then a ratio of variances that needs no estimate of grad J. Inner products of means
+are averages over pairs of different prompts, whose terms are independent. Second moments are exact
 within a prompt. Every number is a function of such means and has a delete-one-prompt jackknife,
-paired among losses.
+which is paired across losses.
 """
 
 from __future__ import annotations
@@ -47,25 +50,27 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array
 
-# This module imports scipy.stats, which takes a second.
+# Needed only for annotations.
 if TYPE_CHECKING:
     from grpo_ustat.estimators.group_terms import GroupTerms
 
-# Axis D: a statistic of all prompts, then without each prompt in turn, [1 + P]. Axis h: the prompts
-# of one metric, P / K of them.
-# Prompts whose products are computed at once.
+# Axis D: a statistic of all prompts, followed by the statistic without each prompt, [1 + P].
+# Axis h: the P / K prompts of one metric.
+
+# Number of prompts whose products are computed at once.
 BLOCK = 256
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
-# Variance of ||mu||^2 that undrawn prompts may add, see `ratio_interval`. With few prompts the
-# direction has a short interval mostly if the prompts that change it were not drawn. Chosen on
-# populations of `scripts/benchmarks/error_rates.py turned`.
+# Variance of ||mu||^2 that undrawn prompts may add, as a share, see `ratio_interval`. With few
+# prompts, a short interval of the direction mostly means that the prompts that would change the
+# direction were not drawn. The value was chosen on the populations of
+# `scripts/benchmarks/error_rates.py turned`.
 UNDRAWN_VARIANCE = 0.5
 
 
 @dataclass(frozen=True)
 class UpdateMoments:
-    """Moments of a loss's update of n rollouts in groups of G."""
+    """Moments of the update of a loss, with n rollouts in groups of G."""
 
     # E||ghat||^2.
     energy_D: Array
@@ -73,18 +78,18 @@ class UpdateMoments:
     mean_sq_D: Array
     # <mu, grad J>.
     cross_D: Array
-    # c with mu = c grad J for any policy; c over the share of groups that are kept, [D], if groups
-    # are replaced; None for other losses.
+    # Factor c with mu = c grad J for any policy. If groups are replaced, c divided by the share of
+    # kept groups, [D]. None for losses without such a factor.
     scale: float | Array | None
 
 
 @dataclass(frozen=True)
 class LossError:
-    """Error of a loss's update and its parts, see the module's docstring."""
+    """Error of a loss's update and the parts of this error, see the module's docstring."""
 
     # E||ghat / kappa - grad J||^2.
     error_D: Array
-    # ||mu - kappa grad J||^2; 0 for losses of known scale.
+    # ||mu - kappa grad J||^2; 0 for losses with a known scale.
     off_direction_sq_D: Array
     # ||mu||^2.
     mean_sq_D: Array
@@ -92,7 +97,7 @@ class LossError:
     energy_D: Array
     # True if kappa is known or significantly above 0.
     kappa_known: bool
-    # Numerator and denominator of an estimated kappa; None if kappa is known.
+    # Numerator and denominator of kappa if kappa is estimated; None if kappa is known.
     cross_D: Array | None = None
     signal_D: Array | None = None
 
@@ -101,18 +106,19 @@ class LossError:
 class RelativeEfficiency:
     """Relative efficiency of a loss at one group size."""
 
-    # Rollouts of the unbiased estimate at the same G that are as good as one rollout of the loss.
+    # Number of rollouts of the unbiased estimate, at the same G, that are as good as one rollout of
+    # the loss.
     efficiency_same_g: Interval
-    # The same at the best G of the unbiased estimate.
+    # The same number at the best G of the unbiased estimate.
     efficiency_best_g: Interval
-    # cos^2 of the loss's mean and the gradient.
+    # cos^2 of the angle between the mean of the update and the gradient.
     direction: Interval
-    # Share of an update's squared norm that is noise.
+    # Share of the squared norm of an update that is noise.
     noise: Interval
 
 
 def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
-    """Return the mean of the prompts' values, then without each prompt, [D].
+    """Return the mean of the prompts' values, then the mean without each prompt, [D].
 
     >>> mean_over_prompts(np.array([0.0, 3.0, 6.0])).tolist()
     [3.0, 4.5, 3.0, 1.5]
@@ -124,11 +130,11 @@ def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
 
 
 def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
-    """Estimate <E left, E right> over pairs of different prompts, then without each prompt, [D].
+    """Estimate <E left, E right> from pairs of different prompts, then without each prompt, [D].
 
     Args:
         left_PR, right_PR: sketches of the prompts' vectors.
-        metrics: K, see `ScorePool.metrics`.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
 
     >>> product_of_means(np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [1.0], [2.0]])).round(3)
     array([2.5, 3.5, 2.5, 1.5])
@@ -158,14 +164,14 @@ def update_moments(
     scale: float | None,
     metrics: int = 1,
 ) -> UpdateMoments:
-    """Compute the moments of an update that is the mean of independent terms of its prompts.
+    """Compute the moments of an update that is a mean of independent terms, one per prompt.
 
     Args:
         terms: terms of every prompt, at one G.
         gradient_PR: unbiased sketches of the prompts' gradients.
-        prompts: B = n / G, which may be a fraction.
-        scale: c, see `Loss.scale`.
-        metrics: K, see `ScorePool.metrics`.
+        prompts: number of prompts, B = n / G, which may be a fraction.
+        scale: factor c, see `Loss.scale`.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
     """
     mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR, metrics)
     cross_D = product_of_means(terms.mean_PR, gradient_PR, metrics)
@@ -187,7 +193,7 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
 
     Args:
         signal_D: ||grad J||^2.
-        metrics: K, see `ScorePool.metrics`.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
     """
     if moments.scale is not None:
         variance_D = moments.energy_D - moments.mean_sq_D
@@ -224,14 +230,16 @@ def relative_efficiency(
 ) -> RelativeEfficiency:
     """Estimate the relative efficiency of a loss.
 
-    The same data choose and judge the best G of the unbiased estimate, which overestimates the
-    efficiency at that G. So the lower end is the lowest one against any G that may be the best.
+    The same data select the best G of the unbiased estimate and measure the error at this G, which
+    overestimates the efficiency at that G. Therefore the lower end is the lowest of the lower ends
+    for all G that may be the best.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
-        group_size: that G.
-        unbiased: errors of the unbiased estimate at n rollouts, by G, including this G.
-        metrics: K, see `ScorePool.metrics`.
+        group_size: group size of the loss, G.
+        unbiased: errors of the unbiased estimate at n rollouts, by group size. `group_size` must be
+            among the keys.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
         level: coverage of each interval.
     """
     efficiencies = {
@@ -251,19 +259,19 @@ def relative_efficiency(
 def relative(
     unbiased_D: Array, loss: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of the unbiased estimate over that of a loss.
+    """Estimate the error of the unbiased estimate divided by the error of a loss.
 
-    It is shown only if an estimated kappa is above 0, so mostly if kappa is overestimated; the
-    jackknife's interval then misses up to one in five. So the interval also contains the ratios at
-    both ends of kappa's one-sided intervals, with the other numbers as estimated. If kappa's
-    interval has no lower end, the result is `UNKNOWN`. `scripts/benchmarks/error_rates.py turned`
-    checks the coverage.
+    The ratio is shown only if an estimated kappa is above 0, which happens more often if kappa is
+    overestimated. The jackknife interval then misses the true ratio in up to one of five cases.
+    Therefore the interval also contains the ratios at both ends of kappa's one-sided intervals,
+    with the other numbers as estimated. If kappa's interval has no lower end, the result is
+    `UNKNOWN`. `scripts/benchmarks/error_rates.py turned` checks the coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
         loss: error of the loss.
-        metrics: K, see `ScorePool.metrics`.
-        level: coverage of the interval, and of each end of kappa's.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
+        level: coverage of the interval, and of each one-sided interval of kappa.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         efficiency = positive(unbiased_D / loss.error_D, metrics, level)
@@ -281,18 +289,19 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss over its error in smaller groups.
+    """Estimate the error of a loss divided by its error in smaller groups.
 
-    This is the efficiency of smaller groups. The interval is on the log scale, with Student's t of
-    the effective number of prompts behind the standard error: if few prompts carry the signal, the
-    standard error is too short, and with t of all prompts the interval missed 9 %
+    The ratio is the efficiency of the smaller groups. The interval is computed on the log scale
+    with Student's t, whose degrees of freedom follow from the effective number of prompts behind
+    the standard error. If few prompts carry the signal, the standard error is too short. With the
+    degrees of freedom of all prompts, the interval missed the true ratio in 9 % of cases
     (`scripts/benchmarks/error_rates.py smaller`, 64 groups). The result is `UNKNOWN` if either
-    kappa may be 0, or if the ratio without some prompt is not above 0.
+    kappa may be 0, or if the ratio is not positive with all prompts or without one.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
         smaller: error of the same loss at n rollouts in groups of g.
-        metrics: K, see `ScorePool.metrics`.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
         level: coverage of the interval.
     """
     if not (loss.kappa_known and smaller.kappa_known):
@@ -306,18 +315,19 @@ def between_sizes(
 
 
 def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
-    """Estimate cos^2 of a loss's mean and the gradient.
+    """Estimate cos^2 of the angle between the mean of a loss's update and the gradient.
 
-    The interval joins two. Fieller's set of the share of ||mu||^2 off the gradient's direction is
-    right if cos^2 is near 1, where its estimate is skewed. If the mean truly has another direction,
-    its upper end is too low, because a sample with small ||mu||^2 has a short standard error. The
-    jackknife of cos^2 itself, with Student's t of the effective number of prompts, has a right
-    upper end there, but its lower end is too high. The result is `UNKNOWN_DIRECTION` if they allow
-    every direction.
+    The interval is the union of two intervals. The first is Fieller's set for the share of ||mu||^2
+    off the direction of the gradient. This set is accurate if cos^2 is near 1, where the estimate
+    of cos^2 is skewed. If the mean has another direction, the upper end of the set for cos^2 is too
+    low, because a sample with a small ||mu||^2 has a short standard error. The second is the
+    jackknife interval of cos^2 itself, with Student's t for the effective number of prompts. If the
+    mean has another direction, the upper end of this interval is accurate, but the lower end is too
+    high. The result is `UNKNOWN_DIRECTION` if the two intervals allow every direction.
 
     Args:
         loss: moments of the loss.
-        metrics: K, see `ScorePool.metrics`.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
         level: coverage of the interval.
     """
     if not loss.off_direction_sq_D.any():
@@ -339,8 +349,8 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
 def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
     """Return the jackknife variance of a statistic and its degrees of freedom.
 
-    The degrees of freedom are those of the effective number of prompts that carry the variance, at
-    least 1.
+    The degrees of freedom follow from the effective number of prompts that carry the variance and
+    are at least 1.
     """
     values_Kh = without(values_D, metrics)
     variance = float(jackknife_variance(values_Kh, axis=1).sum())
@@ -349,14 +359,15 @@ def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]
 
 
 def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
-    """Return the G of the smallest error, and all G that are not significantly worse.
+    """Return the G with the smallest error, and all G that are not significantly worse.
 
-    A G is worse if the paired interval of its error minus the smallest error is above 0. The level
-    is shared among the sizes (Bonferroni). The same data choose the best G.
+    A G is significantly worse if the paired interval of its error minus the smallest error is above
+    0. The confidence level is Bonferroni-corrected for the number of sizes. The same data select
+    the best G.
 
     Args:
-        errors: error_D by G.
-        metrics: K, see `ScorePool.metrics`.
+        errors: error_D by group size.
+        metrics: number of metrics, K, see `ScorePool.metrics`.
     """
     best = min(errors, key=lambda size: errors[size][0])
     level = 1 - 0.05 / max(1, len(errors) - 1)
@@ -372,7 +383,8 @@ def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list
 def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
     """Return a positive statistic with its jackknife interval on the log scale.
 
-    The result is `UNKNOWN` if the statistic is not above 0, with all prompts or without one.
+    The result is `UNKNOWN` if the statistic is not positive with all prompts or without one of
+    them.
     """
     if not (np.isfinite(values_D).all() and (values_D > 0).all()):
         return UNKNOWN
@@ -386,9 +398,10 @@ def ratio(
     level: float = CONFIDENCE,
     undrawn: float = 0.0,
 ) -> Interval:
-    """Return the ratio of two statistics that are truly at least 0, see `ratio_interval`.
+    """Return the ratio of two statistics whose true values are at least 0, see `ratio_interval`.
 
-    The result is `UNKNOWN` if one of them is not finite, with all prompts or without one.
+    The result is `UNKNOWN` if either statistic is not finite with all prompts or without one of
+    them.
     """
     if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
         return UNKNOWN
@@ -399,5 +412,5 @@ def ratio(
 
 
 def without(values_D: Array, metrics: int = 1) -> Array:
-    """Return the statistics without each prompt, by metric, [K, h]."""
+    """Return the statistic without each prompt, by metric, [K, h]."""
     return values_D[1:].reshape(-1, metrics).T

@@ -1,17 +1,17 @@
-r"""Noise scale from squared norms of gradients only, for any loss and engine.
+r"""Noise scale from squared gradient norms only, for any loss and engine.
 
-With b groups of g completions, drawn independently, the leave-one-out gradient has
+The leave-one-out gradient of b independently drawn groups of g completions has
 
     E||ghat_b||^2 = ||grad J||^2 + V/b        V = C1 + C2/g + C3/(g (g-1))
 
-(Proposition 3), so squared norms at two or more b identify ||grad J||^2 and V; McCandlish et al.
-(2018, appendix A.1) use a batch and its parts. The noise scale in rollouts is
+(Proposition 3). Squared norms at two or more values of b therefore identify ||grad J||^2 and V;
+McCandlish et al. (2018, appendix A.1) use a batch and its parts. The noise scale in rollouts is
 
     n_c(g) = g V / ||grad J||^2
 
-which `ScalingLaw.noise_scale` computes from scores. Here no scores are needed, but the number is
-for the present g: G*, and the noise at another g, need scores. For another loss that is a mean over
-groups, the two terms are the squared length of its mean gradient and its noise.
+`ScalingLaw.noise_scale` computes this number from scores. No scores are needed here, but the number
+applies only to the present g. G* and the noise scale at another g need scores. For any other loss
+that is a mean over groups, the two terms are the squared length of its mean gradient and its noise.
 """
 
 from __future__ import annotations
@@ -35,28 +35,31 @@ def noise_scale_from_norms(
 ) -> dict[str, Interval]:
     """Estimate ||grad J||^2, the squared error of one group's gradient, and the noise scale.
 
-    They are the coefficients of a straight line in 1/b through the mean squared norms at each b:
-    with two b the line through both, with more the line of least squares, with weight b^2, because
-    a norm varies by 1/b if noise prevails. Both coefficients are unbiased for any weights. Over
-    several steps' policies they are means, and the noise scale is the ratio of such means.
+    The first two numbers are the coefficients of a straight line in 1/b through the mean squared
+    norms at each b. With two values of b, the line passes through both means. With more values, it
+    is fitted by least squares with weight b^2, because a norm varies by 1/b if noise dominates.
+    Both coefficients are unbiased for any weights. Over the policies of several steps they are
+    means, and the noise scale is the ratio of these means.
 
-    Intervals leave out one step at a time, with its norms at every b. This is right if the norms
-    are of the same rollouts (a batch and its micro-batches), and also if they are of others. The
-    interval of the noise scale is Fieller's, see `ratio_interval`, without an upper end if
-    ||grad J||^2 may be 0.
+    Intervals leave out one step at a time, with its norms at every b. This is valid if the norms
+    come from the same rollouts (a batch and its micro-batches), and also if they come from
+    different rollouts. The interval of the noise scale is Fieller's, see `ratio_interval`. It has
+    no upper end if ||grad J||^2 may be 0.
 
     Args:
-        sq_norms: by b, the number of groups in a gradient: its squared norm before clipping at each
-            of S >= 4 steps, [S], or of K parts of each step with b groups each, [S, K].
-        group_size: g, completions of a group.
-        level: coverage.
+        sq_norms: squared norms before clipping, by the number of groups in a gradient, b. The shape
+            is [S] for one gradient at each of S >= 4 steps, or [S, K] for K parts of each step with
+            b groups each.
+        group_size: completions per group, g.
+        level: coverage of the intervals.
 
     Returns:
-        `grad_sq`, `group_mse` (V) and `noise_scale` (in rollouts), whose estimate is NaN if
-        `grad_sq` is not positive.
+        `grad_sq`, `group_mse` (V) and `noise_scale` (in rollouts). The estimate of `noise_scale` is
+        NaN if `grad_sq` is not positive.
 
     Raises:
-        ValueError: fewer than two b, fewer than 4 steps, or different numbers of steps.
+        ValueError: there are fewer than two values of b or fewer than 4 steps, or the numbers of
+            steps differ.
 
     >>> norms = {1: np.array([10.0, 14, 12, 12]), 4: np.array([6.0, 6, 5, 7])}
     >>> found = noise_scale_from_norms(norms, group_size=8)

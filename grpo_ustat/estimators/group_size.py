@@ -1,24 +1,24 @@
-r"""Decision on the group size: a G whose error is close to the smallest one, or "not decided".
+r"""Decision on the group size: a G whose error is close to the smallest error, or "not decided".
 
-At a fixed number of rollouts the error at G, relative to that at another size, depends on the data
-through the ratio k = C3/C1 and, weakly, through C2/C3:
+At a fixed number of rollouts, the error at G relative to the error at another size depends on the
+data through the ratio k = C3/C1 and, weakly, through C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 
 C1 is hard to estimate. If a statement required C1 to be significantly above 0, it would be made
-mostly when C1 is overestimated. So k has a posterior instead. Its likelihood is that of Fieller's
-(1954) statistic C1 - C3/k, Student's t. A statement is made only if it holds under every prior of a
-class of weak ones (Berger 1985, section 4.7): for pi = 2 C1/C3, which is in (0, 1] for any policy,
-the densities `a pi^(a-1)` with a = 1/4 and a = 3/4. The medians of G* are 6.7 and 3.2, and 17 and
-0.5 % of the prior are above G* = 48.
+mostly when C1 is overestimated. Therefore the decision uses a posterior of k. Its likelihood is
+that of Fieller's (1954) statistic C1 - C3/k, with Student's t distribution. A statement is made
+only if it holds under every prior in a class of weak priors (Berger 1985, section 4.7). The priors
+are densities of pi = 2 C1/C3, which is in (0, 1] for any policy: `a pi^(a-1)` with a = 1/4 and a =
+3/4. Their medians of G* are 6.7 and 3.2, and they give G* > 48 the probabilities 17 % and 0.5 %.
 
 The sample does not show prompts that were not drawn. If few prompts carry the signal, C1 and its
-standard error are too small together. So the variance of C1 at a hypothetical C1 = C3/k has a part
-`kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts for C3,
-`1 / (1/m + Var(C3)/C3^2)`, because prompts whose rewards hardly vary give no information on C1.
+standard error are both too small. Therefore the variance of C1 at a hypothetical C1 = C3/k includes
+a term `kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts for
+C3, `1 / (1/m + Var(C3)/C3^2)`, because prompts whose rewards hardly vary give no information on C1.
 
-`scripts/benchmarks/error_rates.py group_size` counts the wrong statements, on populations with G*
-from 2.5 to 48; its table is in docs/benchmarks.md.
+`scripts/benchmarks/error_rates.py group_size` counts the wrong statements on populations with G*
+from 2.5 to 48. The resulting table is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -31,51 +31,52 @@ import numpy as np
 
 from grpo_ustat.records import Array
 
-# Exponents a of the prior densities of 2 C1/C3.
+# Exponents a of the prior densities of pi = 2 C1/C3.
 PRIOR_EXPONENTS = (0.25, 0.75)
 # Variance of C1 that undrawn prompts may add, times m_eff / C1^2.
 UNDRAWN_VARIANCE = 2.25
-# Effective number of prompts below which nothing is decided.
+# Effective number of prompts below which no decision is made.
 MIN_EFFECTIVE_PROMPTS = 16
-# Extra error that the chosen size may have, the smaller one first.
+# Bounds on the extra error of the chosen size, in increasing order.
 TOLERANCES = (0.05, 0.10)
 PROBABILITY = 0.95
-# Probability that an error said to be within .10 is within .05.
+# Minimum probability that the extra error is within .05 if the stated bound is .10.
 CLOSE_PROBABILITY = 0.80
-# Sizes for which G* is decided, for any number of rollouts.
+# Candidate sizes for a decision on G* that does not depend on the number of rollouts.
 USUAL_SIZES = tuple(2**power for power in range(1, 9))
 # TRL's default G.
 USUAL_SIZE = 8
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
-# Largest number of prompts of simulated studies, and how many numbers are simulated.
+# Largest number of prompts in simulated studies, and number of values up to it that are tried.
 MAX_PROMPTS, COUNTS = 10**6, 50
 SIMULATED_STUDIES = 200
 
 
 class Decision(NamedTuple):
-    """Chosen group size, with a bound of its error."""
+    """Chosen group size, with a bound on its error."""
 
-    # The admissible size whose expected extra error, under its worst prior, is smallest.
+    # Admissible size with the smallest expected extra error under its worst prior.
     group_size: int
-    # Largest distance of its error from the smallest one, as a share of that: .05 or .10, with a
-    # probability of .95 under every prior, and within .05 with .80; None: not decided.
+    # Bound on the extra error relative to the smallest error. .05: the extra error is within .05
+    # with a probability of .95 under every prior. .10: it is within .10 with .95 and within .05
+    # with .80. None: not decided.
     tolerance: float | None
 
 
 class Estimates(NamedTuple):
-    """Estimates of C1, C2 and C3 from S studies of equally many prompts."""
+    """Estimates of C1, C2 and C3 from S studies with equal numbers of prompts."""
 
     # C1, C2, C3.
     constants_S3: Array
-    # Covariance of their errors; NaN if it is unknown.
+    # Covariance of the errors of C1, C2 and C3; NaN if unknown.
     covariance_S33: Array
-    # Degrees of freedom of a covariance.
+    # Degrees of freedom of each covariance.
     dof: float
-    # Number of prompts of a study.
+    # Number of prompts in each study.
     prompts: float
 
     def posterior(self) -> Array:
-        """Compute the posterior weights of log k on the grid, per prior and study, [A, S, K]."""
+        """Compute the posterior weights of log k on the grid, by prior and study, [A, S, K]."""
         inverse_K = np.exp(-LOG_RATIOS)
         c1_S1, c3_S1 = self.constants_S3[:, :1], self.constants_S3[:, 2:]
         var1_S1, mixed_S1, var3_S1 = (
@@ -93,7 +94,7 @@ class Estimates(NamedTuple):
         return weights_ASK / weights_ASK.sum(axis=2, keepdims=True)
 
     def decide(self, sizes: Sequence[int]) -> tuple[Array, Array]:
-        """Return the place of the size that each study chooses, and its tolerance or NaN."""
+        """Return the index in `sizes` that each study chooses, and the tolerance or NaN."""
         sizes_G = np.array(sizes, float)
         complete_S = np.isfinite(self.constants_S3).all(axis=1)
         complete_S &= np.isfinite(self.covariance_S33).all(axis=(1, 2))
@@ -122,9 +123,9 @@ class Estimates(NamedTuple):
         return place_S, tolerance_S
 
     def ratio_quantiles(self, level: float) -> tuple[float, float, float]:
-        """Return low end, middle and high end of k = C3/C1 of one study, under all priors.
+        """Return the low end, middle and high end of k = C3/C1 for one study, over all priors.
 
-        The middle is exp of the mean of the priors' medians of log k.
+        The middle is the exponential of the mean of the priors' medians of log k.
         """
         probabilities = ((1 - level) / 2, 0.5, (1 + level) / 2)
         quantiles_A3 = np.array([
@@ -139,11 +140,11 @@ class Estimates(NamedTuple):
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
         """Estimate the numbers of prompts with which 50 % and 90 % of such studies decide.
 
-        Studies are simulated: a true k from the posterior, C2 and C3 as estimated, and estimates
-        around them whose covariance falls as one over the number of prompts.
+        Studies are simulated with a true k from the posterior, with C2 and C3 as estimated, and
+        with errors whose covariance is inversely proportional to the number of prompts.
 
         Returns:
-            Both numbers; infinite if no number up to 10^6 suffices.
+            Both numbers. A number is infinite if no number of prompts up to 10^6 suffices.
         """
         (constants_3,), (covariance_33,) = self.constants_S3, self.covariance_S33
         weights_K = self.posterior()[:, 0].mean(axis=0)
@@ -156,7 +157,7 @@ class Estimates(NamedTuple):
         noise_S3: Array = rng.standard_normal((SIMULATED_STUDIES, 3)) @ root_33.transpose()
 
         def decided(count: float) -> float:
-            """Return the share of studies with a number of prompts that decide."""
+            """Return the share of studies with `count` prompts that decide."""
             shrink = self.prompts / count
             covariance_S33 = np.broadcast_to(covariance_33 * shrink, (SIMULATED_STUDIES, 3, 3))
             estimates_S3 = truth_S3 + math.sqrt(shrink) * noise_S3

@@ -1,29 +1,30 @@
-r"""Mean and second moment of a loss's term of one prompt, over all groups of G of its pool.
+r"""Mean and second moment of a prompt's term in a loss, over all groups of G in the prompt's pool.
 
 If the row weights of a loss depend only on their own group, an update of B prompts is the mean of B
 independent terms
 
     T = 1/G sum_{i in A} A_i phi_i s_i        A the group, A_i advantage, phi_i = n w_i
 
-Its mean over all groups of G of a pool of N completions estimates `E T` without bias, and so does
-the mean of `||T||^2`. An advantage that is a function of the group's rewards depends only on the
-counts `k_l` of their levels, which have the multivariate hypergeometric distribution. With `a_l(k)`
-the advantage of level l
+The mean of T over all groups of G in a pool of N completions is an unbiased estimate of `E T`. The
+mean of `||T||^2` is likewise unbiased. If the advantages are a function of the group's rewards,
+they depend only on the counts `k_l` of the reward levels. These counts have the multivariate
+hypergeometric distribution. With `a_l(k)` the advantage of level l,
 
     E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
-so that a table of counts gives the mean over all groups. If rewards have many levels, the table is
-too long. An advantage that is linear in the rewards, `A_i = u_i - b sum_{j in A, j != i} u_j`,
-needs no table (`linear_terms`). Other advantages are averaged over drawn groups, with a linear one
-of the same groups as control variate, see `with_control`.
+A table of counts therefore gives the mean over all groups. If there are many reward levels, the
+table is too long. An advantage that is linear in the rewards,
+`A_i = u_i - b sum_{j in A, j != i} u_j`, needs no table (`linear_terms`). Other advantages are
+averaged over drawn groups, and a linear advantage on the same groups is the control variate, see
+`with_control`.
 
-If a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of each
-kind, and the sums run over both levels and kinds, J = (kind, level).
+If a row has vectors of several kinds (`estimators.token_weights`), level l has one advantage per
+kind. The sums then run over both levels and kinds, J = (kind, level).
 
-If groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
-over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise. The sums
-over k then have only mixed counts, and K is the mean of their probability.
+If groups are drawn until their rewards differ, let M be the event that they differ and K = E P(M |
+x) over prompts. The mean of a term is then E[T | M] = E[T 1(M)] / K, and its second moment follows
+in the same way. The sums over k contain only mixed counts, and K is the mean of their probability.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-# Baselines that give equal rewards of a group equal advantages, in any order.
+# Baselines that give equal advantages to equal rewards of a group, whatever the order.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std", "quantile",
 )  # fmt: skip
-# Baselines whose advantages are linear in the rewards of the group.
+# Baselines with advantages that are linear in the rewards of the group.
 LINEAR = ("none", "constant", "leave_one_out", "group_mean")
-# Prompts whose sketches are converted to float64 at once.
+# Number of prompts whose sketches are converted to float64 at once.
 BLOCK = 64
-# Largest number of compositions of a group's levels in a table; beyond it groups are drawn.
+# Largest number of compositions of a group's levels in a table. If there are more, groups are
+# drawn.
 MAX_COMPOSITIONS = 5000
 
 
@@ -59,27 +61,27 @@ MAX_COMPOSITIONS = 5000
 class GroupTerms:
     """Terms of a loss at one group size."""
 
-    # E||T||^2 of every prompt; E||T||^2 1(M) if groups are replaced.
+    # E||T||^2 of every prompt, or E||T||^2 1(M) if groups are replaced.
     energy_P: Array
-    # E T, as a sketch; E T 1(M) if groups are replaced.
+    # Sketch of E T, or of E T 1(M) if groups are replaced.
     mean_PR: Array
     # P(M); None if groups are not replaced.
     kept_P: Array | None = None
 
 
 class LevelSums:
-    """Sums of a pool's scores by kind and level of their rewards, each times its length factor.
+    """Sums of a pool's scores by kind and reward level, each score multiplied by its length factor.
 
     Args:
-        factors_PN: phi of each completion.
+        factors_PN: length factor phi of each completion.
     """
 
     def __init__(self, pool: ScorePool, factors_PN: Array):
-        # The K kinds of vectors that a completion has.
+        # The K kinds of vectors of each completion.
         self.kinds = pool.kinds
         self.level_L, level_PN = np.unique(pool.rewards_PN, return_inverse=True)
         member_PNL = (level_PN[..., None] == np.arange(len(self.level_L))).astype(float)
-        # Completions of each level.
+        # Number of completions of each level.
         self.counts_PL = member_PNL.sum(axis=1)
         prompts, completions, levels = member_PNL.shape
         kinds, width = len(self.kinds), len(self.kinds) * levels
@@ -88,14 +90,14 @@ class LevelSums:
         ).reshape(prompts, kinds * completions, width)
         gram_PKNKN = pool.gram_PNN.reshape(prompts, kinds, completions, kinds, completions)
         own_PKKN = np.diagonal(gram_PKNKN, axis1=2, axis2=4) * np.square(factors_PN)[:, None, None]
-        # Sums of `phi_i^2 <s_i, s'_i>` over a level, s and s' of two kinds.
+        # Sums of `phi_i^2 <s_i, s'_i>` over a level, for the vectors s and s' of two kinds.
         self.own_PLKK = np.einsum("pnl,pkjn->plkj", member_PNL, own_PKKN)
-        # Sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j, once the terms i = j are subtracted.
+        # Sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j; the terms i = j are subtracted below.
         self.pairs_PJJ = weighted_PVJ.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PVJ)
         by_level = self.pairs_PJJ.reshape(prompts, kinds, levels, kinds, levels)
         for level in range(levels):
             by_level[:, :, level, :, level] -= self.own_PLKK[:, level]
-        # Sums of phi times the score's sketch.
+        # Sums of the sketches of the scores, each multiplied by phi.
         self.features_PJR = np.empty((prompts, width, pool.features_PNR.shape[2]))
         for first in range(0, prompts, BLOCK):
             part = slice(first, first + BLOCK)
@@ -113,21 +115,21 @@ class LevelSums:
         """Compute the terms of a baseline of `BY_LEVELS`, over all groups of G.
 
         Args:
-            baseline, options: baseline of advantages, and its options.
-            group_size: G.
-            replaced: True if groups of equal rewards are drawn anew.
-            beta: coefficient of the penalty, for the kind of vectors of a penalty.
+            baseline, options: baseline of the advantages, and its options.
+            group_size: group size, G.
+            replaced: True if groups of equal rewards are drawn again.
+            beta: coefficient of the penalty, for the vectors of the penalty.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(baseline, reward_CG, BaselineContext(), options)
-        # The first row of each level. The place of a level without rows does not matter: its count
-        # is 0.
+        # Index of the first row of each level. For a level without rows the index does not matter,
+        # because its count is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
-        # Imported here, so that a refused command line does not wait for it.
+        # Imported here so that a rejected command line does not wait for the import.
         from scipy.stats import multivariate_hypergeom
 
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
@@ -176,8 +178,8 @@ def compositions(levels: int, group_size: int) -> Integers:
 def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
     """Compute the terms of a baseline of `LINEAR` over all groups of G, see `is_linear`.
 
-    With `A_i = c (u_i - b S_i)`, S_i the sum of u over the other members of the group, and R the
-    sum of u over k completions drawn from the n others of the pool,
+    Let `A_i = c (u_i - b S_i)`, where S_i is the sum of u over the other members of the group. Let
+    R be the sum of u over k completions that are drawn from the n others of the pool. Then
 
         E[ A_i | i in A ]        = c ( u_i - b E R )                            k = G-1, n = N-1
         E[ A_i^2 | i in A ]      = c^2 ( u_i^2 - 2 b u_i E R + b^2 E R^2 )
@@ -235,9 +237,9 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
     """Compute E R and E R^2 for the sum R of k numbers drawn from n without replacement.
 
     Args:
-        total, squares: the sum of the n numbers and that of their squares.
-        count: n.
-        drawn: k.
+        total, squares: sum of the n numbers, and sum of their squares.
+        count: number of numbers, n.
+        drawn: number of draws, k.
     """
     share = drawn / max(count, 1)
     both = share * (drawn - 1) / max(count - 1, 1)
@@ -245,13 +247,13 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> BaselineContext:
-    """Return the inputs of a baseline besides the rewards of groups of a pool.
+    """Return the inputs, other than rewards, of a baseline for groups of a pool.
 
     The history is empty, as in a first step.
 
     Args:
         prompt_P1: index of each group's prompt.
-        place_PG: places of its members in the pool of this prompt.
+        place_PG: indices of the group members in the pool of this prompt.
     """
     of_functions_PNF = pool.rewards_PNF
     return BaselineContext(
@@ -266,7 +268,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
     """Compute the terms of any baseline that treats prompts separately, over drawn groups.
 
     Args:
-        order_PDG: places of the members of D groups in each prompt's pool.
+        order_PDG: indices of the members of D groups in each prompt's pool.
         rows: number of prompts in memory at once.
     """
     prompts, draws, size = order_PDG.shape
@@ -301,13 +303,14 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 
 
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
-    """Subtract from terms over drawn groups the sampling noise that a control variate shares.
+    """Reduce the sampling noise of terms over drawn groups with a control variate.
 
-    The best factor alpha of the control is fitted to all prompts together, because a factor for
-    each prompt would be biased by the groups that it is fitted to.
+    The best-fitting factor alpha of the control variate is fitted to all prompts together. A
+    separate factor for each prompt would be biased, because it would be fitted to the groups to
+    which it is applied.
 
     Args:
-        drawn: terms of a loss.
+        drawn: terms of a loss over drawn groups.
         control: terms of another loss over the same groups.
         exact: terms of that other loss over all groups.
     """
@@ -321,21 +324,22 @@ def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> G
 
 
 def is_linear(loss: Loss) -> bool:
-    """Return True if `linear_terms` gives the terms of the loss.
+    """Return True if `linear_terms` can compute the terms of the loss.
 
-    This needs one vector a row, and groups of equal rewards that count or have no advantage.
+    The loss must have one vector per row. Groups of equal rewards must count, or their advantages
+    must be 0.
     """
     counts = not loss.rows.replaces or loss.baseline in ZERO_IF_EQUAL
     return loss.baseline in LINEAR and loss.kinds == (ALL,) and counts
 
 
 def has_levels(pool: ScorePool, baseline: str, group_size: int) -> bool:
-    """Return True if all groups of G can be counted by the levels of their rewards."""
+    """Return True if all groups of G can be enumerated by the levels of their rewards."""
     levels = len(np.unique(pool.rewards_PN))
     listed = comb(group_size + levels - 1, levels - 1) <= MAX_COMPOSITIONS
     return baseline in BY_LEVELS and listed and not BASELINES[baseline].needs
 
 
 def _over(above: Array, below: Array) -> Array:
-    """Divide elementwise; 0 where the denominator is 0."""
+    """Divide elementwise; the result is 0 where the denominator is 0."""
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)

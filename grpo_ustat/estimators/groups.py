@@ -1,24 +1,24 @@
 r"""Scaling law from groups of completions of sampled prompts or of several training steps.
 
-A step's groups give unbiased estimates of C1, C2, C3 and ||grad J||^2 of the policy of that step,
-from few prompts, so that the estimate of ||grad J||^2 may be negative. The estimates are averaged
-over steps, and every ratio is a ratio of such means.
+The groups of a step give unbiased estimates of C1, C2, C3 and ||grad J||^2 for the policy of that
+step. They come from few prompts, so the estimate of ||grad J||^2 may be negative. The estimates are
+averaged over steps, and every ratio is a ratio of these means.
 
-Pairs, G = 2, do not identify C2 and C3, because A_V needs three completions. Their sum needs only
-two, and gives the error and the noise scale at G = 2:
+Pairs, G = 2, do not identify C2 and C3, because A_V needs three completions. The sum of C2 and C3
+needs only two completions, and it gives the error and the noise scale at G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
 
-As ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, neither A_V nor D is below ||g||^2. So C3 lies in
-[2 E||g||^2, S], and under the paper's Assumption 2 (A_V = D) it is S/2 + E||g||^2: G* has bounds,
-and a value under that assumption. Since C1 <= E||g||^2 <= C3/2, G* is never below 1 + sqrt(2), and
-for any policy the error of groups of 3 is at most the error of pairs.
+Because ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, A_V and D are both at least ||g||^2. C3 is
+therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D) it is S/2 + E||g||^2. G* thus
+has bounds, and it has a value under that assumption. Because C1 <= E||g||^2 <= C3/2, G* is at least
+1 + sqrt(2), and for any policy the error of groups of 3 is at most the error of pairs.
 
-Batches of a single group are pooled: a step is then a window of groups from several policies. C2,
-C3 and E||g||^2 are computed within groups, so they are means over these policies. Products between
-groups are of different policies, and the later ones were trained on the earlier groups, see
-`withheld`.
+If each batch has a single group, batches are pooled, and a step is a window of groups from several
+policies. C2, C3 and E||g||^2 are computed within groups, so they are means over these policies.
+Products between groups combine different policies, and the later policies were trained on the
+earlier groups, see `withheld`.
 """
 
 from __future__ import annotations
@@ -44,43 +44,44 @@ from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
-# Bias as a share of a group's E||ghat||^2 if the policies differ by 1 nat, see `withheld`.
+# Bias as a share of the E||ghat||^2 of one group if the policies differ by 1 nat, see `withheld`.
 LOST = 0.0175
-# Bias as a share of the estimate, and drift in nats, beyond which a number is withheld.
+# Bias as a share of the estimate, and drift in nats, above which a number is withheld.
 TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
 
 
 class GroupTerms(NamedTuple):
-    """Contributions of the P groups of one step to the constants, arrays of shape [P]."""
+    """Contributions of the P groups of one step to the constants, [P] each."""
 
     # ||g||^2.
     g_sq_P: Array
-    # A_V - ||g||^2, whose mean is C2; for pairs (A_V + D)/2 - ||g||^2.
+    # A_V - ||g||^2, with mean C2; for pairs (A_V + D)/2 - ||g||^2.
     first_order_P: Array
-    # D + ||g||^2, whose mean is C3; for pairs (A_V + D)/2 + ||g||^2. For pairs the sum of this and
-    # `first_order_P` always has the mean C2 + C3; each has its mean only under Assumption 2.
+    # D + ||g||^2, with mean C3; for pairs (A_V + D)/2 + ||g||^2. For pairs, the sum of this term
+    # and `first_order_P` always has the mean C2 + C3, but the means of the two terms are C3 and C2
+    # only under Assumption 2.
     second_order_P: Array
     # Sum of <ghat_x, ghat_y> over the other groups y.
     others_P: Array
-    # Mean of the squared score norms, NaN if the group has zero variance.
+    # Mean of the squared score norms; NaN if the group has zero variance.
     norm_P: Array
 
     @property
     def constants_4(self) -> Array:
-        """C1, C2, C3 and ||grad J||^2, estimated from all groups."""
+        """Estimates of C1, C2, C3 and ||grad J||^2 from all groups."""
         return _constants(np.stack(self[:4]).sum(axis=1), len(self.g_sq_P))
 
     @property
     def without_each_4P(self) -> Array:
-        """The same numbers without each of the groups in turn, [4, P]."""
+        """Estimates of the same constants without each group, [4, P]."""
         terms_4P = np.stack(self[:4])
-        # A group's products with the others are in its sum and in theirs.
+        # The products of a group with the others are in its own sum and in the sums of the others.
         own_4P = np.stack([*self[:3], 2 * self.others_P])
         return _constants(terms_4P.sum(axis=1, keepdims=True) - own_4P, len(self.g_sq_P) - 1)
 
 
 def _constants(sums_4: Array, count: int) -> Array:
-    """Compute C1, C2, C3 and ||grad J||^2 from the sums of `count` groups' terms, elementwise."""
+    """Compute C1, C2, C3 and ||grad J||^2 from sums of the terms of `count` groups, elementwise."""
     g_sq, c2, c3 = sums_4[:3] / count
     grad_sq = sums_4[3] / (count * (count - 1))
     return np.stack([g_sq - grad_sq, c2, c3, grad_sq])
@@ -97,19 +98,20 @@ def group_terms(
     A group of equal rewards adds 0 to every term, so its scores are not needed.
 
     Args:
-        sq_norm_PG: squared score norms; any number in groups of equal rewards.
+        sq_norm_PG: squared score norms. Groups of equal rewards may have any number.
         gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
-        score_gram_PGG: <s_i, s_j>, if the scores may have a mean other than 0; used for groups of
-            at least 4, because fewer completions do not identify that mean. None: the mean is 0.
+        score_gram_PGG: <s_i, s_j> if the mean of the scores may differ from 0; None if it is 0. The
+            products are used only for groups of at least 4, because fewer completions do not
+            identify that mean.
 
     Raises:
-        ValueError: fewer than 2 groups, or groups of 1 completion.
+        ValueError: there are fewer than 2 groups, or groups have 1 completion.
     """
     if len(rewards_PG) < 2:
         raise ValueError(f"||grad J||^2 needs at least 2 groups, got {len(rewards_PG)}")
     own_P = np.diagonal(gradient_gram_PP)
     if rewards_PG.shape[1] == 2:
-        # This is (A_V + D)/2; ||ghat||^2 minus it is -(z - z')^2 <s, s'> / 2.
+        # `half_P` is (A_V + D)/2, and ||ghat||^2 minus `half_P` is -(z - z')^2 <s, s'> / 2.
         half_P = sq_norm_PG.sum(axis=1) * (rewards_PG[:, 0] - rewards_PG[:, 1]) ** 2 / 4
         g_sq_P, a_v_P, d_P, m0_P = own_P - half_P, half_P, half_P, sq_norm_PG.mean(axis=1)
     elif score_gram_PGG is not None and rewards_PG.shape[1] >= 4:
@@ -129,21 +131,21 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Warning of intervals that probably cover less than stated, see `intervals.Tails.heavy`."""
+    """Warning that intervals probably cover less than stated, see `intervals.Tails.heavy`."""
 
 
 def scaling_from_arrays(
     rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
 ) -> dict[str, Interval]:
-    """Estimate C1, C2, C3, G* and the paper's sqrt(C3/C1) from arrays, intervals over prompts.
+    """Estimate C1, C2, C3, G* and the paper's sqrt(C3/C1) from arrays, with intervals over prompts.
 
-    C1 is estimated for the population from which the P prompts are a sample (divisor P - 1).
-    Intervals leave out one prompt at a time; the interval of G*, `ScalingLaw.gstar`, has no upper
-    end if no size is decided.
+    C1 is estimated for the population from which the P prompts are sampled (divisor P - 1).
+    Intervals leave out one prompt at a time. The interval of G* is that of `ScalingLaw.gstar`; it
+    has no upper end if no size is decided.
 
     Args:
-        rewards_PN: rewards of N >= 3 completions of each of P >= 4 prompts.
-        sq_norm_PN: their squared score norms.
+        rewards_PN: rewards of N >= 3 completions for each of P >= 4 prompts.
+        sq_norm_PN: squared score norms of the completions.
         gradient_gram_PP: <ghat_x, ghat_y> of the prompts' leave-one-out gradients
             `ghat_x = 1/N sum_i s_i (z_i - mean of the others)`.
 
@@ -170,7 +172,7 @@ def scaling_from_arrays(
 def law_of_prompts(
     rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
 ) -> tuple[ScalingLaw, Tails]:
-    """Compute the law of `scaling_from_arrays`, and the tails of its prompts."""
+    """Compute the scaling law for `scaling_from_arrays`, and the tails of its prompts."""
     count, completions = rewards_PN.shape
     if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
         raise ValueError(
@@ -198,31 +200,33 @@ def law_of_prompts(
 class NoiseEstimate:
     """Averages over K steps (batches, or windows of batches) of P groups each, with intervals."""
 
-    # Intervals of `ScalingLaw.intervals` at the present group size, and zero_variance; the ends are
-    # NaN if there are fewer than 4 groups a step and fewer than 4 steps. For pairs, c2, c3,
-    # noise_scale_best and the estimate of gstar are NaN. Instead there are c2_plus_c3, gstar_least
-    # and gstar_most (the bounds of G*) and gstar_assumption2 (its value under Assumption 2); gstar
-    # goes from the low end of the lower bound to the high end of the upper bound.
+    # Intervals of `ScalingLaw.intervals` at the present group size, and of `zero_variance`. The
+    # ends are NaN if there are fewer than 4 groups per step and fewer than 4 steps. For pairs,
+    # `c2`, `c3`, `noise_scale_best` and the estimate of `gstar` are NaN. Pairs have these numbers
+    # instead: `c2_plus_c3`, `gstar_least` and `gstar_most` (the bounds of G*), and
+    # `gstar_assumption2` (the value of G* under Assumption 2). The interval of `gstar` then extends
+    # from the low end of the lower bound to the high end of the upper bound.
     intervals: Mapping[str, Interval]
-    # C1, C2, C3 and ||grad J||^2; for pairs under Assumption 2.
+    # C1, C2, C3 and ||grad J||^2. For pairs they hold under Assumption 2.
     law: ScalingLaw
-    # True if intervals are likely to cover less than 90 %, see `intervals.Tails`.
+    # True if intervals probably cover less than 90 %, see `intervals.Tails`.
     heavy: bool
-    # True if C2 and C3 of `law` use Assumption 2, as for pairs.
+    # True if C2 and C3 of `law` rely on Assumption 2, as they do for pairs.
     assumption2: bool = False
 
 
 def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimate:
     """Estimate the constants, G* and the noise scale of the policies of several steps together.
 
-    Steps count equally. Intervals leave out one group at a time, with each step as an independent
-    part; if steps have fewer than 4 groups, or unequal numbers, one step at a time. Windows also
-    leave out groups: in simulated training that covers .93 to .98, with shorter intervals and fewer
-    windows than leaving out windows needs (`scripts/benchmarks/error_rates.py windows`).
+    All steps have equal weight. Intervals leave out one group at a time and treat each step as an
+    independent part. If steps have fewer than 4 groups or unequal numbers of groups, intervals
+    leave out one step at a time. For windows, intervals also leave out groups. In simulated
+    training this covers .93 to .98, with shorter intervals and fewer windows than leaving out
+    windows would need (`scripts/benchmarks/error_rates.py windows`).
 
     Args:
-        steps: the groups' terms of each step, or window of batches.
-        group_size: present G, at least 2.
+        steps: terms of the groups of each step, or of each window of batches.
+        group_size: present group size G, at least 2.
     """
     norms_P = np.concatenate([step.norm_P for step in steps])
     whole_4, delete_one_4Kn = _averages(steps)
@@ -241,8 +245,8 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
 def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
     """Average the constants over the steps, [4], and with one unit left out, [4, K, n].
 
-    The constants are C1, C2, C3 and ||grad J||^2. Those with one unit left out are NaN if there are
-    too few units.
+    The constants are C1, C2, C3 and ||grad J||^2. The averages with one unit left out are NaN if
+    there are too few units.
     """
     values_4K = np.stack([step.constants_4 for step in steps], axis=1)
     whole_4 = values_4K.mean(axis=1)
@@ -259,14 +263,14 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
 def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval]:
     """Return the estimates that pairs allow: C2 + C3, bounds of G*, and G* under Assumption 2.
 
-    The interval of G* goes from the low end of its lower bound to the high end of its upper bound.
-    It missed G* in at most 3.9 % of the samples in which it had two ends. The interval under
-    Assumption 2 missed its value in up to a third of such samples, in cases where they are few (20
-    to 2560 pairs, the populations of `scripts/benchmarks/populations.py`, in which the assumption
-    nearly holds), so no decision uses it.
+    The interval of G* extends from the low end of its lower bound to the high end of its upper
+    bound. It missed G* in at most 3.9 % of the samples in which it had two ends. The interval under
+    Assumption 2 missed its value in up to a third of such samples, in cases with few such samples
+    (20 to 2560 pairs, the populations of `scripts/benchmarks/populations.py`, in which the
+    assumption nearly holds). No decision therefore uses the interval under Assumption 2.
 
     Args:
-        law: law of the pairs, under Assumption 2.
+        law: scaling law of the pairs, under Assumption 2.
         gstar: interval of G* from that law.
     """
     unknown = ("c2", "c3", "noise_scale_best")
@@ -283,13 +287,14 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
 
 
 def policy_drift(before_GT: Array, after_GT: Array) -> float:
-    """Estimate the KL divergence in nats a completion between two policies.
+    """Estimate the KL divergence between two policies, in nats per completion.
 
-    The first policy wrote the completions. The estimate is the mean of sum_t ( exp(d) - 1 - d ),
-    d = after - before; it is unbiased and never negative.
+    The completions were sampled from the first policy. The estimate is the mean of sum_t ( exp(d) -
+    1 - d ), d = after - before. It is unbiased and never negative.
 
     Args:
-        before_GT, after_GT: log-probability of each token under the two policies; equal on padding.
+        before_GT, after_GT: log-probability of each token under the first and the second policy;
+            equal on padding.
 
     >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
     0.223144
@@ -299,20 +304,22 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return the intervals to withhold for windows of drifting policies, with reasons, by name.
+    """Return the names of numbers to withhold for windows of drifting policies, with reasons.
 
-    Products between a window's groups are too small, because the update on a group makes part of
-    its improvement before the later groups are drawn; C1 is too large by as much. The measured
-    difference (docs/benchmarks.md) was at most `.0175 sqrt(drift) E||ghat||^2`, for one group, up
-    to 1 nat: small compared with C1, large compared with a small ||grad J||^2. C1 or ||grad J||^2
-    is withheld, with the numbers made of it, if this is over a fifth of the estimate and of its
-    half-width; a fifth of C1 takes 9 % off G* - 1. Above 1 nat all are withheld.
+    Products between the groups of a window are too small, because the update on a group makes part
+    of its improvement before the later groups are drawn. C1 is too large by the same amount. The
+    measured difference (docs/benchmarks.md) was at most `.0175 sqrt(drift) E||ghat||^2`, for one
+    group, up to 1 nat. This is small compared with C1 but large compared with a small ||grad J||^2.
+    C1 or ||grad J||^2 is withheld, together with the numbers computed from it, if this bound
+    exceeds both a fifth of the estimate and a fifth of its half-width. A bias of a fifth in C1
+    lowers G* - 1 by 9 %. Above 1 nat both are withheld.
 
     Args:
         estimate: estimate from windows.
-        group_size: present G.
-        drift: `policy_drift` from the first policy of a window to its last, of a group of the first
-            policy whose rewards differ, because its completions change most.
+        group_size: present group size G.
+        drift: `policy_drift` from the first policy of a window to its last. It is measured on a
+            group of the first policy with unequal rewards, because the completions of such a group
+            change most.
     """
     length = estimate.intervals["grad_sq"].estimate + estimate.law.n_mse(group_size) / group_size
     lost = LOST * math.sqrt(drift) * length

@@ -1,6 +1,7 @@
-"""Unbiased estimates of every prompt from random halves of its pool, independent given the prompt.
+"""Unbiased estimates for each prompt from random halves of its pool, independent given the prompt.
 
-One half judges a plan or ranking of the other half without the errors of the other half.
+One half can judge a plan or a ranking made from the other half, because its errors are independent
+of the errors of the other half.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.records import Array, Integers, ScorePool
 
 HALVINGS = 16
-# Least number of prompts for a jackknife.
+# Minimum number of prompts for a jackknife.
 MIN_PROMPTS = 10
-# Least number of completions for which both halves have unbiased moments.
+# Minimum number of completions for unbiased moments in both halves.
 MIN_COMPLETIONS = 6
 
 
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Estimate by name, from both halves of S halvings, [2, S, P], and from full pools, [P].
+    """Return estimates by name from both halves of S halvings, [2, S, P], and from full pools, [P].
 
     The names are value (V), variance (of the reward), score (mean squared score norm), g_sq
-    (||g||^2), length (mean), and `first`, `second`: the error of leave_one_out with a group of G is
+    (||g||^2), length (mean), `first` and `second`. The error of leave_one_out with a group of G is
     `first / G + second / (G (G-1))`, see `estimators.moments`.
 
     Args:
-        pool: N >= 6 completions of each of P prompts; if N is odd, one is in neither half.
+        pool: pool of N >= 6 completions for each of P prompts. If N is odd, one completion is in
+            neither half.
     """
     z, q, lengths_PN = pool.rewards_PN, pool.sq_norm_PN, pool.lengths_PN
     count, size = z.shape
@@ -41,7 +43,7 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
     ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
 
     def estimates(k: int, part: Integers) -> dict[str, Array]:
-        """Estimate by name, [P], from the completions of a part, column k of `ghat_sq_PK`."""
+        """Return estimates by name, [P], from one part, column k of `ghat_sq_PK`."""
         moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
         return {
             "value": moments.value, "variance": moments.var_z, "score": moments.m0,

@@ -1,14 +1,14 @@
 r"""Baselines: functions that turn a group's rewards into advantages.
 
-All have the same signature, so that a new one changes no caller:
+All baselines have the same signature, so adding one does not change any caller:
 
     baseline(rewards_PG, context, **options) -> advantage_PG
 
-The gradient estimate is always `1/(P G) sum_i s_i advantage_i`, linear in the scores s_i, so a
-baseline never sees the model. It does all centring and scaling; no later step normalises again.
-Baselines are pure and work in float64; their options are keyword arguments with defaults. The
-decorator of a built-in baseline has everything else that the command line and studies need, see
-`registry.baseline`.
+The gradient estimate is always `1/(P G) sum_i s_i advantage_i`. It is linear in the scores s_i, so
+a baseline needs no access to the model. A baseline does all centring and scaling, and no later step
+normalises again. Baselines are pure functions and compute in float64. Their options are keyword
+arguments with defaults. The decorator of a built-in baseline declares everything else that the
+command line and the studies need, see `registry.baseline`.
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards

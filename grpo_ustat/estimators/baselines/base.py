@@ -1,4 +1,4 @@
-"""Definition of a baseline, and the arithmetic that several baselines share."""
+"""Definition of a baseline, and arithmetic that several baselines share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grpo_ustat.records import Array
 
 Value = TypeVar("Value")
 
-# Fields that cost no further completion.
+# `BaselineContext` fields that need no additional completions.
 OF_THE_BATCH = frozenset({"lengths_PG", "history", "rewards_PGF", "reward_weights_F"})
 
 
 class UnfitRewards(ValueError):
-    """Rewards outside the range that a baseline is defined for.
+    """Rewards outside the range for which a baseline is defined.
 
-    Its message is one line that names the baseline, the rewards and the fix.
+    The message is one line that names the baseline, the rewards and the fix.
     """
 
 
@@ -29,44 +29,46 @@ class UnfitRewards(ValueError):
 class Baseline:
     """Declaration of a baseline.
 
-    As groups grow a prompt's mean goes to its `target`, with epsilon the baseline's option:
+    As groups grow, the mean estimate for a prompt converges to the baseline's `target`. In the
+    formulas epsilon is the baseline's option:
 
         expected_reward      g
         g_over_sigma         g / (sigma + epsilon); for 0/1 rewards and a small epsilon the gradient
                              of E[2 arcsin sqrt V]
         g_over_v             g / (V + epsilon); for a small epsilon the gradient of E[log V]
-        kept_part            0/1 rewards: g / (V (1-V)) sigma_m^2 / (sigma_m + epsilon), sigma_m
-                             the std of the part of the group that is kept
+        kept_part            for 0/1 rewards g / (V (1-V)) sigma_m^2 / (sigma_m + epsilon), where
+                             sigma_m is the std of the kept part of the group
 
-    and, up to one number of the baseline or of the batch that is the same for all prompts, to
+    The following targets hold up to a factor that depends on the baseline or the batch and is the
+    same for all prompts:
 
         multiple_of_g        g
-        g_over_density       g / f(V), f a density fitted to the batch
+        g_over_density       g / f(V), where f is a density fitted to the batch
         weighted_by_length   E[L^-power (z - V) s] / (sigma + epsilon)
         sum_g_over_sigma     sum_f w_f g_f / (sigma_f + epsilon) over reward functions
     """
 
     # Name in configurations and tables.
     name: str
-    # The function `baseline(rewards_PG, context, **options) -> advantage_PG`, with a default for
-    # each option.
+    # Function `baseline(rewards_PG, context, **options) -> advantage_PG`, with a default for each
+    # option.
     advantage: Callable[..., Array]
-    # True if E[estimate] is the gradient of the expected reward, given the past.
+    # True if, given the past, E[estimate] is the gradient of the expected reward.
     unbiased: bool
-    # The smallest group that the baseline is defined for.
+    # Smallest group size for which the baseline is defined.
     min_group_size: int
     # Names of the `BaselineContext` fields that the baseline reads.
     needs: frozenset[str] = frozenset()
-    # Options of the memory, with their defaults, which the function does not take, see
-    # `train.baseline_state`.
+    # Options of the baseline's memory, with their defaults. The function does not take these
+    # options, see `train.baseline_state`.
     memory: Mapping[str, float] = field(default_factory=dict[str, float])
-    # Limit of the baseline's mean for large groups, see above.
+    # Limit of the mean estimate for large groups, see above.
     target: str = "expected_reward"
     # True if a prompt's advantages depend on other prompts' rewards or lengths.
     couples_prompts: bool = False
     # True if `A_i = r_i - b(x)` with b independent of the group.
     prompt_only: bool = False
-    # The fewest prompts that the baseline is defined for.
+    # Smallest number of prompts for which the baseline is defined.
     min_prompts: int = 1
     # Description in `--help`.
     words: str = ""
@@ -75,7 +77,8 @@ class Baseline:
     def options(self) -> dict[str, float]:
         """Options and their defaults.
 
-        They are the baseline's parameters behind the first two, then those of its memory.
+        The function's parameters after the first two come first, followed by the options of the
+        memory.
         """
         _, _, *parameters = inspect.signature(self.advantage).parameters.values()
         return {each.name: each.default for each in parameters} | dict(self.memory)
@@ -87,7 +90,7 @@ class Baseline:
 
     @property
     def only_trains(self) -> bool:
-        """True if the baseline remembers past batches, which a study does not have."""
+        """True if the baseline needs past batches, which a study does not have."""
         return bool(self.needs & {"tracker_P", "critic_P"})
 
 
@@ -96,8 +99,8 @@ def require(value: Value | None, name: str, baseline: str) -> Value:
 
     Args:
         value: value of the field.
-        name: name of the field, for the message.
-        baseline: name of the baseline, for the message.
+        name: field name for the error message.
+        baseline: baseline name for the error message.
 
     Raises:
         ValueError: the value is None.
@@ -110,7 +113,7 @@ def require(value: Value | None, name: str, baseline: str) -> Value:
 
 
 def quotient(numerator: Array, denominator: Array | float) -> Array:
-    """Divide elementwise; 0 where the numerator is 0, for any denominator.
+    """Divide elementwise; the result is 0 where the numerator is 0, whatever the denominator.
 
     >>> quotient(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
     [0.0, 0.5]

@@ -12,7 +12,7 @@ from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext, Integers
 
-# Variance of mapped group means below which no Beta distribution is fitted.
+# Variance of the mapped group means below which no Beta distribution is fitted.
 NO_SPREAD = 1e-12
 
 
@@ -21,12 +21,13 @@ NO_SPREAD = 1e-12
     unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
 )  # fmt: skip
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Scale by the batch's std (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; a TRL option).
+    """Divide by the std of the batch (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221).
 
-    `A_i = (r_i - rbar) / (std of the batch + epsilon)`, rbar the group's mean.
+    The advantage is `A_i = (r_i - rbar) / (std of the batch + epsilon)`, where rbar is the group
+    mean. TRL offers this scale as an option.
 
-    Biased by a scale common to all prompts that depends on the batch's rewards; in direction by
-    O(1/(P G)). The std has divisor P G - 1.
+    The estimate is biased by a scale that depends on the batch's rewards and is common to all
+    prompts. The bias in direction is O(1/(P G)). The std has divisor P G - 1.
 
     >>> batch_std(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.5).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
@@ -42,8 +43,8 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Whiten `r_i - batch mean` over all tokens of the batch: REINFORCE++ (Hu 2025).
 
-    Biased: token-weighted mean and scale hold the completion's own reward and length. The batch
-    mean cancels in the whitening, see `_whiten`.
+    The estimate is biased because the token-weighted mean and scale depend on the completion's own
+    reward and length. The batch mean cancels in the whitening, see `_whiten`.
 
     >>> context = BaselineContext(lengths_PG=np.array([[3, 1]]))
     >>> reinforce_pp(np.array([[1.0, 0.0]]), context, epsilon=0.0).tolist()
@@ -63,7 +64,7 @@ def reinforce_pp_baseline(
 ) -> Array:
     """Whiten `r_i - rbar` over all tokens of the batch: REINFORCE++-baseline (Hu 2025).
 
-    Biased for the reasons of `reinforce_pp` and `group_mean`.
+    The estimate is biased for the reasons given in `reinforce_pp` and `group_mean`.
 
     >>> context = BaselineContext(lengths_PG=np.array([[3, 1]]))
     >>> reinforce_pp_baseline(np.array([[1.0, 0.0]]), context, epsilon=0.0).tolist()
@@ -74,10 +75,10 @@ def reinforce_pp_baseline(
 
 
 def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
-    """Return values minus their mean over tokens, over sqrt(variance over tokens + epsilon).
+    """Subtract the mean over tokens, then divide by sqrt(variance over tokens + epsilon).
 
-    Each value counts once per token of its completion; the variance has divisor tokens - 1 and
-    epsilon is under the root, as in verl's masked_whiten (epsilon 1e-8).
+    Each value counts once per token of its completion. The variance has divisor tokens - 1, and
+    epsilon is added under the root, as in verl's masked_whiten (epsilon 1e-8).
     """
     tokens = lengths_PG.sum()
     deviation_PG = values_PG - (lengths_PG * values_PG).sum() / tokens
@@ -93,16 +94,17 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
 def length_weighted(
     rewards_PG: Array, context: BaselineContext, *, power: float = 0.75, epsilon: float = 1e-4
 ) -> Array:
-    """Weigh `group_std` by L_i^-power: VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558).
+    """Weight `group_std` by L_i^-power: VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558).
 
     The weights are divided by their mean in the batch, `w_i = L_i^-power / mean of L^-power`, as in
-    the authors' code (Delta-L-Normalization), so that prompts of short completions count more. With
-    power 1 they give the smallest variance if the variance of a completion's gradient is
-    proportional to its length L and its mean does not depend on L; then the weighted mean is also
-    unbiased. Neither holds in general: the weights depend on the completion, so the mean has a bias
-    besides that of `group_std`. With large groups it goes to `E[L^-power (z - V) s] / (sigma +
-    epsilon)` over the batch's mean of L^-power: to that of `group_std` at equal lengths, and
-    otherwise to no multiple of g.
+    the authors' code (Delta-L-Normalization). Prompts with short completions therefore count more.
+    With power 1 the weights minimise the variance if two conditions hold: the variance of a
+    completion's gradient is proportional to its length L, and the mean of this gradient does not
+    depend on L. The weighted mean is then also unbiased. Neither condition holds in general. The
+    weights depend on the completion, which adds a bias to the bias of `group_std`. For large groups
+    the mean converges to `E[L^-power (z - V) s] / (sigma + epsilon)` divided by the batch mean of
+    L^-power. At equal lengths this is the limit of `group_std`; otherwise it is not a multiple of
+    g.
 
     >>> context = BaselineContext(lengths_PG=np.array([[1, 1], [2, 4]]))  # 1/L: mean 11/16
     >>> z = np.array([[1.0, 0.0], [1.0, 1.0]])
@@ -127,11 +129,12 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
         v = mean over other prompts of (variance, divisor G-1) / G
         s = mean over other prompts of (prompt mean - their mean)^2
 
-    The factor (P - 1)/P, P prompts in the batch, is the paper's equation 15; the authors' released
-    code omits it, see `jspo`. epsilon is not in the paper: it prevents 0/0.
+    P is the number of prompts in the batch. The factor (P - 1)/P is from equation 15 of the paper;
+    the authors' released code omits it, see `jspo`. The paper has no epsilon; it prevents 0/0 here.
 
-    Unbiased: lambda and pooled mean do not depend on rewards of prompt x. Needs three prompts: a
-    single other prompt has no spread s, and v / (v + s) would be 1 for any rewards.
+    The estimate is unbiased because lambda and the pooled mean do not depend on the rewards of
+    prompt x. At least three prompts are needed: a single other prompt has no spread s, so v / (v +
+    s) would be 1 for any rewards.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[0].tolist()
@@ -148,9 +151,10 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
-    """Return `james_stein` as in its authors' code (JSPO-Official): without the factor (P - 1)/P.
+    """Return `james_stein` as in the authors' code (JSPO-Official), without the factor (P - 1)/P.
 
-    The code's epsilon is 1e-6. Unbiased for the reasons of `james_stein`.
+    The authors' code uses epsilon 1e-6. The estimate is unbiased for the reasons given in
+    `james_stein`.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> jspo(rewards, BaselineContext(), epsilon=0.0)[1].tolist()  # lambda = 2/3
@@ -184,12 +188,13 @@ def beta(
     maximum: float = 1.0,
     ceiling: float = 1e6,
 ) -> Array:
-    """Divide by a Beta law's density f: BNPO (Xiao et al. 2025), `A_i = (r_i - rbar) / f(rbar)`.
+    """Divide by a fitted Beta density f: BNPO (Xiao et al. 2025), `A_i = (r_i - rbar) / f(rbar)`.
 
-    Rewards are first mapped from [minimum, maximum] to [0, 1]. Its parameters 1 + a/3 and 1 + b/3,
-    at least 1, follow from the moment fit Beta(a, b) to the group means; 1/f is at most `ceiling`
-    (1e6 in the authors' code). Biased: rbar, fit and weight depend on the completion's reward, and
-    prompts are reweighted. With one prompt, or group means without spread, f = 1.
+    Rewards are first mapped from [minimum, maximum] to [0, 1]. Beta(a, b) is fitted to the group
+    means by moments. The parameters of f are 1 + a/3 and 1 + b/3, at least 1, and 1/f is at most
+    `ceiling` (1e6 in the authors' code). The estimate is biased because rbar, the fit and the
+    weight depend on the completion's reward, and because prompts are reweighted. With one prompt,
+    or if the group means have no spread, f = 1.
 
     Raises:
         UnfitRewards: a reward is outside [minimum, maximum].
@@ -216,7 +221,7 @@ def beta(
         both = mean * (1 - mean) / variance - 1
         alpha, gamma = max(1.0, 1 + both * mean / 3), max(1.0, 1 + both * (1 - mean) / 3)
     log_norm = math.lgamma(alpha) + math.lgamma(gamma) - math.lgamma(alpha + gamma)
-    # At means 0 and 1 all rewards of the group are equal.
+    # If a group mean is 0 or 1, all rewards of the group are equal.
     inside_P = (mean_P > 0) & (mean_P < 1)
     p = mean_P[inside_P]
     log_inverse = log_norm - (alpha - 1) * np.log(p) - (gamma - 1) * np.log1p(-p)

@@ -11,7 +11,7 @@ from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext
 
-# Shares and variances that differ by less count as equal.
+# Differences of shares or variances below this value count as rounding errors.
 ROUNDING = 1e-12
 
 
@@ -20,10 +20,10 @@ ROUNDING = 1e-12
     unbiased=True, min_group_size=2,
 )  # fmt: skip
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract the mean of the others: `A_i = r_i - sum_{j != i} r_j / (G-1)`.
+    """Subtract the mean of the other rewards: `A_i = r_i - sum_{j != i} r_j / (G-1)`.
 
-    This is the paper's GRPO (Lemma 1), RLOO (Kool et al. 2019). Unbiased: the baseline of
-    completion i is independent of its score, which has mean zero.
+    This is the paper's GRPO (Lemma 1), which is RLOO (Kool et al. 2019). The estimate is unbiased
+    because the baseline of completion i is independent of the score of i, which has mean zero.
 
     >>> leave_one_out(np.array([[1.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[1.0, -0.5, -0.5]]
@@ -38,11 +38,11 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=False, min_group_size=2,
 )  # fmt: skip
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract the mean of the whole group: `A_i = r_i - rbar`.
+    """Subtract the group mean: `A_i = r_i - rbar`.
 
-    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). Biased by shrinking: it is (G-1)/G
-    times leave_one_out on every sample, so its direction is right and its length too short. This
-    alone can give it a smaller raw MSE than unbiased baselines.
+    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). On every sample the estimate is
+    (G-1)/G times the estimate of `leave_one_out`. Its direction is therefore right, but it is too
+    short. The shorter length alone can make its raw MSE smaller than that of unbiased baselines.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[0.75, -0.25, -0.25, -0.25]]
@@ -58,9 +58,10 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
 def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """Divide by the group's std: GRPO (Shao et al. 2024), `A_i = (r_i - rbar) / (std + epsilon)`.
 
-    The std has divisor G-1. Biased: for large groups its mean goes to g(x) / sigma(x) for each
-    prompt, which for 0/1 rewards is the gradient of E[2 arcsin sqrt V]. TRL has epsilon 1e-4, verl
-    1e-6, OpenRLHF 1e-9; these divide by the std with divisor G-1, GRPO-Zero by that with divisor G.
+    The std has divisor G-1. The estimate is biased: for large groups its mean for each prompt
+    converges to g(x) / sigma(x). For 0/1 rewards this limit is the gradient of E[2 arcsin sqrt V].
+    epsilon is 1e-4 in TRL, 1e-6 in verl and 1e-9 in OpenRLHF. These libraries use the std with
+    divisor G-1; GRPO-Zero uses divisor G.
 
     >>> group_std(np.array([[2.0, 0.0, 1.0]]), BaselineContext(), epsilon=1.0).tolist()
     [[0.5, -0.5, 0.0]]
@@ -77,17 +78,17 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 def group_std_jackknife(
     rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4
 ) -> Array:
-    """Return `group_std` less its jackknifed bias.
+    """Return `group_std` minus its jackknife estimate of the bias.
 
-    Of an estimate N that is `G N - (G-1) mean of N without k`. As advantages, with A^(-k) those of
-    `group_std` in the group without completion k,
+    The jackknife replaces an estimate N by `G N - (G-1) mean of N without k`. If A^(-k) are the
+    advantages of `group_std` in the group without completion k, the corrected advantages are
 
         A_i = G A_i^(all) - sum_{k != i} A_i^(-k)
 
-    Its mean goes to g/sigma like that of `group_std`, without the bias of order 1/G. The remaining
-    bias is of order 1/G^2, plus that of zero-variance groups if rewards are rarely unequal. The
-    variance is `(1 + O(1/G))` times that of `group_std`. This baseline is new here; the jackknife
-    is Quenouille's (1956).
+    As with `group_std`, the mean converges to g/sigma, but without the bias of order 1/G. The
+    remaining bias is of order 1/G^2. If rewards rarely differ within a group, zero-variance groups
+    add to the bias. The variance is `(1 + O(1/G))` times the variance of `group_std`. This baseline
+    is new here; the jackknife is from Quenouille (1956).
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> group_std_jackknife(z, BaselineContext(), epsilon=0.0).round(3).tolist()
@@ -112,11 +113,12 @@ def leave_one_out_std(
 ) -> Array:
     """Return `A_i = (r_i - mean of the others) / (std of the others + epsilon)`.
 
-    The std has divisor G-2. Only r_i depends on completion i, so a prompt's mean is g times a
-    number, `g E[1 / (std of G-1 + epsilon)]`: the direction is exact for each prompt, but prompts
-    are reweighted. If all other rewards are equal, a different reward is divided only by epsilon:
-    near zero-variance groups the variance grows like `1/epsilon^2`, so epsilon must not be small.
-    We know of no published baseline that also leaves the completion out of the std.
+    The std of the G-1 other rewards has divisor G-2. Only r_i depends on completion i, so the mean
+    for a prompt is a multiple of g, `g E[1 / (std of G-1 + epsilon)]`. The direction is exact for
+    each prompt, but prompts are reweighted. If all other rewards are equal and r_i differs, the
+    difference is divided by epsilon only. Near zero-variance groups the variance therefore grows
+    like `1/epsilon^2`, so epsilon must not be small. We know of no published baseline that also
+    leaves the completion out of the std.
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()
@@ -140,15 +142,20 @@ def quantile(
 ) -> Array:
     """Subtract a quantile of the group's rewards: `A_i = (r_i - Q_K) / (std + epsilon)`.
 
-    This is QAE (Junkang Wu et al. 2025, arXiv 2509.22611). Q_K is the smallest reward with at least
-    a share K = `level` of the group at or below it. For 0/1 rewards it is 0 if at most a share 1 -
-    K is right: then only right completions have an advantage. Otherwise it is 1, and only wrong
-    ones have an advantage. Biased: Q_K depends on the completion's reward. With large groups its
-    mean goes to g/(sigma + epsilon) like that of `group_std`, for any K and rewards: the subtracted
-    value is bounded, and the mean score that it multiplies goes to 0 (like 1/sqrt(G) if V = 1 - K,
-    so that Q_K stays random; else like 1/G). The paper defines neither the divisor of the std (here
-    G-1, as in `group_std`) nor the kind of quantile for rewards between 0 and 1; both are our
-    choice, because the authors' code was not available.
+    This is QAE (Junkang Wu et al. 2025, arXiv 2509.22611). Q_K is the smallest reward such that at
+    least a share K = `level` of the group is at or below it. For 0/1 rewards, Q_K is 0 if at most a
+    share 1 - K of the group is right; only right completions then have an advantage. Otherwise Q_K
+    is 1, and only wrong completions have an advantage. The estimate is biased because Q_K depends
+    on the completion's reward.
+
+    For large groups the mean converges to g/(sigma + epsilon), as with `group_std`, for any K and
+    any rewards. The reason is that the subtracted value is bounded and is multiplied by a mean
+    score that converges to 0. The rate is 1/sqrt(G) if V = 1 - K, because Q_K then stays random,
+    and 1/G otherwise.
+
+    The paper specifies neither the divisor of the std nor the kind of quantile for rewards between
+    0 and 1, and the authors' code was not available. We chose divisor G-1, as in `group_std`, and
+    the quantile described above.
 
     >>> z = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     >>> quantile(z, BaselineContext(), level=0.4, epsilon=0.5).tolist()
@@ -168,20 +175,24 @@ def quantile(
 def pods(
     rewards_PG: Array, context: BaselineContext, *, share: float = 0.25, epsilon: float = 1e-4
 ) -> Array:
-    """Return `group_std` of a part of the group: PODS, max-variance (Xu et al. 2025).
+    """Apply `group_std` to a part of the group: PODS, max-variance (Xu et al. 2025).
 
-    The source is arXiv 2504.13818. Of the G completions the m = `share` G (rounded, at least 2) of
-    largest variance of the rewards are kept, which are always some of the largest and some of the
-    smallest; the others get no gradient. Advantages are normalised within the part, and averaged
-    over it: G/m times their share of G. Of equal rewards the first ones are kept, of equal
-    variances the part with the fewest large rewards. Biased: the choice of completions depends on
-    their rewards. For 0/1 rewards and large groups a share rho of the part is right: 1/2 if both
-    kinds fill half of it, else V/share or 1 - (1-V)/share. With E[s | right] = g/V and E[s | wrong]
-    = -g/(1-V) its mean goes to
+    The source is arXiv 2504.13818. Of the G completions, the m = `share` G (rounded, at least 2)
+    whose rewards have the largest variance are kept. Their rewards are always some of the largest
+    and some of the smallest rewards. The other completions get no gradient. Advantages are
+    normalised within the kept part and multiplied by G/m, so that the estimate averages over the
+    kept part. Among equal rewards, the first ones are kept. Among parts with equal variance, the
+    part with the fewest large rewards is kept. The estimate is biased because the choice of
+    completions depends on their rewards.
+
+    For 0/1 rewards and large groups, let rho be the share of right completions in the kept part. It
+    is 1/2 if right and wrong completions can each fill half of the part, else V/share or 1 -
+    (1-V)/share. Because E[s | right] = g/V and E[s | wrong] = -g/(1-V), the mean for epsilon = 0
+    converges to
 
         g sqrt(rho (1-rho)) / (V (1-V))     g / (2 V (1-V)) at rho = 1/2, g / sigma at share = 1
 
-    for epsilon = 0. With other rewards it goes to no multiple of g.
+    For other rewards the limit is not a multiple of g.
 
     >>> z = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     >>> (pods(z, BaselineContext(), share=0.5, epsilon=0.0) / 2).round(3).tolist()  # G/m = 2
@@ -217,12 +228,13 @@ def pods(
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
     """Divide by the group's mean: `A_i = (r_i - rbar) / (rbar + epsilon)`.
 
-    This is MaxRL (arXiv 2602.02710); A is 0 if every reward is 0. Biased: for large groups its mean
-    goes to g(x) / V(x), the gradient of E[log V]. For 0/1 rewards and epsilon = 0 its mean is
-    exactly `(1 - (1-V)^(G-1)) / V` times g(x), the gradient of log V cut after G - 1 terms.
+    This is MaxRL (arXiv 2602.02710). All advantages are 0 if every reward is 0. The estimate is
+    biased: for large groups its mean converges to g(x) / V(x), the gradient of E[log V]. For 0/1
+    rewards and epsilon = 0 the mean is exactly `(1 - (1-V)^(G-1)) / V` times g(x), the gradient of
+    the series of log V truncated after G - 1 terms.
 
     Raises:
-        UnfitRewards: a reward is negative, so that rbar could be 0 or change the sign.
+        UnfitRewards: a reward is negative, so that rbar could be 0 or negative.
 
     >>> maxrl(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.0).tolist()
     [[1.0, -1.0], [0.0, 0.0]]
@@ -240,10 +252,11 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
     unbiased=True, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract OPO's baseline of the others: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
+    """Subtract OPO's leave-one-out mean: `A_i = r_i - sum_{j!=i} L_j r_j / sum_{j!=i} L_j`.
 
-    Lengths L replace squared score norms in the optimal baseline (Hao et al. 2025). Unbiased:
-    rewards and lengths of the others are independent of completion i.
+    OPO (Hao et al. 2025) replaces the squared score norms of the optimal baseline by the lengths L.
+    The estimate is unbiased because the rewards and lengths of the other completions are
+    independent of completion i.
 
     >>> lengths = np.array([[1, 1, 3]])
     >>> opo(np.array([[1.0, 0.0, 1.0]]), BaselineContext(lengths_PG=lengths)).tolist()
@@ -260,10 +273,11 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=False, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract OPO's baseline as shipped: `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
+    """Subtract OPO's mean over the full group: `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
 
-    The sources are Hao et al. 2025 and verl. Biased, also in direction: the baseline depends on the
-    completion's reward and length.
+    OPO is implemented in this form; the sources are Hao et al. 2025 and verl. The estimate is
+    biased, also in direction, because the baseline depends on the completion's own reward and
+    length.
 
     >>> lengths = np.array([[1, 1, 2]])
     >>> opo_self(np.array([[1.0, 0.0, 1.0]]), BaselineContext(lengths_PG=lengths)).tolist()
@@ -289,19 +303,21 @@ def krpo(
 ) -> Array:
     """Subtract a Kalman filter's mean: KRPO (Wang et al. 2025, arXiv 2505.07527), as in its code.
 
-    The filter runs through the group's rewards from x = 0 and P = 1, with Q and R the two
-    variances, whose values and that of epsilon are the authors':
+    The filter starts at x = 0 and P = 1 and runs through the rewards of the group. Q and R are
+    `process_variance` and `measurement_variance`. The defaults of Q, R and epsilon are the authors'
+    values:
 
         P' = P + Q,   K = P' / (P' + R),   x <- x + K (r_i - x),   P <- (1 - K) P'
         A_i = (r_i - x) / (sqrt(P) + epsilon)
 
-    **Its direction is exact**, although r_i enters x before x is used: r_i - x is (1 - K) times the
-    difference of r_i and the x of only the earlier completions, and K and P contain no reward. So
-    with `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)` the mean is g times mean_i c_i, the same for
-    every prompt: for the authors' Q = 1e-5 and R = 1e-2 this is 14.9 at G = 8. It is biased only by
-    that factor, which grows with G, here to 54.9. The first completion hardly counts (c_1 = 0.1,
-    c_8 = 24.5), and each is compared only with earlier ones, so its error is larger than that of
-    `leave_one_out`.
+    **The direction of the estimate is exact**, although r_i enters x before x is used. The reason
+    is that r_i - x equals (1 - K) times the difference between r_i and the x of the earlier
+    completions, and that K and P do not depend on rewards. With
+    `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)`, the mean is therefore g times mean_i c_i, and this
+    factor is the same for every prompt. For the authors' Q = 1e-5 and R = 1e-2 the factor is 14.9
+    at G = 8 and increases with G, up to 54.9. The estimate is biased only by this factor. The first
+    completion hardly counts (c_1 = 0.1, c_8 = 24.5), and each completion is compared only with
+    earlier ones. The error is therefore larger than that of `leave_one_out`.
 
     >>> options = {"process_variance": 0.0, "measurement_variance": 1.0, "epsilon": 0.0}
     >>> krpo(np.array([[1.0, 0.0]]), BaselineContext(), **options).round(4).tolist()

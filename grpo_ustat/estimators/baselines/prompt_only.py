@@ -1,6 +1,7 @@
-"""Baselines `A_i = r_i - b(x)` whose b does not depend on the group: unbiased, closed forms exist.
+"""Unbiased baselines `A_i = r_i - b(x)` with b independent of the group; closed forms exist.
 
-E[S | x] = 0, so any b that is independent of the group's completions drops out of E[S (r - b)].
+Because E[S | x] = 0, any b that is independent of the group's completions drops out of E[S (r -
+b)].
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from grpo_ustat.records import Array, BaselineContext
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def none(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Return the rewards, `A_i = r_i`: REINFORCE (Williams 1992), "vanilla" in the paper.
+    """Return the rewards, `A_i = r_i`: REINFORCE (Williams 1992), called "vanilla" in the paper.
 
-    Unbiased: E[S Z | x] is the gradient by definition.
+    The estimate is unbiased because E[S Z | x] is the gradient by definition.
 
     >>> none(np.array([[1.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[1.0, 0.0, 0.0]]
@@ -32,9 +33,9 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5) -> Array:
-    """Subtract one number for all prompts (Williams 1992): `A_i = r_i - value`.
+    """Subtract the same number for all prompts (Williams 1992): `A_i = r_i - value`.
 
-    Unbiased: the number is fixed beforehand.
+    The estimate is unbiased because the number is fixed beforehand.
 
     >>> constant(np.array([[1.0, 0.0]]), BaselineContext(), value=0.25).tolist()
     [[0.75, -0.25]]
@@ -49,8 +50,9 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract V(x), from completions outside the group: the paper's oracle, `A_i = r_i - V(x)`.
 
-    Unbiased for every V that is independent of the group, exact or estimated. An estimate from K
-    completions adds `M_0 sigma^2 / K` to A_V, that is variance but never bias.
+    The estimate is unbiased for any V that is independent of the group, whether V is exact or
+    estimated. Estimating V from K completions adds `M_0 sigma^2 / K` to A_V. This increases the
+    variance but adds no bias.
 
     >>> oracle(np.array([[1.0, 0.0]]), BaselineContext(value_P=np.array([0.25]))).tolist()
     [[0.75, -0.25]]
@@ -63,11 +65,11 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
-    """Subtract the prompt-only baseline of least variance.
+    """Subtract the prompt-only baseline with the smallest variance.
 
-    The sources are Greensmith et al. 2004 and Hao et al. 2025. `A_i = r_i - b*(x)`, `b* = E[q Z |
-    x] / E[q | x]` with q the squared score norm. Unbiased for the reason of `oracle`: b* comes from
-    completions outside the group.
+    The sources are Greensmith et al. 2004 and Hao et al. 2025. The advantage is `A_i = r_i - b*(x)`
+    with `b* = E[q Z | x] / E[q | x]`, where q is the squared score norm. The estimate is unbiased
+    for the same reason as for `oracle`: b* is estimated from completions outside the group.
 
     >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
     [[0.375, -0.625]]
@@ -94,8 +96,8 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the greedy completion's reward: `A_i = r_i - r(greedy completion of x)`.
 
-    This is ReMax (Li et al. 2023). Unbiased: the greedy completion depends only on the prompt and
-    the policy.
+    This is ReMax (Li et al. 2023). The estimate is unbiased because the greedy completion depends
+    only on the prompt and the policy.
 
     >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
     [[0.0, -1.0]]

@@ -1,4 +1,4 @@
-"""Registry of all baselines by name: their declaration, and the function that calls them."""
+"""Registry of all baselines by name, with their declarations, and the function that calls them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from grpo_ustat.records import Array, BaselineContext
 
 Function = TypeVar("Function", bound=Callable[..., Array])
 
-# Group of entry points, each a `Baseline` of the same name.
+# Entry-point group for baselines. Each entry point is a `Baseline` with the same name.
 PLUGIN_GROUP = "grpo_ustat.baselines"
 
 
 class _Baselines(dict[str, Baseline]):
     """Built-in baselines by name.
 
-    A lookup also gives a baseline of an installed package, which is not among the keys.
+    A lookup also finds the baselines of installed packages, although the keys do not include them.
 
     Raises:
         KeyError: no baseline has this name.
-        TypeError: the entry point is not a `Baseline` of this name, or cannot be called like
-            one.
+        TypeError: the entry point is not a `Baseline` with this name, its function cannot be called
+            like one, or an option's default is not a number.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Baselines(dict[str, Baseline]):
 
 
 def _load(name: str) -> Baseline:
-    """Load the baseline that an installed package offers by this name, see `_Baselines`."""
+    """Load the baseline that an installed package registers under this name, see `_Baselines`."""
     baseline = entry_points(group=PLUGIN_GROUP)[name].load()
     if not isinstance(baseline, Baseline) or baseline.name != name:
         raise TypeError(
@@ -79,19 +79,20 @@ def baseline(
     memory: Mapping[str, float] | None = None,
     target: str = "expected_reward",
 ) -> Callable[[Function], Function]:
-    """Return a decorator that enters a function, unchanged, in `BASELINES` by its name.
+    """Return a decorator that registers a function in `BASELINES` and leaves it unchanged.
 
-    A built-in baseline needs nothing else: command line, `--help` and studies read it there. Other
-    packages offer a `Baseline`.
+    The function's name is the key. A built-in baseline needs nothing else, because the command
+    line, `--help` and studies read `BASELINES`. Other packages provide a `Baseline` as an entry
+    point.
 
     Args:
-        words: description in `--help`, which shows only its first sentence if it is long.
+        words: description in `--help`. If it is long, `--help` shows only the first sentence.
         unbiased, min_group_size, min_prompts, prompt_only, couples_prompts, needs, memory, target:
             see `Baseline`.
     """
 
     def declare(advantage: Function) -> Function:
-        """Enter a baseline in `BASELINES`, and return it."""
+        """Register a baseline in `BASELINES` and return it."""
         name = advantage.__name__
         BASELINES[name] = Baseline(
             name,
@@ -112,7 +113,10 @@ def baseline(
 
 
 def plugin_baselines(names: Iterable[str] | None = None) -> set[str]:
-    """Return baselines of installed packages, by names or all; built-in ones are never replaced."""
+    """Return the names of baselines from installed packages, restricted to `names` if given.
+
+    Built-in baselines are never replaced, so their names are not returned.
+    """
     if names is not None and BASELINES.keys() >= set(names):
         return set()
     offered = entry_points(group=PLUGIN_GROUP).names.difference(BASELINES)
@@ -125,16 +129,17 @@ def advantages(
     context: BaselineContext,
     options: Mapping[str, float] | None = None,
 ) -> Array:
-    """Compute the advantages of a baseline by name, shape [P, G], float64.
+    """Compute the advantages of the baseline with this name, [P, G], float64.
 
     Args:
-        name: a key of `BASELINES`, or a baseline of an installed package.
+        name: key of `BASELINES`, or name of a baseline of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
         context: other inputs of the baseline.
-        options: the baseline's options, exactly those of `Baseline.options`.
+        options: value of every option in `Baseline.options`, and of no other option.
 
     Raises:
-        ValueError: too few completions or prompts, or other options than the baseline's.
+        ValueError: there are too few completions or prompts, or the options are not those of the
+            baseline.
     """
     baseline, options = BASELINES[name], dict(options or {})
     assert rewards_PG.ndim == 2 and rewards_PG.dtype == np.float64
@@ -145,10 +150,10 @@ def advantages(
 
 
 def check_options(name: str, options: Mapping[str, float]) -> None:
-    """Refuse options that are not exactly the baseline's.
+    """Raise an error unless the options are exactly those of the baseline.
 
     Raises:
-        ValueError: the message names the unknown or missing options.
+        ValueError: options are unknown or missing; the message names them.
     """
     names = BASELINES[name].options
     faults = {
@@ -164,10 +169,10 @@ def check_options(name: str, options: Mapping[str, float]) -> None:
 
 
 def check_shape(name: str, num_prompts: int, group_size: int) -> None:
-    """Refuse fewer completions or prompts than the baseline is defined for.
+    """Raise an error if the baseline is not defined for so few completions or prompts.
 
     Raises:
-        ValueError: the message has both numbers.
+        ValueError: the numbers are too small; the message gives the required and the actual number.
     """
     baseline = BASELINES[name]
     if group_size < baseline.min_group_size:

@@ -1,6 +1,7 @@
-"""Advantages if several reward functions judge a completion.
+"""Advantages of completions that several reward functions score.
 
-Either their sum is normalised, or each is normalised before the sum. Axis F: reward functions.
+Either the sum of the rewards is normalised, or each function's rewards are normalised before they
+are summed. Axis F: reward functions.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from grpo_ustat.records import Array, BaselineContext
 
 
 def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
-    """Compute the single reward of each completion, `sum_f w_f r_f`, [P, G].
+    """Compute the weighted sum of each completion's rewards, `sum_f w_f r_f`, [P, G].
 
-    The sum runs function by function, so that a completion's sum does not depend on other
-    completions: equal rewards have equal sums, on any number of ranks.
+    The functions are added one after the other, so that the sum of a completion does not depend on
+    other completions. Equal rewards therefore have equal sums, on any number of ranks.
 
     >>> weighted_sum(np.array([[[1.0, 0.5], [0.0, 1.0]]]), np.array([1.0, 0.2])).tolist()
     [[1.1, 0.2]]
@@ -33,15 +34,16 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
 
     The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
     function's rewards separately, and their weighted sum is divided by the std of the batch
-    (divisor P G - 1) plus epsilon. TRL also subtracts the batch's mean, which is 0 up to rounding;
-    without this subtraction, a group with zero variance under every function has advantages of
-    exactly 0. A function with zero variance in a group does not count there, and the others are not
-    affected. Biased for each function like `group_std`: with many completions its mean goes to that
-    of sum_f w_f g_f/sigma_f, times a number that is the same for the batch.
+    (divisor P G - 1) plus epsilon. TRL also subtracts the batch mean, which is 0 up to rounding.
+    This function does not subtract it, so a group with zero variance under every function has
+    advantages of exactly 0. A function with zero variance in a group adds 0 there and does not
+    affect the other functions. Each function causes the same bias as in `group_std`: with many
+    completions the mean converges to the mean of sum_f w_f g_f/sigma_f, times a factor that is the
+    same for the whole batch.
 
     Args:
-        rewards_PGF: rewards of every function, float64.
-        epsilon: added to every std (TRL: 1e-4).
+        rewards_PGF: rewards from every function, float64.
+        epsilon: number added to every std (TRL: 1e-4).
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])  # the second function's scale is 5
     >>> normalise_then_sum(z, np.ones(2), epsilon=0.0).round(3).tolist()
@@ -66,7 +68,7 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     needs={"reward_weights_F", "rewards_PGF"}, target="sum_g_over_sigma",
 )  # fmt: skip
 def gdpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
-    """Return `normalise_then_sum` as a baseline: it reads the functions' rewards, not their sum.
+    """Apply `normalise_then_sum` to the rewards of each function; `rewards_PG` is not used.
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])
     >>> context = BaselineContext(rewards_PGF=z, reward_weights_F=np.ones(2))

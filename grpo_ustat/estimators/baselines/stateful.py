@@ -1,8 +1,8 @@
-"""Baselines that are learned from past batches, and the weights of the past.
+"""Baselines that are learned from past batches, and the updates of their memory.
 
-The memory is in `train.baseline_state`, where batches follow each other; this module has its
-arithmetic. The memory is read before the current batch is added to it: given the past, b is then
-independent of the batch's completions. If it were updated first, the baseline would be biased.
+`train.baseline_state` keeps the memory between batches; this module contains the arithmetic. The
+memory is read before the current batch is added to it. Given the past, b is therefore independent
+of the batch's completions. If the memory were updated first, the estimate would be biased.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from grpo_ustat.records import Array, BaselineContext
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
-    Unbiased given the past: b is used before `running_update` sees the batch.
+    The estimate is unbiased given the past, because b is used before `running_update` reads the
+    batch.
 
     >>> running_mean(np.array([[1.0, 0.0]]), BaselineContext(running=0.25)).tolist()
     [[0.75, -0.25]]
@@ -46,7 +47,8 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
 def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract a learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
-    Unbiased given the past: v was fitted only on past batches and reads only the prompt.
+    The estimate is unbiased given the past, because v is fitted only on past batches and depends
+    only on the prompt.
 
     >>> critic(np.array([[1.0, 0.0]]), BaselineContext(critic_P=np.array([0.75]))).tolist()
     [[0.25, -0.75]]
@@ -62,11 +64,11 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
 def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Whiten `r_i - tracker(x)` over the batch: SPO (Xu and Ding 2025).
 
-    Its batch mean is subtracted, and it is divided by (std + epsilon). Without the batch's mean and
-    std it would be unbiased given the past; these depend on the completion's reward, which gives a
-    bias of the scale, and of O(1/(P G)) in direction. The std has divisor P G - 1, as in the
-    authors' code (epsilon 1e-8). Groups of one are enough. With rho_min 0.875 the tracker's start
-    counts as 8 draws.
+    The batch mean of this difference is subtracted, and the result is divided by (std + epsilon).
+    Without this whitening the estimate would be unbiased given the past. The batch mean and std
+    depend on the completion's reward. They bias the scale and, by O(1/(P G)), the direction. The
+    std has divisor P G - 1, as in the authors' code (epsilon 1e-8). Groups of one completion are
+    enough. With rho_min 0.875 the initial value of the tracker counts as 8 draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
@@ -85,21 +87,23 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
     target="multiple_of_g",
 )  # fmt: skip
 def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """Subtract the group's mean shrunken to the policy's, then whiten over the batch: EBPO.
+    """Subtract the group mean shrunken towards the policy's mean, then whiten the batch: EBPO.
 
     The source is Han et al. 2026, arXiv 2602.05165v1, algorithm 1. The baseline is
-    `b(x) = (1 - S) rbar + S mu`, then (A - mean) / (std + epsilon) over the batch.
+    `b(x) = (1 - S) rbar + S mu`. The advantages are then whitened over the batch, (A - mean) / (std
+    + epsilon).
 
         S = (sigma^2 / G) / (sigma^2 / G + tau^2)
         sigma^2 = variance of all rewards so far, tau^2 = variance of all groups' means so far
 
-    Both include the current batch, like mu, the mean of all rewards so far. All groups have the
-    same S, so **mu cancels** in the batch's centring. The rest is
+    mu is the mean of all rewards so far. mu, sigma^2 and tau^2 include the current batch. All
+    groups have the same S, so **mu cancels** when the batch is centred. The result is
     `r_i - (1 - S) rbar - S (mean of the batch)`, in which only S depends on the past. Groups of
-    equal rewards keep a gradient, from the batch's mean. Biased: rbar, S, mean and std depend on
-    the completion's reward; for a given S the part before the std is only too short, by
-    `(1 - S)/G + S/(P G)`. The paper defines neither the divisors (here the numbers themselves in
-    sigma^2 and tau^2, P G - 1 in the std) nor epsilon.
+    equal rewards keep a gradient because the batch mean is subtracted. The estimate is biased
+    because rbar, S, the mean and the std depend on the completion's reward. For a given S, the
+    estimate before the division by the std has the right direction and is too short by
+    `(1 - S)/G + S/(P G)`. The paper specifies neither the divisors nor epsilon. Here sigma^2 and
+    tau^2 are divided by the number of values, and the std has divisor P G - 1.
 
     >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
     >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
@@ -116,7 +120,7 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) 
 
 
 def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
-    """Add a batch to `BaselineContext.history`, by Welford's method for parts (Chan et al. 1983).
+    """Add a batch to `BaselineContext.history` by the parallel Welford update (Chan et al. 1983).
 
     >>> add_to_history(np.zeros((2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]])).tolist()
     [[4.0, 0.25, 0.75], [2.0, 0.25, 0.125]]
@@ -136,7 +140,9 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
 
 
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
-    """Return (alpha, beta) from K draws before the first visit, as 1/(1 - rho_min) observations.
+    """Return the initial (alpha, beta) from K draws, weighted as 1/(1 - rho_min) observations.
+
+    The draws are made before the first visit of a prompt.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
     [[2.5], [1.5]]
@@ -149,9 +155,9 @@ def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
 def tracker_discount(
     distance_P: Array, half_distance: float, rho_min: float, rho_max: float
 ) -> Array:
-    """Return rho = 2^(-D / half_distance) within [rho_min, rho_max].
+    """Return rho = 2^(-D / half_distance), clipped to [rho_min, rho_max].
 
-    D is the mean absolute change of a token's log-probability on the prompt's last answer.
+    D is the mean absolute change of a token's log-probability in the last answer to the prompt.
 
     >>> tracker_discount(np.array([0.0, 0.06, 9.0]), 0.06, 0.25, 0.96).tolist()
     [0.96, 0.5, 0.25]
