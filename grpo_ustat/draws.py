@@ -27,7 +27,7 @@ def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
-    """Return a generator for draws that do not belong to one completion, such as prompt sampling."""
+    """Return a generator for draws beyond a single completion, such as the choice of prompts."""
     return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 

@@ -186,9 +186,9 @@ class ScorePool:
     # Number K of metrics of the scores. Question x uses metric x mod K, and inner products of
     # different questions are meaningful only within the same metric.
     metrics: int = 1
-    # Kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several kinds, the
-    # axes N of `gram_PNN` and `features_PNR` contain the vectors of the first kind, then the vectors
-    # of the other kinds.
+    # Kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several kinds,
+    # the axes N of `gram_PNN` and `features_PNR` contain the vectors of the first kind, then the
+    # vectors of the other kinds.
     kinds: tuple[str, ...] = ("all",)
 
     @property

@@ -130,7 +130,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """Return the stream on top of a `LastingFile`, or unchanged if it is not descriptor `number`."""
+    """Return the stream on top of a `LastingFile`; unchanged if its descriptor is not `number`."""
     if stream is None:
         return open(number, "w", closefd=False)  # noqa: SIM115  # until this process ends
     file = _file_of(stream)
