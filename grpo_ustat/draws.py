@@ -1,8 +1,8 @@
 """Keyed random numbers: every draw is a function of its purpose.
 
-Uniforms come from Philox (Salmon et al. 2011), a counter-based generator: its key is a hash of
-(seed, stream, step, prompt id) and its counter starts at the completion's index, so results do not
-depend on the number of processes, on micro-batch size, on the order of work or on restarts.
+Uniforms come from Philox (Salmon et al. 2011), a counter-based generator. The key is a hash of
+(seed, stream, step, prompt id), and the counter starts at the completion's index. Therefore results
+do not depend on the number of processes, the micro-batch size, the order of work or restarts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 
 def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
-    """Return a 128-bit Philox key, two uint64.
+    """Return a 128-bit Philox key as two uint64.
 
     Args:
-        seed: the run's seed.
-        stream: the purpose of the draws, such as `rollout`, `value` or `eval`.
-        step: training step or replicate.
+        seed: seed of the run.
+        stream: purpose of the draws, such as `rollout`, `value` or `eval`.
+        step: number of the training step or replicate.
         name: prompt id.
     """
     text = f"{seed}\x1f{stream}\x1f{step}\x1f{name}"
@@ -27,14 +27,14 @@ def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
-    """Return a generator for choices beyond a single completion, such as the choice of prompts."""
+    """Return a generator for draws beyond a single completion, such as the choice of prompts."""
     return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 
 def uniforms(
     seed: int, stream: str, step: int, prompt_id: str, completions: Sequence[int], count: int
 ) -> np.ndarray:
-    """Return uniforms in [0, 1), [len(completions), count]; row i depends only on completion i.
+    """Return uniforms in [0, 1), [len(completions), count]; row i depends only on completions[i].
 
     >>> both = uniforms(0, "rollout", 3, "7*3", range(2), 4)
     >>> second = uniforms(0, "rollout", 3, "7*3", range(1, 2), 2)
@@ -52,7 +52,7 @@ def uniforms(
 def request_seeds(
     seed: int, stream: str, step: int, prompt_id: str, completions: range
 ) -> list[int]:
-    """Return a seed in [0, 2^63) for each completion, for a sampler with its own generator.
+    """Return a seed in [0, 2^63) for each completion, for samplers with their own generator.
 
     >>> request_seeds(0, "rollout", 3, "7*3", range(2))[1:] == request_seeds(
     ...     0, "rollout", 3, "7*3", range(1, 2)

@@ -1,7 +1,7 @@
-"""Records that travel between rooms: frozen, every axis named.
+"""Immutable records that rooms exchange, with the axes of arrays in their names.
 
-Axes: P prompts, G completions of one prompt (its group), N completions of one prompt's pool,
-T completion tokens, B rows of a batch, F reward functions. Names carry their axes: `rewards_PG`,
+Axes: P prompts, G completions of one group, N completions of one prompt's pool, T completion
+tokens, B rows of a batch, F reward functions. Array names end in their axes: `rewards_PG`,
 `tokens_PGT`.
 """
 
@@ -20,16 +20,16 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-# Largest absolute value of a reward: squares and products of larger ones overflow.
+# Largest absolute value of a reward; squares and products of larger rewards may overflow.
 MAX_REWARD = 1e50
-# Smallest number of questions that gives an interval for new questions.
+# Smallest number of questions for which there is an interval for new questions.
 MIN_QUESTIONS = 4
-# Names of a mean of rewards.
+# Names of a mean reward; it is called accuracy if all rewards are 0 or 1.
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
 
 
 def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
-    """Return True for a finite real number, at most `largest` in absolute value, that fits a float.
+    """Return True for a finite real number of absolute value at most `largest` that fits a float.
 
     >>> is_number(1), is_number(10**400), is_number("1"), is_number(1e60, MAX_REWARD)
     (True, False, False, False)
@@ -44,7 +44,7 @@ def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
 
 
 def joint_quantity(quantities: Iterable[str]) -> str:
-    """Return the name that several means of rewards share: an accuracy is a mean reward too.
+    """Return the common name of several mean rewards: `accuracy` only if all are accuracies.
 
     >>> joint_quantity(["accuracy"]), joint_quantity(["accuracy", "mean reward"])
     ('accuracy', 'mean reward')
@@ -54,32 +54,32 @@ def joint_quantity(quantities: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a data set."""
+    """Question of a data set."""
 
-    # Stable name that depends only on the question; keys every random draw.
+    # Stable id that depends only on the question; it keys all random draws.
     id: str
-    # The question without the prompt around it.
+    # Question without the prompt template.
     text: str
     answer: str
-    # The sort of question, for counts per kind.
+    # Kind of question, for counts by kind.
     kind: str
-    # A worked solution that ends in the answer, as examples in prompts show it.
+    # Worked solution that ends in the answer, for examples in prompts.
     solution: str
-    # Further columns of its row, by name.
+    # Other columns of the question's row, by name.
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
-    # File and number of its row, for errors; empty if there is none.
+    # File and row number, for errors; empty if there is no file.
     where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question as the policy reads it."""
+    """Question in the form that the policy reads."""
 
-    # The question's id; `answer`, `kind`, `columns` and `where` are the question's too.
+    # Id of the question; `answer`, `kind`, `columns` and `where` are also taken from it.
     id: str
-    # The rendered prompt.
+    # Rendered prompt.
     text: str
-    # The question without the prompt around it.
+    # Question without the prompt template.
     question: str
     answer: str
     kind: str
@@ -92,28 +92,28 @@ class Rollouts:
     """G completions of each of P prompts, right-padded to T tokens."""
 
     prompts: list[Prompt]
-    # Token ids of each prompt, P lists of different lengths.
+    # Token ids of the prompts, P lists of different lengths.
     prompt_tokens: list[list[int]]
-    # Completion token ids, end token included, padded with 0.
+    # Token ids of the completions, including the end token, padded with 0.
     tokens_PGT: Integers
-    # True on the completion's tokens; a prefix of every row.
+    # True on tokens of the completion, which are a prefix of every row.
     mask_PGT: Mask
-    # True if the policy wrote its end token, False if the completion was cut.
+    # True if the completion ends with the end token, False if it was truncated.
     ended_PG: Mask
-    # The decoded completions, P lists of G strings, without special tokens.
+    # Decoded completions without special tokens, P lists of G strings.
     texts_PG: list[list[str]]
-    # The sampler's log-probabilities of the tokens, 0 on padding; used only for comparison with
-    # the trainer's.
+    # Log-probabilities of the tokens under the sampler, 0 on padding; used only for comparison with
+    # the trainer's log-probabilities.
     logprobs_PGT: Array | None = None
-    # Entropy in nats of the distributions the tokens were drawn from, 0 on padding.
+    # Entropy, in nats, of the distribution from which each token was drawn; 0 on padding.
     entropy_PGT: Array | None = None
-    # True on tokens that the policy wrote, False on those of an environment, such as answers of
-    # tools; None: the policy wrote all.
+    # True on tokens that the policy wrote, False on tokens of an environment, such as tool outputs;
+    # None if the policy wrote all tokens.
     scored_PGT: Mask | None = None
 
     @property
     def lengths_PG(self) -> Integers:
-        """Completion lengths in tokens, end token included."""
+        """Completion lengths in tokens, including the end token."""
         return self.mask_PGT.sum(axis=-1)
 
     def of_prompt(self, place: int) -> Rollouts:
@@ -125,69 +125,70 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class BaselineContext:
-    """Inputs of a baseline besides the group's rewards; fields that it does not need stay None."""
+    """Inputs of a baseline in addition to rewards; a field is None if no baseline needs it."""
 
-    # The oracle's V(x) of each prompt, from completions outside the group.
+    # V(x) of each prompt for the oracle, estimated from completions outside the group.
     value_P: Array | None = None
-    # Completion lengths in tokens, end token included, at least 1.
+    # Completion lengths in tokens, including the end token; at least 1.
     lengths_PG: Integers | None = None
-    # Reward of each prompt's greedy completion.
+    # Reward of the greedy completion of each prompt.
     greedy_P: Array | None = None
-    # b* = E[q Z | x] / E[q | x] of each prompt, from completions outside the group.
+    # b* = E[q Z | x] / E[q | x] of each prompt, estimated from completions outside the group.
     optimal_P: Array | None = None
-    # The mean reward of past batches, one number for all prompts.
+    # Mean reward of past batches, one number for all prompts.
     running: float | None = None
-    # The tracker's expected reward of each prompt, from its past visits.
+    # Expected reward of each prompt, estimated by the tracker from past visits.
     tracker_P: Array | None = None
-    # The expected reward of each prompt by the critic, which is fitted on past batches.
+    # Expected reward of each prompt, predicted by the critic, which is fitted to past batches.
     critic_P: Array | None = None
-    # Row 0 is of past rewards, row 1 of past groups' mean rewards: the number, the mean and the sum
-    # of squared deviations of each, [2, 3]; zeros without a past.
+    # Number, mean and sum of squared deviations of past rewards (row 0) and of the mean rewards of
+    # past groups (row 1), [2, 3]; zeros if there are no past rewards.
     history: Array | None = None
     # Rewards of every reward function; `rewards_PG` is their weighted sum.
     rewards_PGF: Array | None = None
-    # Weights of the functions in that sum.
+    # Weights of the reward functions in that sum.
     reward_weights_F: Array | None = None
 
 
 @dataclass(frozen=True)
 class ScorePool:
-    """N scored completions of each of P prompts, the input of closed forms and losses."""
+    """N scored completions of each of P prompts; the input of closed forms and losses."""
 
-    # With several reward functions their weighted sum.
+    # Rewards; with several reward functions, their weighted sum.
     rewards_PN: Array
-    # Inner products <s_i, s_j> of the scores of a prompt's completions; the diagonal holds the
+    # Inner products <s_i, s_j> of the scores of a prompt's completions. The diagonal contains the
     # squared score norms q_i.
     gram_PNN: Array
-    # In tokens.
+    # Completion lengths in tokens.
     lengths_PN: Integers
-    # Sketches of the scores: inner products across prompts, unbiased; exact if the model has no
-    # more parameters than R.
+    # Sketches of the scores, for inner products across prompts. They give unbiased estimates, which
+    # are exact if the model has at most R parameters.
     features_PNR: npt.NDArray[np.float32]
-    # Wider sketches of `sum_i (z_i - zbar) s_i`, zbar a prompt's mean reward, float32 as they were
-    # stored or float64; None if `centred_sums_PFR` is there.
+    # Wider sketches of `sum_i (z_i - zbar) s_i`, where zbar is a prompt's mean reward. The dtype is
+    # float32, as stored, or float64. None if `centred_sums_PFR` is set.
     centred_sums_PR: Array | None
-    # Reward of the greedy completion; None if no baseline asks for it.
+    # Reward of the greedy completion; None if no baseline needs it.
     greedy_P: Array | None = None
-    # Mean absolute difference of the sampler's log-probabilities and the model's, in some of the
-    # completions, nats a token; None if the model itself sampled.
+    # Mean absolute difference between the sampler's and the model's log-probabilities, in nats per
+    # token, measured on some of the completions; None if the model itself sampled.
     sampler_gap: float | None = None
-    # Numbers of completions by the versions of the packages that scored them; empty if unknown.
+    # Number of completions by the package versions that scored them; empty if unknown.
     packages: dict[str, int] = field(default_factory=dict[str, int])
-    # True if the completion ended with the policy's end token; None: all did.
+    # True if the completion ended with the end token; None if all completions did.
     ended_PN: Mask | None = None
-    # Rewards of every reward function; None with a single one of weight 1, like the next two.
+    # Rewards of every reward function. This and the next two are None if there is a single reward
+    # function with weight 1.
     rewards_PNF: Array | None = None
-    # `centred_sums_PR` of every reward function.
+    # `centred_sums_PR` for every reward function.
     centred_sums_PFR: Array | None = None
-    # Weights of the functions in the weighted sum.
+    # Weights of the reward functions in the weighted sum.
     reward_weights_F: Array | None = None
-    # K, the number of metrics of the scores: question x is in metric x mod K, and inner products of
-    # different questions have a meaning only within a metric.
+    # Number K of metrics of the scores. Question x uses metric x mod K, and inner products of
+    # different questions are meaningful only within the same metric.
     metrics: int = 1
-    # The kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several, the
-    # axes N of `gram_PNN` and `features_PNR` hold the vectors of the first kind, then those of the
-    # others.
+    # Kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several kinds,
+    # the axes N of `gram_PNN` and `features_PNR` contain the vectors of the first kind, then the
+    # vectors of the other kinds.
     kinds: tuple[str, ...] = ("all",)
 
     @property

@@ -1,1 +1,1 @@
-"""Checks of `grpo-ustat doctor`; each is a function of the output folder."""
+"""Checks of the machine, for `grpo-ustat doctor`."""

@@ -1,7 +1,7 @@
-"""`grpo-ustat doctor`: check if runs can work on this machine, and suggest fixes.
+"""`grpo-ustat doctor`: check whether runs will work on this machine, and suggest fixes.
 
-Checks run one after another, each in a thread with a deadline: a check that breaks or hangs is
-reported in a line, and the others still run.
+Checks run one after another, each in a thread with a deadline. A check that raises or hangs is
+reported in one line, and the other checks still run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INDENT = 18
 
 
 def main() -> None:
-    """Run the checks; the exit code is 1 if a check failed, else 0."""
+    """Run the checks; the exit code is 1 if any check failed, else 0."""
     names = [check.name for check in CHECKS]
     parser = VerbParser("doctor", (__doc__ or "").partition("\n")[0], EXAMPLES)
     parser.add_argument(
@@ -51,16 +51,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     checks = [check for check in CHECKS if options.only is None or check.name in options.only]
-    # If a library kills the process, standard error shows the check.
+    # If a library crashes the process, standard error shows which check was running.
     faulthandler.enable()
     failures = (show_json if options.json else show)(checks, options.output)
     raise SystemExit(int(failures > 0))
 
 
 def show(checks: Sequence[Check], folder: Path) -> int:
-    """Print a line for each check as it ends, and below it the fix; return the number that failed.
+    """Print each check's result and fix as it ends; return the number of failed checks.
 
-    On a terminal, messages are wrapped with an indent; elsewhere each is a single line.
+    On a terminal, messages are wrapped and indented. Elsewhere, each message is a single line.
     """
     start, counts, terminal = time.monotonic(), Counter(), sys.stdout.isatty()
     width = max(40, shutil.get_terminal_size().columns - INDENT) if terminal else 10_000
@@ -79,7 +79,7 @@ def show(checks: Sequence[Check], folder: Path) -> int:
 
 
 def show_json(checks: Sequence[Check], folder: Path) -> int:
-    """Print all outcomes as one JSON object; return the number of checks that failed."""
+    """Print all findings as one JSON object; return the number of failed checks."""
     rows = [
         {
             "check": name,
@@ -96,10 +96,10 @@ def show_json(checks: Sequence[Check], folder: Path) -> int:
 
 
 def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Finding, float]]:
-    """Run the checks in their order; the output of libraries is discarded.
+    """Run the checks in order; discard the output of libraries.
 
     Yields:
-        A check's name, its finding, and the seconds that it took.
+        Name of the check, its finding, and its duration in seconds.
     """
     for check in checks:
         start = time.monotonic()
@@ -118,7 +118,7 @@ def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Findin
 
 
 def _run(check: Check, folder: Path) -> Finding:
-    """Run a check; its error becomes a failed finding."""
+    """Run a check; convert an error into a failed finding."""
     try:
         return check.run(folder)
     # A library may also raise SystemExit.
@@ -132,7 +132,7 @@ def _run(check: Check, folder: Path) -> Finding:
 
 
 def shareable(text: str) -> str:
-    """Return one line without secrets or escapes, and with `~` for the home folder.
+    """Return the text on one line, without secrets or escapes, and with `~` for the home folder.
 
     >>> shareable("key=abcdef at https://me:pass@host and hf_abcdefghij0123456789")
     'key=*** at https://***@host and ***'

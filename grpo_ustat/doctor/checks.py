@@ -1,6 +1,6 @@
 """Checks of `grpo-ustat doctor`; each is a function of the output folder.
 
-A check imports its packages itself, so that a missing package breaks no other check.
+Each check imports its packages itself, so that a missing package does not break other checks.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ SCONTROL_SECONDS = 10.0
 # Importing torch and starting CUDA takes 5 s.
 CUDA_SECONDS = 20.0
 SUM_SECONDS = 30.0
-# The largest relative error of a float32 product; TF32's is 3e-4.
+# Largest accepted relative error of a float32 product; with TF32 the error is 3e-4.
 FLOAT32_ERROR = 1e-3
-# The error of a product in bfloat16, which has 8 bits, is between these.
+# Accepted range of the relative error of a product in bfloat16, which has 8 bits.
 BF16_ERROR = (3e-4, 2e-2)
-# Bytes: loading torch needs the first, training a small model less than the second.
+# In bytes. Loading torch needs the first; training a small model needs less than the second.
 MIN_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
 TRIAL_BYTES = 2**24
 MIN_DISK_BYTES = 5e9
-# 5 minutes for a checkpoint of 0.5 B parameters.
+# At this speed, a checkpoint with 0.5 B parameters takes 5 minutes.
 MIN_BYTES_PER_SECOND = 20e6
 OTHER_FOLDER = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
-# Deadline and memory of a judge as in conf/dataset/math.yaml; spare seconds on a busy machine.
+# Deadline and memory of a judge, as in conf/dataset/math.yaml; extra seconds on busy machines.
 JUDGE_SECONDS, JUDGE_MEMORY_GB, JUDGE_SPARE_SECONDS = 2.0, 2.0, 4.0
 JUDGE_FIX = (
     "pip install -c constraints.txt 'math-verify[antlr4-9-3]'; sets without dataset=math do "
     "without it"
 )
-# Locks a file until its process is killed.
+# Code that locks a file until its process is killed.
 LOCK_CODE = (
     "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB);"
     "print('locked', flush=True); sys.stdin.read()"
@@ -68,32 +68,32 @@ RANK_CODE = "import sys; from grpo_ustat.doctor.checks import add_up; add_up(sys
 
 
 class Finding(NamedTuple):
-    """The report of a check."""
+    """Result of a check."""
 
-    # warning: runs work, but something is likely a mistake; failed: runs will fail or be wrong.
+    # warning: runs work, but a setting is likely a mistake. failed: runs will fail or be wrong.
     status: Literal["ok", "warning", "failed"]
     message: str
-    # Empty if the status is ok.
+    # Suggested fix; empty if the status is ok.
     fix: str = ""
 
 
 def ok(message: str) -> Finding:
-    """Return the finding that nothing is wrong."""
+    """Return a finding without problems."""
     return Finding("ok", message)
 
 
 def warning(message: str, fix: str) -> Finding:
-    """Return the finding that runs work, but something is likely a mistake."""
+    """Return a finding that runs work but a setting is likely a mistake."""
     return Finding("warning", message, fix)
 
 
 def failed(message: str, fix: str) -> Finding:
-    """Return the finding that runs will fail, or give wrong results."""
+    """Return a finding that runs will fail or give wrong results."""
     return Finding("failed", message, fix)
 
 
 def check_code(_: Path) -> Finding:
-    """Report version and commit of this package, and the interpreter and system."""
+    """Report version and commit of this package, interpreter and system."""
     from grpo_ustat.runs.folder import code_state
 
     state = code_state()
@@ -105,11 +105,11 @@ def check_code(_: Path) -> Finding:
 
 
 def check_packages(_: Path) -> Finding:
-    """Compare required packages, and those of extras that are installed, with their ranges."""
+    """Compare versions of required packages, and of installed extras, with their ranges."""
     from packaging.requirements import Requirement
 
     def problems(requirements: Iterable[Requirement]) -> dict[Requirement, str]:
-        """Return the version here, or "missing", of each requirement that is not met."""
+        """Return the installed version, or "missing", of each unmet requirement."""
         versions = {x: installed_version(x.name) for x in requirements}
         return {
             x: here or "missing"
@@ -144,7 +144,7 @@ def check_packages(_: Path) -> Finding:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -152,7 +152,7 @@ def installed_version(name: str) -> str | None:
 
 
 def check_torch(_: Path) -> Finding:
-    """List GPUs by name, memory and driver; each multiplies matrices in float32 and bfloat16."""
+    """List GPUs with memory and driver, and test matrix products in float32 and bfloat16."""
     import torch
 
     driver, built_for = _gpu_driver(), torch.version.cuda
@@ -198,9 +198,9 @@ def check_torch(_: Path) -> Finding:
 
 @cache
 def cuda_error() -> str | None:
-    """Return the reason why CUDA does not start; None if it starts, or without CUDA or a GPU.
+    """Return the reason why CUDA does not start; None if it starts, or if there is no CUDA or GPU.
 
-    A start that hangs or crashes would end this process, so another process tries.
+    CUDA is started in another process, because a start that hangs or crashes would end this one.
     """
     import torch
 
@@ -225,7 +225,7 @@ def _gpu_driver() -> str | None:
 
 
 def _gpu(device: str) -> str:
-    """Return a GPU's name and memory."""
+    """Return the name and memory of a GPU."""
     import torch
     from rich.filesize import decimal
 
@@ -235,7 +235,7 @@ def _gpu(device: str) -> str:
 
 
 def _product_error(device: str, dtype: torch.dtype) -> float:
-    """Return the relative error of a matrix product in autocast or float32; NaN if not finite."""
+    """Return the relative error of a matrix product in float32 or autocast; NaN if not finite."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -248,7 +248,7 @@ def _product_error(device: str, dtype: torch.dtype) -> float:
 
 
 def check_threads(_: Path) -> Finding:
-    """Compare OMP_NUM_THREADS with the cores of this process: affinity, container, SLURM."""
+    """Compare OMP_NUM_THREADS with the cores of this process by affinity, container and SLURM."""
     affinity = getattr(os, "sched_getaffinity", None)
     limits = [(len(affinity(0)) if affinity else os.cpu_count() or 1, "of this process")]
     quota = _text(CGROUP / "cpu.max").split()
@@ -273,7 +273,7 @@ def check_threads(_: Path) -> Finding:
 
 
 def check_memory(_: Path) -> Finding:
-    """Check free memory of the machine, or of its container."""
+    """Check the free memory of the machine or its container."""
     import psutil
     from rich.filesize import decimal
 
@@ -294,7 +294,7 @@ def check_memory(_: Path) -> Finding:
 
 
 def _text(file: Path) -> str:
-    """Return a file's text, empty if it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -302,7 +302,7 @@ def _text(file: Path) -> str:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Check free bytes of the output folder, and write, sync, rename and read 16 MiB there."""
+    """Check free space in the output folder, and write, sync, rename and read 16 MiB there."""
     from rich.filesize import decimal
 
     place, content = _nearest_folder(folder), os.urandom(TRIAL_BYTES)
@@ -336,7 +336,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_locks(folder: Path) -> Finding:
-    """Test flock, with which a run locks its folder, from a second process and after a kill."""
+    """Test flock, which locks run folders, from a second process and after a kill."""
     from grpo_ustat.distributed.lock import DEAD_AFTER_SECONDS
 
     place = _nearest_folder(folder)
@@ -376,7 +376,7 @@ def check_locks(folder: Path) -> Finding:
 
 
 def _lock_holder(file: Path) -> tuple[subprocess.Popen[str], bool]:
-    """Start a process that locks a file until its kill; return it, and True if it got the lock."""
+    """Start a process that locks a file until its kill; return it, and True if it has the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOCK_CODE, str(file)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -386,7 +386,7 @@ def _lock_holder(file: Path) -> tuple[subprocess.Popen[str], bool]:
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
+    """Return the folder if it exists, else its nearest existing parent."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
 
 
@@ -395,7 +395,7 @@ def _trial_folder(place: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def check_cache(_: Path) -> Finding:
-    """List models and data sets in the hub's cache; without a network only these are available."""
+    """List models and data sets in the hub's cache; offline, only these are available."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     from grpo_ustat.config.model import cache_folder
@@ -445,7 +445,7 @@ def check_judge(_: Path) -> Finding:
 
 
 def check_slurm(_: Path) -> Finding:
-    """Ask SLURM's controller, and look for the launcher that submits sweeps to it."""
+    """Ping SLURM's controller, and check for the launcher that submits sweeps."""
     job = os.environ.get("SLURM_JOB_ID")
     place = f"inside job {job}" if job else "outside a job"
     if shutil.which("scontrol") is None:
@@ -475,7 +475,7 @@ def check_slurm(_: Path) -> Finding:
 
 
 def check_ranks(_: Path) -> Finding:
-    """Have two processes of this machine add up numbers by gloo, and with GPUs by NCCL too."""
+    """Test all-reduce between two processes with gloo, and on GPUs with NCCL."""
     import torch
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -509,7 +509,7 @@ def check_ranks(_: Path) -> Finding:
 def all_reduce_error(
     backend: str, count: int, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """Have `count` processes add up 1, ..., count; return the reason of a failure, else None."""
+    """All-reduce 1, ..., count in `count` processes; return the reason of a failure, else None."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -543,7 +543,7 @@ def all_reduce_error(
 
 
 def add_up(backend: str) -> None:
-    """Print the sum of 1, ..., number of ranks, or the error; each rank's process calls it."""
+    """Print the all-reduced sum of 1, ..., number of ranks, or the error; each rank calls it."""
     import torch
     import torch.distributed as dist
 
@@ -561,7 +561,7 @@ def add_up(backend: str) -> None:
 
 
 def check_trackers(_: Path) -> Finding:
-    """Check installed trackers, wandb's server and key; without trackers runs only write files."""
+    """Check installed trackers, wandb's server and key; without a tracker runs only write files."""
     versions = {name: here for name in TRACKERS if (here := installed_version(name))}
     message = ", ".join(f"{name} {here}" for name, here in versions.items()) or "none installed"
     if "wandb" not in versions:
@@ -585,9 +585,9 @@ def check_trackers(_: Path) -> Finding:
 
 
 def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
-    """Return the reason why a server, or the proxy before it, cannot be reached; None if it can.
+    """Return the reason why a server, or its proxy, cannot be reached; None if it can.
 
-    The look-up of a host name has no deadline, so another thread does it.
+    It runs in another thread, because the look-up of a host name has no time limit.
     """
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     parts = urlsplit(proxy or url)
@@ -607,7 +607,7 @@ def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
-    """Return the answer of `work`; None if it takes longer, and then its thread goes on."""
+    """Return the result of `work`, or None after `seconds`; its thread then continues."""
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
     thread.start()
@@ -616,17 +616,17 @@ def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
 
 
 class Check(NamedTuple):
-    """A line of the table of checks."""
+    """Check in the table of checks."""
 
-    # Name on the command line and in the output.
+    # Name of the check on the command line and in the output.
     name: str
-    # Returns a finding for the output folder.
+    # Function that returns a finding for an output folder.
     run: Callable[[Path], Finding]
-    # Deadline of the check; checks that import torch wait for slow disks.
+    # Deadline in seconds; longer for checks that import torch, which is slow on slow disks.
     seconds: float
 
 
-# Deadlines in seconds.
+# All checks, with their deadlines in seconds.
 CHECKS = tuple(
     Check(run.__name__.removeprefix("check_"), run, seconds)
     for run, seconds in {

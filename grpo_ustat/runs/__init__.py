@@ -1,1 +1,1 @@
-"""Run folders: what a run leaves behind, how it is read back, and trackers that show it."""
+"""Writing and reading of run folders, and trackers that show them."""

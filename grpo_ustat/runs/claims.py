@@ -9,17 +9,18 @@ import numpy as np
 
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
-# Largest share of studies that may disagree although the theory holds.
+# Family-wise error rate: largest share of studies that disagree although the theory holds.
 FAMILY_ERROR = 0.05
 
 
 def correct_family(claims: Sequence[Claim]) -> list[Claim]:
-    """Return claims with the verdicts of the family (Holm 1979).
+    """Return claims with verdicts that are corrected for multiple testing (Holm 1979).
 
-    A claim with a p-value disagrees only if Holm's step-down correction over all such claims of
-    the study rejects it at 5 %. So of studies whose predictions all hold at most 5 % disagree,
-    however their claims depend on each other. An alternative disagrees if its p-value is at most
-    5 % of the family's first step. Correcting twice changes nothing.
+    A claim with a p-value disagrees only if Holm's step-down correction over all claims with
+    p-values in the study rejects it at 5 %. Therefore at most 5 % of studies disagree if all their
+    predictions hold, whatever the dependence between their claims. An alternative prediction
+    disagrees if its p-value is at most 5 % divided by the number of p-values. The correction is
+    idempotent.
     """
     p_values = [claim.p_value for claim in claims if claim.p_value is not None]
     holm = iter(holm_adjust(p_values))
@@ -42,7 +43,7 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def holm_adjust(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values: reject those at most 5 % for a family-wise error of 5 %.
+    """Return Holm's adjusted p-values; rejecting values up to 5 % gives a family-wise error of 5 %.
 
     >>> holm_adjust([0.04, 0.01, 0.03])
     [0.06, 0.03, 0.06]
@@ -70,7 +71,7 @@ def worst_verdict(claims: Sequence[Claim]) -> str:
 
 
 def agreement(claims: Sequence[Claim]) -> str:
-    """Return the share of claims that agree as a family, such as `21 of 21`."""
+    """Return the number of claims that agree after Holm's correction, such as `21 of 21`."""
     verdicts = [claim.verdict for claim in correct_family(claims)]
     return f"{verdicts.count(AGREES)} of {len(verdicts)}"
 

@@ -1,7 +1,7 @@
-"""Limits and types of the files of a run folder: size, depth, count, and the type of each value.
+"""Limits on the files of a run folder (size, depth, number of values), and types of their values.
 
-A run folder may have been edited, or come from somebody else. A value that does not fit is refused
-with the name of the file and the key.
+A run folder may have been edited or received from somebody else. An invalid value is refused with
+an error that names the file and the key.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
 # Largest size of any other file.
 MAX_OTHER_BYTES = 256_000_000
 MAX_DEPTH, MAX_VALUES, MAX_LETTERS = 40, 2_000_000, 1_000_000
-# Values of a configuration; an alias counts as often as it occurs.
+# Largest number of values in a configuration; every use of a YAML alias counts.
 MAX_SETTINGS = 50_000
-# Rows of a table within a result.
+# Largest number of rows of a table in a result.
 MAX_ROWS = 20_000
-# Largest absolute value, so that squares of a number and draws from it stay finite.
+# Largest absolute value of a number, so that its square and random draws based on it are finite.
 MAX_NUMBER = 1e100
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Ends:
     """Mark of an estimate that a file stores under the keys `NAME`, `NAME_low` and `NAME_high`.
 
-    The last two are null if they are not finite.
+    An end is null if it is not finite.
     """
 
     # Type of the first key.
@@ -49,22 +49,22 @@ class Ends:
     end: Any
 
 
-# Types of a record's fields, besides those of Python. An `Annotated` type carries a mark that
-# `misfit`, `content_of` and `record_of` read: a number is the least value of a whole number, a text
-# is compared with the mark of `NumberOrNull`, `Sometimes` or `Beside`, a tuple lists the choices.
-# A whole number of at least 0, and one of at least 1.
+# Types of a record's fields, in addition to Python's types. An `Annotated` type carries a mark that
+# `misfit`, `content_of` and `record_of` read. A number is the smallest value of an integer, a text
+# identifies `NumberOrNull`, `Sometimes` or `Beside`, and a tuple lists the allowed values.
+# Count is an integer of at least 0, Size an integer of at least 1.
 Count = Annotated[int, 0]
 Size = Annotated[int, 1]
-# A number that is null in the file if it is not finite.
+# A number; the file contains null if it is not finite.
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
-# A field whose key is missing in the file if the value is None.
+# A field; the file has no key for it if its value is None.
 Sometimes = Annotated[T | None, "no key where it is None"]
-# An `Interval` is an estimate whose ends may be null; those of a `Bounded` one are finite.
+# An `Interval` is an estimate whose ends may be null; a `Bounded` estimate has finite ends.
 Bounded = Annotated[Interval, Ends(float, float)]
-# Records that the file stores under further keys of the record with this field.
+# Records that are stored as additional keys of the record that has this field.
 Beside = Annotated[Mapping[str, Any], "further keys"]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
-# A record, a type of a field, or a dictionary of them for some keys of a mapping.
+# A record class, the type of a field, or a dictionary of such types for some keys of a mapping.
 Shape = Any
 
 
@@ -72,7 +72,7 @@ def text_of(folder: Path, name: str) -> str:
     """Read a file's text.
 
     Raises:
-        ValueError: the file is larger than any that a run writes.
+        ValueError: the file is larger than any file that a run writes.
     """
     size, most = (folder / name).stat().st_size, MAX_BYTES.get(name, MAX_OTHER_BYTES)
     if size > most:
@@ -86,8 +86,8 @@ def checked(
     """Return a file's parsed content and an empty text, or None and a line with the error.
 
     Args:
-        parse: parses the text of the file; raises a ValueError if it cannot.
-        shape: of the content, see `misfit`; None: anything.
+        parse: parser of the file's text; raises a ValueError if the text is invalid.
+        shape: expected type of the content, see `misfit`; None accepts any content.
         complete: True if every required key of a record must be present.
     """
     try:
@@ -99,10 +99,10 @@ def checked(
 
 
 def parsed_json(text: str) -> Any:
-    """Parse JSON with only finite numbers.
+    """Parse JSON; refuse numbers that are not finite.
 
     Raises:
-        ValueError: the text is not JSON, or exceeds the limits.
+        ValueError: the text is not JSON or exceeds the limits.
     """
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
@@ -113,12 +113,12 @@ def parsed_json(text: str) -> Any:
 
 
 def parsed_code(text: str) -> Any:
-    """Parse the content of `code.json`, and check it by its digest.
+    """Parse the content of `code.json` and verify its digest.
 
-    Only the digest shows a changed letter in a version or in the fingerprint of the weights.
+    The digest detects changes that keep the type of a value, such as a changed version.
 
     Raises:
-        ValueError: the text is not JSON, or its digest belongs to other values.
+        ValueError: the text is not JSON, or the digest does not match the values.
     """
     content = parsed_json(text)
     if not isinstance(content, Mapping):
@@ -129,16 +129,16 @@ def parsed_code(text: str) -> Any:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a mapping's values, independent of spaces and key order in a file."""
+    """Return the digest of a mapping; it does not depend on spaces or key order in the file."""
     values = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def parsed_yaml(text: str) -> Any:
-    """Parse YAML whose tags can create only texts, numbers, lists and mappings.
+    """Parse YAML; tags can create only texts, numbers, lists and mappings.
 
     Raises:
-        ValueError, yaml.YAMLError: the text is not YAML, or exceeds the limits.
+        ValueError, yaml.YAMLError: the text is not YAML or exceeds the limits.
     """
     try:
         content = yaml.safe_load(text)
@@ -149,10 +149,10 @@ def parsed_yaml(text: str) -> Any:
 
 
 def check_limits(content: Any, most: int = MAX_VALUES) -> None:
-    """Refuse content that is nested too deep, or has too many values or impossible numbers.
+    """Refuse content that is nested too deeply, has too many values, or has impossible numbers.
 
     Raises:
-        ValueError: the message names the limit.
+        ValueError: the content exceeds a limit, which the message names.
     """
     count, level = 0, [content]
     for _ in range(MAX_DEPTH):
@@ -180,14 +180,14 @@ def _refuse_constant(name: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number of at most `MAX_NUMBER` that is not a boolean."""
+    """Return True for a finite number, not a boolean, of absolute value at most `MAX_NUMBER`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= MAX_NUMBER and math.isfinite(value)
 
 
 def count(value: Any) -> bool:
-    """Return True for a whole number from 0 on."""
+    """Return True for an integer that is at least 0."""
     return misfit(value, Count) is None
 
 
@@ -198,7 +198,7 @@ def scalar(value: Any) -> bool:
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """Return the keys of a record in a file, each with its type and True if it is required.
+    """Return the keys of a record in a file, each with its type and whether it is required.
 
     A key is required if the field has no default.
 
@@ -256,11 +256,11 @@ def content_of(record: Any) -> Any:
 def record_of(kind: Shape, content: Any) -> Any:
     """Convert the content of a file into a record, the inverse of `content_of`.
 
-    A number that is null becomes NaN. Keys without a field are dropped.
+    Null becomes NaN in a `NumberOrNull` field. Keys without a field are dropped.
 
     Args:
-        kind: a record's class, or a type of a field.
-        content: content that fits the type, see `misfit`.
+        kind: record class, or type of a field.
+        content: content that matches the type, see `misfit`.
 
     >>> @dataclass
     ... class Law:
@@ -295,9 +295,10 @@ def record_of(kind: Shape, content: Any) -> Any:
 
 
 def row_interval(row: Mapping[str, Any], name: str) -> Interval:
-    """Read an estimate and its ends from three keys of a mapping.
+    """Read an estimate and the ends of its interval from three keys of a mapping.
 
-    A missing estimate is NaN; a missing upper end is infinite if there is a lower one.
+    A missing estimate or lower end is NaN. A missing upper end is infinite if the lower end exists,
+    else NaN.
     """
     estimate, low, high = (row.get(key) for key in _three(name))
     return Interval(
@@ -318,7 +319,7 @@ def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
-    """Return the type within `Sometimes[...]` and True; another type unchanged and False."""
+    """Return the type inside `Sometimes[...]` and True; for any other type, return it and False."""
     if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
         return kind, False
     (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
@@ -341,15 +342,15 @@ def _finite(value: float | None) -> float | None:
 
 
 def misfit(content: Any, kind: Shape, key: str = "", complete: bool = True) -> str | None:
-    """Return a line on the first key that is missing or of another type; None if all fit.
+    """Return an error line for the first missing key or wrong type; None if everything matches.
 
     The line has the value and the expected type. Unknown keys are ignored.
 
     Args:
-        content: of a JSON or YAML file.
-        kind: a record's class, a type of a field, or a dictionary of types by key, whose keys may
-            be missing.
-        key: place of the content within the file.
+        content: parsed content of a JSON or YAML file.
+        kind: record class, type of a field, or dictionary of types by key, in which every key is
+            optional.
+        key: position of the content in the file.
         complete: True if every required key of a record must be present.
 
     >>> misfit({"a": {"b": "x"}}, {"a": {"b": float}, "c": float})
@@ -374,7 +375,7 @@ def misfit(content: Any, kind: Shape, key: str = "", complete: bool = True) -> s
         if content is None and len(kinds) < len(arguments):
             return None
         if all(map(is_dataclass, kinds)):
-            # Take the record that lacks the fewest keys.
+            # Choose the record type with the fewest missing keys.
             present = content if isinstance(content, dict) else {}
             kinds = [min(kinds, key=lambda record: len(_missing(present, record)))]
         if len(kinds) == 1:
@@ -419,9 +420,10 @@ def _misfit(name: str, content: Any, wanted: str) -> str:
 
 
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return rows of training steps without values that are not numbers, and a line on these.
+    """Return rows of training steps without invalid values, and a line about the invalid values.
 
-    Only keys in `_reason` may have texts: they explain a missing number.
+    Valid values are numbers, booleans and null. Only keys that end in `_reason`, which explain a
+    missing number, may have texts.
 
     >>> typed_rows([{"step": 1, "reward": "x", "gstar_reason": "few groups"}, {"step": -1}])[0]
     [{'step': 1, 'gstar_reason': 'few groups'}]
@@ -431,7 +433,7 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
     typed, wrong = [], []
     for row in rows:
         if "step" not in row:
-            # A row without a step, such as that of the end of a run.
+            # Some rows have no step, such as the row at the end of a run.
             continue
         if not count(row["step"]):
             wrong.append(("step", row["step"]))
@@ -463,7 +465,7 @@ def _short(value: Any) -> str:
 
 
 def command_of(config: dict[str, Any]) -> str:
-    """Return the command that a configuration belongs to: `train`, `mse` or `gap`.
+    """Return the command of a configuration: `train`, `mse` or `gap`.
 
     >>> [command_of(x) for x in ({"max_steps": 80}, {"problem": {}}, {"study": {}})]
     ['train', 'gap', 'mse']

@@ -1,7 +1,7 @@
-"""Errors of the operating system about files, each in one line with its remedy.
+"""File errors of the operating system, reported in one line with a remedy.
 
-A full disk or a folder of another user is not a mistake in the code, so it needs no traceback, and
-the files on the disk stay. Other errors pass unchanged.
+A full disk or a folder of another user is not a bug, so the user sees no traceback, and the files
+on the disk are kept. Other errors pass unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
 
-# Remedies, by the system's error number.
+# Remedies, by error number of the system.
 FIXES = {
     errno.ENOSPC: "make room on the disk",
     errno.EDQUOT: "make room in your share of the disk (quota)",
@@ -24,22 +24,22 @@ FIXES = {
     errno.EPERM: "make it yours to read and write",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-# Errors that a bug of this package may also cause.
+# Errors that a bug in this package may cause too.
 MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)
-# Errors recognised by their texts, because a library wraps them without the number.
+# Errors recognised by their texts, because some libraries wrap them without the error number.
 ERRORS_IN_TEXTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE)
 ERROR_NUMBER = re.compile(r"(?:\[Errno |os error |Os \{ code: )(\d+)")
 ERROR_FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
 
 
 class NotSaved(OSError):
-    """Stop of a run by an error of the operating system, in one line with the remedy."""
+    """Stop of a run by an operating system error; its message is one line with the remedy."""
 
 
 def refusal(error: BaseException) -> tuple[str, str] | None:
-    """Return reason and remedy of an operating system's error about files; None for other errors.
+    """Return the reason and remedy of a file error of the system; None for other errors.
 
-    Errors of a worker, of another rank and of safetensors are recognised by their texts.
+    Errors from a worker, from another rank or from safetensors are recognised by their texts.
 
     >>> refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
     ('No space left on device: pool/a.safetensors', 'make room on the disk')
@@ -69,17 +69,17 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
 
 
 def fault_line(error: BaseException) -> str | None:
-    """Return the last line of a command after a system error; None for other errors."""
+    """Return the line that a command prints last after a system error; None for other errors."""
     refused = refusal(error)
     return refused and f"{': '.join(refused)}, then type the same command again"
 
 
 @contextmanager
 def faults_of(folder: Path) -> Iterator[None]:
-    """Turn an operating system's error within the block into one line that names the folder.
+    """Convert a file error of the system inside the block into one line that names the folder.
 
     Raises:
-        NotSaved: the same command continues from the files on the disk.
+        NotSaved: a file could not be written; the same command resumes from the files on the disk.
     """
     try:
         yield

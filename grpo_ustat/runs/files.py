@@ -1,4 +1,4 @@
-"""Files of runs: atomic writing, and reading of JSON lines and CSV tables."""
+"""Atomic writing of files, and reading of JSON lines and CSV tables."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from grpo_ustat.config.schema import ConfigError
 
-# File of the moment whose date a chat template writes into prompts.
+# File with the time whose date a chat template writes into prompts.
 PROMPT_DATE = "prompt_date.txt"
-# Start of a cell that a spreadsheet would run as a formula, quoted or not.
+# Start of a cell that a spreadsheet would interpret as a formula, with or without quotes.
 FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
@@ -29,53 +29,53 @@ def natural_order(place: object) -> list[str | int]:
     >>> sorted(["step_10", "step_9"], key=natural_order)
     ['step_9', 'step_10']
     """
-    # Texts and numbers alternate.
+    # Parts at odd positions are numbers.
     parts = re.split(r"([0-9]+)", str(place))
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 @contextmanager
 def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
-    """Yield a temporary path to write to, which replaces the file when the block ends.
+    """Yield a temporary path to write to; the temporary file replaces `file` after the block.
 
-    So the file is always the old one or complete; an error removes the temporary file. Its
-    permissions follow from the umask, even if a library that writes sets others.
+    Thus the file has either its old or its complete new content. An error removes the temporary
+    file. The permissions follow the umask, even if the library that writes sets other permissions.
 
     Args:
-        shared: True if several processes may write the file at once; each gets a separate path.
+        shared: True if several processes may write the file at once; each uses a separate path.
     """
     staged = hidden_path(file, f".{uuid4().hex}" if shared else "")
     try:
         staged.touch()
         mode = staged.stat().st_mode
         yield staged
-        # Some file systems have no modes.
+        # Some file systems do not support modes.
         with suppress(PermissionError):
             staged.chmod(mode)
         os.replace(staged, file)
     except BaseException:
-        # The file takes room on a disk that may have none.
+        # Free the space, because the disk may be full.
         with suppress(OSError):
             staged.unlink()
         raise
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text so that the file is either absent, unchanged, or complete."""
+    """Write a text atomically: after an error, the file is absent or unchanged."""
     with atomic_write(file) as staged:
         staged.write_text(text)
 
 
 def hidden_path(path: Path, mark: str = "") -> Path:
-    """Return a hidden path beside this one, for content that will replace it or be removed."""
+    """Return a hidden path in the same folder, for temporary content."""
     return path.with_name(f".{path.name}{mark}.tmp")
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a file of JSON lines, and the number of its damaged lines.
 
-    A last line without a newline does not count as damaged, because it is being written, or was
-    when a run was killed. A missing file has no rows.
+    A last line without a newline does not count as damaged, because a run may be writing it or may
+    have been killed while writing it. A missing file has no rows.
     """
     try:
         lines = file.read_text(errors="replace").splitlines(keepends=True)
@@ -89,7 +89,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def parsed_row(line: str) -> dict[str, Any] | None:
-    """Parse a line of JSON lines; None if it holds no mapping."""
+    """Parse a line of JSON lines; None if it is not a mapping."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def parsed_row(line: str) -> dict[str, Any] | None:
 
 
 def csv_rows(text: str) -> list[dict[str, Any]]:
-    r"""Return a table's rows; a cell is a finite number, a text, or None if it is empty.
+    r"""Return the rows of a CSV table; a cell is a finite number, a text, or None if it is empty.
 
     Raises:
         ValueError: the text is not a CSV table.
@@ -125,8 +125,8 @@ def _cell(text: str | None) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number, from 0, and the content of each line that is not blank."""
-    # The file may begin with the mark of Windows.
+    """Yield the number (from 0) and the content of each non-blank line."""
+    # The file may begin with a byte-order mark.
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file):
             if not line.strip():
@@ -141,7 +141,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def create_whole(path: Path, text: str) -> None:
-    """Write a complete file unless it exists; of several processes at once, only the first does."""
+    """Create a complete file unless it exists; the first of several processes creates it."""
     staged = hidden_path(path, f".{uuid4().hex}")
     staged.write_text(text)
     try:
@@ -149,13 +149,13 @@ def create_whole(path: Path, text: str) -> None:
     except FileExistsError:
         pass
     except OSError:
-        # Some file systems have no links.
+        # Some file systems do not support links.
         os.replace(staged, path)
     staged.unlink(missing_ok=True)
 
 
 def kept_moment(file: Path, begun: datetime | None = None) -> datetime:
-    """Return the moment that a file stores; create the file with `begun`, or now, if missing."""
+    """Return the time stored in a file; if missing, create it with `begun` or the present time."""
     if not file.is_file():
         create_whole(file, f"{(begun or datetime.now()).isoformat(timespec='seconds')}\n")
     try:

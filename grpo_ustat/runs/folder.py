@@ -1,4 +1,4 @@
-"""Run folder: its configuration, its lock, its state and the writing of its files."""
+"""Run folder: configuration, lock, state and writing of files."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "
 
 
 class RunFolder:
-    """One run's folder, `outputs/<entry>/<name>/seed-<n>/` by default; only rank 0 writes to it.
+    """Folder of a run, by default `outputs/<entry>/<name>/seed-<n>/`; only rank 0 writes to it.
 
     Args:
-        path: the folder; need not exist.
+        path: folder, which need not exist.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -79,8 +79,8 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
-        # Opens a tracker, given the folder's path, the configuration's logger, and the values of
-        # configuration and code to show; None: nothing is sent.
+        # Function that opens a tracker. Its arguments are the folder's path, the logger's
+        # configuration, and the values of configuration and code to show. None: no tracker.
         self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
@@ -90,7 +90,7 @@ class RunFolder:
 
     @property
     def mode(self) -> str:
-        """The value of `on_existing`; a job that SLURM has restarted always resumes."""
+        """Value of `on_existing`; always `resume` in a job that SLURM has restarted."""
         begun = any(
             row.get("slurm_job_id") == slurm.address()
             and row.get("slurm_restart_count", 0) < slurm.restart_count()
@@ -99,7 +99,7 @@ class RunFolder:
         return "resume" if begun else self.config.on_existing
 
     def check(self) -> None:
-        """Refuse a folder that cannot be written or that belongs to another configuration."""
+        """Refuse a folder that is not writable or that belongs to another configuration."""
         anchor = next(
             p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists()
         )
@@ -112,7 +112,7 @@ class RunFolder:
         configured = (self.path / ".hydra" / "config.yaml").is_file()
         began = bool(names & ours) and names <= ours | {".hydra"}
         if not names or (began and not configured):
-            # No run has begun here, or it was killed before it had written both files.
+            # No run has begun here, or it was killed before it wrote both files.
             return
         if not any((self.path / name).is_file() for name in ours):
             raise ConfigError(
@@ -142,10 +142,10 @@ class RunFolder:
             )
 
     def check_free(self) -> None:
-        """Refuse a folder in which another process is certainly at work.
+        """Refuse a folder in which another process is certainly running.
 
         Raises:
-            Held: the message names the process.
+            Held: another process is running there; the message names it.
         """
         holder = lock.peek(self.path) if is_main() else None
         if holder and holder.certain:
@@ -153,10 +153,10 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep all other processes out of the folder; rank 0 takes the lock for all ranks.
+        """Lock the folder against all other processes; rank 0 takes the lock for all ranks.
 
         Raises:
-            Held: another process is at work there; on all ranks.
+            Held: another process is running there; raised on all ranks.
         """
         main_only(self._take_lock)
         try:
@@ -167,18 +167,18 @@ class RunFolder:
         self._release(history.end_row(None))
 
     def check_lock(self) -> None:
-        """Verify that this process still holds the lock, before it writes.
+        """Verify before a write that this process still holds the lock.
 
         Raises:
-            Held: another process took the folder over.
+            Held: another process has taken over the folder.
         """
         if self._lock:
             self._lock.check()
 
     def open(self) -> None:
-        """Create the folder, emptied with overwrite, and write the files that identify the run.
+        """Create the folder, empty it if overwriting, and write the files that identify the run.
 
-        Prints the plan of the run, whose work begins here.
+        Prints the plan of the run, because the work of the run begins here.
         """
         if not is_main():
             return
@@ -186,16 +186,16 @@ class RunFolder:
         self.check()
         tell(self.config.plan, file=sys.stderr)
         if self.mode == "overwrite":
-            # The files that show that the folder is ours go last.
-            # With only half of them left, the folder is not taken for a finished run.
+            # Delete the result first and the file that identifies the folder as ours last, so that
+            # a half-emptied folder does not count as a finished run.
             last = {RESULT: -1, "code.json": 1}
             for old in sorted(self._artefacts(), key=lambda path: last.get(path.name, 0)):
-                # The target of a link stays.
+                # Remove only the link, not its target.
                 is_folder = old.is_dir() and not old.is_symlink()
                 shutil.rmtree(old) if is_folder else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         if "files" in (result := self.read_result() or {}):
-            # The run goes on, and its tables grow.
+            # The run resumes, and its tables will grow.
             del result["files"]
             result["digest"] = contents.content_digest(result)
             self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))
@@ -216,10 +216,10 @@ class RunFolder:
             self._tracking = self.start_tracking(self.path, self.config.logger, shown)
 
     def prompt_date(self) -> datetime:
-        """Return the moment whose date a chat template writes into this run's prompts.
+        """Return the time whose date a chat template writes into this run's prompts.
 
-        It is the moment of the first start, which `open` stores, so that a run resumed on another
-        day has the same prompts.
+        It is the time of the first start. `open` stores it, so that a run that is resumed on
+        another day has the same prompts.
         """
         file = self.path / PROMPT_DATE
         if file.is_file() and self.mode != "overwrite":
@@ -233,16 +233,16 @@ class RunFolder:
             self._tracking.put(row, completions)
 
     def note(self, **row: Any) -> None:
-        """Add a row to the folder's history; on rank 0."""
+        """Append a row to the folder's history, on rank 0."""
         if is_main():
             history.append(self.path, row)
 
     def leave(self) -> None:
-        """Remove the folder if it is empty, as after a run that was refused before it began."""
+        """Remove the folder if it is empty, for example if the run was refused before it began."""
         remove_empty(self.path)
 
     def result(self) -> dict[str, Any] | None:
-        """Return the finished run's result; None while it is unfinished or to be overwritten."""
+        """Return the result; None if the run is unfinished or will be overwritten."""
         self.check()
         return None if self.mode == "overwrite" else self.read_result()
 
@@ -269,7 +269,7 @@ class RunFolder:
         return result
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file so that it is either absent, unchanged, or complete; only on rank 0."""
+        """Write a file atomically, only on rank 0: after an error, it is absent or unchanged."""
         target = self.path / name
         if not is_main():
             return target
@@ -278,7 +278,7 @@ class RunFolder:
         return target
 
     def finish(self, result: RunResult) -> None:
-        """Write `result.json` as the last file, which makes the run complete."""
+        """Write `result.json` as the last file; it marks the run as complete."""
         content = contents.content_of(result)
         content |= {"config_hash": self.config_hash, "files": file_digests(self.path)}
         if self._earlier:
@@ -288,9 +288,9 @@ class RunFolder:
         self.write("result.json", text)
 
     def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:
-        """Return package versions of earlier parts of this run that differ from the present ones.
+        """Return earlier package versions of this run that differ from the present versions.
 
-        A difference is printed as a warning.
+        Prints a warning if they differ.
         """
         if not (self.path / "code.json").is_file():
             return []
@@ -307,7 +307,7 @@ class RunFolder:
         return [*earlier, before]
 
     def _release(self, end: dict[str, Any]) -> None:
-        """Add the end of the work to the history if it had begun; end tracker and lock."""
+        """Append the end of the work to the history if it had begun; close tracker and lock."""
         held_lock, self._lock = self._lock, None
         if held_lock and self._open and held_lock.is_own():
             self.note(**end)
@@ -330,7 +330,7 @@ class RunFolder:
         self._lock = new_lock
 
     def _artefacts(self) -> list[Path]:
-        """Return the files of earlier runs, the only ones that overwriting removes."""
+        """Return the files of earlier runs; overwriting removes only these."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
     def _read_code(self) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Return the changed files of a finished run: result.json, or tables that still exist."""
+    """Return the files of a finished run that were changed: result.json or existing tables."""
     changed = []
     if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)
@@ -367,7 +367,7 @@ def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def create_folder(path: Path, key: str) -> None:
-    """Create an output folder; an error names `key`, the setting that chooses another one."""
+    """Create an output folder; an error names `key`, the setting for another folder."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -378,7 +378,7 @@ def create_folder(path: Path, key: str) -> None:
 
 
 def remove_empty(path: Path) -> None:
-    """Remove an empty folder, and its parents that are then empty, up to the working directory."""
+    """Remove an empty folder, and then its empty parents below the working directory."""
     with suppress(OSError):
         path, here = path.absolute(), Path.cwd()
         for folder in (path, *path.parents):
@@ -389,7 +389,7 @@ def remove_empty(path: Path) -> None:
 def _first_difference(
     stored: dict[str, Any], current: dict[str, Any], prefix: str = ""
 ) -> str | None:
-    """Return the first identity key whose values differ, as `key: stored there, current asked`."""
+    """Return the first identity key that differs, as `key: stored there, current asked`."""
     for key in dict.fromkeys([*stored, *current]):
         if not prefix and key in operational_keys(current):
             continue
@@ -404,7 +404,7 @@ def _first_difference(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package and of packages that its numbers depend on."""
+    """Return the versions of this package and of packages that affect its results."""
     by_name = {}
     for name in PACKAGES:
         try:
@@ -415,7 +415,7 @@ def versions() -> dict[str, str]:
 
 
 def code_state() -> dict[str, Any]:
-    """Return commit, uncommitted changes (both None outside git), and versions."""
+    """Return commit and uncommitted changes (both None outside git), and versions."""
     source = Path(__file__).resolve().parent
     tracked = _git(source, "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _git(source, "rev-parse", "HEAD") if tracked else None

@@ -1,6 +1,6 @@
-"""`launches.jsonl` of a run folder: a row for each start and each end of the run.
+"""`launches.jsonl` of a run folder, with one row for each start and each end of the run.
 
-Status tables and the history of a preempted run are read from it; no result depends on it.
+Status tables and the history of a preempted run use it; no result depends on it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NAME = "launches.jsonl"
 
 
 def start_row() -> dict[str, Any]:
-    """Return the row of a launch that begins.
+    """Return the row for the start of a launch.
 
-    It has host, process, number of ranks, job, the seconds until the process began its first run,
-    and the command if it was typed.
+    It contains host, process, number of ranks, SLURM job, the seconds before the process's first
+    run, and the command if a user typed it.
     """
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     row["seconds_before"] = seconds_before_the_first_run()
@@ -46,13 +46,13 @@ def start_row() -> dict[str, Any]:
 
 @cache
 def seconds_before_the_first_run() -> float:
-    """Return seconds from the process's start to the first call: imports, configuration, checks."""
-    # The system reports a process's start to a second.
+    """Return seconds from process start to first call (imports, configuration, checks)."""
+    # The system reports the start of a process with a resolution of one second.
     return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:
-    """Append a row with the time; a disk that refuses it causes only a warning."""
+    """Append a row with the present time; a disk error causes only a warning."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     line = json.dumps({"time": now, **row}) + "\n"
     try:
@@ -63,7 +63,7 @@ def append(folder: Path, row: dict[str, Any]) -> None:
 
 
 def end_row(error: BaseException | None) -> dict[str, Any]:
-    """Return the row of a launch that ends with this error; None: its work is done."""
+    """Return the row for the end of a launch by this error; None means that its work is done."""
     if error is None:
         return {"event": "end", "outcome": "done"}
     if isinstance(error, Stopped):
@@ -75,7 +75,7 @@ def end_row(error: BaseException | None) -> dict[str, Any]:
 
 
 def last_line(error: BaseException) -> str:
-    """Return an error's last line for a table, with the type of errors from other packages."""
+    """Return an error's last line for a table; errors from other packages include their type."""
     name = type(error).__name__
     lines = redact_code(str(error)).removeprefix("error: ").strip().splitlines()
     ours = type(error).__module__.startswith("grpo_ustat.")
@@ -88,8 +88,8 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
     """Record the failure of a launch that could not record it itself.
 
     Args:
-        config_hash: hash of the launch's configuration, which may differ from the folder's.
-        before: the last row before the launch, empty if there was none.
+        config_hash: hash of the launch's configuration, which may differ from the folder's hash.
+        before: last row before the launch; empty if there was none.
     """
     now = launches(folder)[-1:]
     if not now or now == before or "outcome" not in now[0]:
@@ -97,18 +97,18 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
 
 
 def note_done(folder: Path) -> None:
-    """Record that a finished run is still complete after a failed launch that would replace it."""
+    """Record that a finished run is complete although a launch that would replace it failed."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
 
 
 def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) -> float | None:
-    """Return seconds from start to end, added up over launches; None if no launch has both.
+    """Return the total seconds from start to end of all launches; None if no launch has both.
 
     A killed launch has no end and is not counted.
 
     Args:
-        now: the end of the last launch if it is still running.
+        now: end time of the last launch if it is still running.
 
     >>> wall_seconds([{"event": "start", "time": "2026-03-01T00:00:00+00:00"},
     ...               {"event": "end", "time": "2026-03-01T00:01:23+00:00"}])
@@ -128,7 +128,7 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:
-    """Return all rows in order, without a line that a killed run left incomplete."""
+    """Return all rows in order; a line that a killed run left incomplete is skipped."""
     try:
         return [row for row in read_rows(folder / NAME)[0] if _fits(row)]
     except OSError:
@@ -136,7 +136,7 @@ def launches(folder: Path) -> list[dict[str, Any]]:
 
 
 def _fits(row: dict[str, Any]) -> bool:
-    """Return True for a row that `append` may have written: scalars, a time with its zone."""
+    """Return True if `append` may have written the row: scalars, and a time with time zone."""
     try:
         zone = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
     except (ValueError, TypeError):

@@ -15,10 +15,10 @@ def load_run(folder: str | Path) -> RunRecord:
     """Load a run folder of `train`, `mse` or `gap`.
 
     The record has `config`, `result` (None while the run is unfinished), `metrics`, `evals`,
-    `state` and more, see `RunRecord`.
+    `state` and other attributes; see `RunRecord`.
 
     Args:
-        folder: must contain `.hydra/config.yaml`.
+        folder: run folder, which must contain `.hydra/config.yaml`.
 
     Raises:
         FileNotFoundError: the folder is not a run folder.
@@ -30,17 +30,17 @@ def load_run(folder: str | Path) -> RunRecord:
 
 
 def read_curves(folder: str | Path) -> pandas.DataFrame:
-    """Read the curves of a finished study: a row per method, baseline, setting and group size.
+    """Read the curves of a finished study, one row per method, baseline, setting and group size.
 
     Args:
         folder: run folder of `mse`.
 
     Returns:
         The columns of `curves.csv`: `mse`, `low`, `high`, `bias2`, `variance` ... in squared units
-        of the gradient, NaN where unknown.
+        of the gradient; unknown values are NaN.
 
     Raises:
-        FileNotFoundError: the study is unfinished, or the folder is not that of a study.
+        FileNotFoundError: the study is unfinished, or the folder does not contain a study.
     """
     import pandas
 

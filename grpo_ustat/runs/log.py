@@ -35,18 +35,18 @@ COLUMNS = pyarrow.schema(
         "ended": pyarrow.bool_(),
         # The expected answer.
         "answer": pyarrow.string(),
-        # The completion's answer; null if it states none.
+        # The answer extracted from the completion; null if there is none.
         "extracted": pyarrow.string(),
     }
 )
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:
-    """Write optional data; a disk error is only a warning, and the result is False."""
+    """Write optional data; after a disk error, print a warning and return False."""
     try:
         write()
     except Exception as error:
-        # Tokenizers raises plain Exception, and Rust libraries wrap a system error in their text.
+        # Tokenizers raises plain Exception, and Rust libraries put a system error into the message.
         wrapped = "os error" in str(error) or "Os { code" in str(error)
         if not (isinstance(error, OSError) or wrapped):
             raise
@@ -57,10 +57,10 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, one row a step, written immediately; rows that the disk refuses wait.
+    """`metrics.jsonl`: one row per step, written immediately; rows wait after a disk error.
 
     Args:
-        keep_up_to: last step whose rows stay; a resumed run writes later ones again.
+        keep_up_to: last step whose rows are kept; a resumed run writes later rows again.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):
@@ -82,13 +82,13 @@ class MetricsLog:
         attempt(f"step {row['step']} of {self._file}", self.sync)
 
     def sync(self) -> None:
-        """Append the waiting rows, and return once the disk has them.
+        """Append the waiting rows and flush them to the disk.
 
         Raises:
-            OSError: the disk refuses; the rows stay, and the next call tries again.
+            OSError: the write failed; the rows are kept, and the next call tries again.
         """
         with self._file.open("r+b", buffering=0) as file:
-            # A failed attempt may have left a part of a line.
+            # A failed attempt may have written part of a line.
             file.truncate(self._size)
             file.seek(self._size)
             count = file.write(self._waiting)
@@ -99,7 +99,7 @@ class MetricsLog:
 
 
 def _step_of(line: bytes) -> float:
-    """Return a row's step; infinite for a line that is incomplete or has no step."""
+    """Return the step of a row; infinity for a line that is incomplete or has no step."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -108,10 +108,10 @@ def _step_of(line: bytes) -> float:
 
 
 class RunLog:
-    """Files of rank 0 during training: metrics.jsonl and completions.parquet.
+    """Files that rank 0 writes during training: metrics.jsonl and completions.parquet.
 
     Args:
-        keep_up_to: last step whose rows stay; a resumed run writes later ones again.
+        keep_up_to: last step whose rows are kept; a resumed run writes later rows again.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):
@@ -119,7 +119,7 @@ class RunLog:
         self._completions = CompletionLog(folder, keep_up_to)
 
     def write(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        """Write a step's metrics at once; keep its completions until `sync`."""
+        """Write the metrics of a step immediately; keep its completions until `sync`."""
         self._metrics.write(row)
         self._completions.add(completions)
 
@@ -127,7 +127,7 @@ class RunLog:
         """Write all waiting rows; called before each checkpoint, so that the files reach it.
 
         Raises:
-            OSError: the disk refuses; the rows stay, and the next call tries again.
+            OSError: the write failed; the rows are kept, and the next call tries again.
         """
         self._metrics.sync()
         self._completions.sync()
@@ -136,11 +136,11 @@ class RunLog:
 class CompletionLog:
     """`completions.parquet`: rows wait in memory until `sync`, which replaces the file.
 
-    It is synced before every checkpoint, so the file holds all steps up to it, however the run
-    ends. A resumed run drops later rows, so that no step is there twice.
+    `sync` is called before every checkpoint, so the file has all steps up to the last checkpoint,
+    however the run ends. A resumed run drops later rows, so that no step occurs twice.
 
     Args:
-        keep_up_to: last step whose rows stay.
+        keep_up_to: last step whose rows are kept.
     """
 
     def __init__(self, folder: Path, keep_up_to: int):
@@ -165,7 +165,7 @@ class CompletionLog:
         """Write the waiting rows.
 
         Raises:
-            OSError: the disk refuses; the rows stay, and the next call tries again.
+            OSError: the write failed; the rows are kept, and the next call tries again.
         """
         if not self._waiting:
             return
@@ -176,17 +176,17 @@ class CompletionLog:
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the file by rows with the keys of `COLUMNS`."""
+    """Replace the content of the file with rows that have the keys of `COLUMNS`."""
     _replace(folder / NAME, arrow_table(rows, COLUMNS))
 
 
 def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    """Make a table of rows like `pyarrow.Table.from_pylist`, but without importing pandas.
+    """Convert rows into a table, like `pyarrow.Table.from_pylist` but without importing pandas.
 
-    That import takes a twentieth of the time of a short run.
+    Importing pandas takes a twentieth of the time of a short run.
 
     Raises:
-        ValueError: a row has another column, or a value of another type.
+        ValueError: a row has an unknown column or a value of the wrong type.
     """
     if not rows:
         return pyarrow.Table.from_batches([], schema)

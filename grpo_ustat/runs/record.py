@@ -1,8 +1,8 @@
-"""Record of a run, read from its folder, which may be unfinished or incomplete.
+"""Record of a run, read from its folder; the run may be unfinished and files may be missing.
 
-A missing file counts as empty; so does a damaged one, which `RunRecord.notes` names. The folder
-decides if a run is done, never a scheduler: `result.json` must have the fingerprint of the
-configuration and the number of steps that it demands.
+A missing or damaged file counts as empty, and `RunRecord.notes` names damaged files. The folder,
+not a scheduler, decides whether a run is done: `result.json` must have the fingerprint and the
+number of steps of the configuration.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 # Order of notes by file; notes on other files come last.
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)
-# Most completions, and their bytes, on a page.
+# Largest number of completions on a page, and their largest total size in bytes.
 MAX_COMPLETIONS, MAX_BYTES = 3000, 8_000_000
-# Largest log of completions that is read, in bytes when unpacked.
+# Largest log of completions that is read, in uncompressed bytes.
 MAX_PARQUET_BYTES = 4_000_000_000
-# Largest number of evaluations shown of a run.
+# Largest number of evaluations shown for a run.
 MAX_EVALS = 1000
 
-# Keys with several values in a series of runs.
+# Keys that usually vary within a series of runs.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
-# The part of a study's `scaling` that its progress shows, see `measurements.group_size`.
+# Part of a study's `scaling` that its progress shows; see `measurements.group_size`.
 BEST_SIZES: contents.Shape = {
     "gstar": float | None, "gstar_low": float | None, "gstar_high": float | None,
     "best_divisor": dict[str, contents.Size],
 }  # fmt: skip
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
-# Rollouts of a training step by default, as in conf/budget/train.yaml.
+# Default number of rollouts of a training step, as in conf/budget/train.yaml.
 DEFAULT_ROLLOUTS = 256
 PAST_MAX_STEPS = "already past max_steps"
 
@@ -56,7 +56,7 @@ COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
 
 
 def study_rollouts(config: Mapping[str, Any]) -> int:
-    """Return n, the rollouts of a study's training step; 256 if its configuration is damaged.
+    """Return n, the number of rollouts per step in a study; 256 if its configuration is damaged.
 
     >>> study_rollouts({"study": {"rollouts": 64}}), study_rollouts({})
     (64, 256)
@@ -66,7 +66,7 @@ def study_rollouts(config: Mapping[str, Any]) -> int:
 
 
 def run_around(folder: Path) -> Path | None:
-    """Return the run folder that contains this folder, such as a checkpoint; None without one."""
+    """Return the run folder that contains a folder, such as a checkpoint; None if there is none."""
     return next((parent for parent in folder.parents if (parent / CONFIG).is_file()), None)
 
 
@@ -74,43 +74,43 @@ def run_around(folder: Path) -> Path | None:
 class RunState:
     """Progress of a run."""
 
-    # done, running, failed, stopped (or killed; a new start continues it), missing, or already
-    # past max_steps, with more steps done than its configuration demands.
+    # done, running, failed, stopped (also killed; a new start resumes it), missing, or already
+    # past max_steps (more steps are done than the configuration demands).
     name: str
-    # Last line of the error of a failed run, or the process of a running one.
+    # Last line of a failed run's error, or the process of a running run.
     detail: str = ""
     # Number of starts.
     launches: int = 0
-    # Training steps done and steps demanded; None for a study.
+    # Training steps done, and training steps demanded; None for a study.
     step: int | None = None
     steps: int | None = None
     # Wall time of all launches; None until the run is done, or if it is unknown.
     seconds: float | None = None
-    # accuracy, or mean reward; None until the run is done.
+    # Name of `mean_reward`, accuracy or mean reward; None until the run is done.
     quantity: str | None = None
-    # Mean reward, held-out or of a study's policy, with its interval `low`, `high`; None until the
-    # run is done.
+    # Held-out mean reward, or mean reward of a study's policy, with the interval from `low` to
+    # `high`; None until the run is done.
     mean_reward: float | None = None
     low: float | None = None
     high: float | None = None
-    # Number of questions of a finished study of the gradient's error.
+    # Number of questions in a finished study of the gradient error.
     questions: int | None = None
-    # G* of such a study with its interval, in words; None if unknown.
+    # G* of a finished study with its interval, as text; None if unknown.
     gstar: str | None = None
-    # Best G at the study's n, see `measurements.group_size`; None if unknown.
+    # Best G at the study's n; see `measurements.group_size`. None if unknown.
     best_divisor: int | None = None
-    # Number of claims with each verdict in a study of a theorem; None until it is done.
+    # Number of claims by verdict in a study of a theorem; None until it is done.
     verdicts: dict[str, int] | None = None
 
 
 class RunRecord:
-    """Content of a run folder; every file is read once, at its first use.
+    """Content of a run folder; each file is read once, when it is first needed.
 
     Args:
-        label: name among other runs.
-        config_hash: fingerprint that the result must have; None: any.
-        max_steps: training steps that the run must have done; None for a study.
-        result: content that the run will write to `result.json`; None: read the file.
+        label: name that distinguishes the run from other runs.
+        config_hash: fingerprint that the result must have; None accepts any fingerprint.
+        max_steps: number of training steps that the run must have done; None for a study.
+        result: content that the run will write to `result.json`; if None, the file is read.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RunRecord:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration, nested."""
+        """Nested configuration."""
         return self._read(CONFIG, contents.parsed_yaml, contents.CONFIGURATION) or {}
 
     @cached_property
@@ -145,7 +145,7 @@ class RunRecord:
 
     @property
     def final_result(self) -> dict[str, Any]:
-        """The result of a finished run.
+        """Result of a finished run.
 
         Raises:
             LookupError: the run is unfinished.
@@ -161,7 +161,7 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of the training steps, without rows that have no step."""
+        """Rows of the training steps; rows without a step are dropped."""
         try:
             rows, damaged = read_rows(self.folder / METRICS)
         except (OSError, ValueError) as error:
@@ -184,7 +184,7 @@ class RunRecord:
 
     @cached_property
     def evals(self) -> list[dict[str, Any]]:
-        """Evaluations by the first decoding, in an unfinished run those so far."""
+        """Evaluations with the first decoding; for an unfinished run, the evaluations so far."""
         all_rows = (self.result or {}).get("evals", self.eval_rows)
         decodings = self.value("eval.decoding") or [row.get("decoding") for row in all_rows]
         rows = [row for row in all_rows if row.get("decoding") == decodings[0]]
@@ -204,7 +204,7 @@ class RunRecord:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each damaged file."""
+        """One line for each damaged file."""
         for name in ("config", "code", "result", "metrics", "eval_rows"):
             getattr(self, name)
         for name in self._edited:
@@ -217,16 +217,16 @@ class RunRecord:
         try:
             return changed_files(self.folder, self.result or {})
         except OSError:
-            # The file's own reader reports the error.
+            # The property that reads the file reports the error.
             return []
 
     def add_note(self, line: str) -> None:
-        """Add a line on a damaged file, which begins with its name; equal lines are kept once."""
+        """Add a line about a damaged file, which begins with the file's name; drop duplicates."""
         if line not in self._notes:
             self._notes.append(line)
 
     def value(self, key: str) -> Any:
-        """Return the configuration's value of a dotted key; None if the key does not exist."""
+        """Return the configuration's value for a dotted key; None if the key does not exist."""
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -234,27 +234,27 @@ class RunRecord:
 
     @property
     def command(self) -> str:
-        """The command that made the run: `train`, `mse` or `gap`."""
+        """Command of the run: `train`, `mse` or `gap`."""
         return command_of(self.config)
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """Identity by dotted key: the configuration's choices, fingerprints of weights and data.
+        """Identity of the run by dotted key: configuration, and fingerprints of weights and data.
 
-        Operational keys are not part of it, see `identity.OPERATIONAL_KEYS`.
+        Operational keys are excluded, see `identity.OPERATIONAL_KEYS`.
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 
     @property
     def commit(self) -> str | None:
-        """The commit of the code that the run used, None where unknown."""
+        """Commit of the code that the run used; None if unknown."""
         return self.code.get("commit")
 
     @property
     def policy(self) -> str:
-        """Model and prompt (a model with two prompts counts as two policies), or the test problem.
+        """Names of model and prompt, or of the test problem; each prompt makes another policy.
 
-        For a study of a file of rollouts it is only the model, because the file has the prompts.
+        For a study of a rollout file it is only the model, because the file contains the prompts.
         """
         if self.command == "gap":
             return self.config["problem"]["name"]
@@ -266,23 +266,23 @@ class RunRecord:
 
     @property
     def dataset(self) -> str | None:
-        """Name of the data set or of the file of rollouts; a test problem has none."""
+        """Name of the data set or of the rollout file; None for a test problem."""
         if self.command == "gap":
             return None
         return self._pool_file or self.config["dataset"]["name"]
 
     @property
     def _pool_file(self) -> str | None:
-        """The file of rollouts that a study used; None if it sampled its completions.
+        """Rollout file that a study used; None if the study sampled its completions.
 
-        The name includes the folder, because many files share a name.
+        The text includes the folder name, because many files have the same name.
         """
         pool = self.config.get("pool")
         return "/".join(Path(pool).parts[-2:]) if pool and pool.endswith(".parquet") else None
 
     @property
     def unfinished(self) -> str:
-        """Line with the reason for a missing result; empty if there is a result."""
+        """One line with the reason why there is no result; empty if there is a result."""
         if self.result is not None:
             return ""
         state = self.state
@@ -294,8 +294,8 @@ class RunRecord:
     def state(self) -> RunState:
         """Progress of the run.
 
-        A launch may fail after the result was written, such as one that would overwrite it. The
-        result stays, and the run's state is the state of its last launch.
+        A launch may fail after the result was written, for example if it was to overwrite the run.
+        The result is kept, and the run's state is the state of the last launch.
         """
         progress: dict[str, Any] = {
             "launches": sum(row.get("event") == "start" for row in self.launches),
@@ -305,7 +305,7 @@ class RunRecord:
         summary, reason = self._result_summary()
         last = next((row for row in reversed(self.launches) if "event" in row), {})
         failed = last.get("outcome") == "failed"
-        # The hashes of the folder and of the launch.
+        # Hashes of the expected configuration and of the last launch.
         hashes = {self.config_hash, last.get("config_hash")} - {None}
         if summary is not None and not (failed and len(hashes) < 2):
             progress |= summary
@@ -328,9 +328,9 @@ class RunRecord:
         return RunState(STOPPED, reason, **progress)
 
     def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
-        """Return a finished run's wall time, and mean reward or verdicts.
+        """Return the wall time and mean reward or verdicts of a finished run, and an empty text.
 
-        Without a valid result: None and the reason.
+        Without a valid result, return None and the reason.
         """
         result = self.result
         if result is None:
@@ -363,7 +363,7 @@ class RunRecord:
         return summary | ({} if wall is None else {"seconds": wall}), ""
 
     def _last_step(self) -> int:
-        """Return the last step with a complete row, 0 if there is none."""
+        """Return the last step with a complete row; 0 if there is none."""
         try:
             lines = (self.folder / METRICS).read_bytes().splitlines()
         except OSError:
@@ -378,19 +378,19 @@ class RunRecord:
         return 0
 
     def csv_rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a CSV table; empty if there is no such file."""
+        """Return the rows of a CSV table; empty if the file does not exist."""
         return self._read(name, csv_rows) or []
 
     def completions(self) -> tuple[list[dict[str, Any]], str]:
-        """Return rows of the log of completions, and a sentence on their choice.
+        """Return rows of the log of completions, and a sentence about their selection.
 
-        If there are too many for a page, the rows are those of evenly spaced steps. Columns without
-        any value are dropped.
+        If there are too many rows for a page, return the rows of evenly spaced steps. Columns
+        without any value are dropped.
         """
         file = self.folder / COMPLETIONS
         if not file.is_file():
             return [], ""
-        # Not imported at the start of every command.
+        # Imported here so that other commands start faster.
         import pyarrow
         from pyarrow import parquet
 
@@ -419,11 +419,11 @@ class RunRecord:
         return table.select(columns).to_pylist(), sentence
 
     def _read(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
-        """Return a file's parsed content; None if it is missing, or damaged and noted.
+        """Return a file's parsed content; None if it is missing or damaged. Note a damaged file.
 
         Args:
-            parse: parses the text of the file; raises a ValueError if it cannot.
-            shape: of the content, see `contents.misfit`; None: anything.
+            parse: parser of the file's text; raises a ValueError if the text is invalid.
+            shape: expected type of the content, see `contents.misfit`; None accepts any content.
         """
         if not (self.folder / name).is_file():
             return None
@@ -434,7 +434,7 @@ class RunRecord:
 
 
 def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
-    """Return the rows of evenly spaced steps, as many as a page can hold."""
+    """Return rows of evenly spaced steps, no more than a page can hold."""
     import pyarrow
 
     share = max(len(table) / MAX_COMPLETIONS, table.nbytes / MAX_BYTES, 1)
@@ -447,7 +447,7 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
 
 
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a nested configuration that identify the run, by dotted key."""
+    """Return the values of a nested configuration that identify the run, by dotted key."""
     excluded = operational_keys(config)
     config_keys = drop_neutral_keys(drop_unused_baselines(config))
     return flatten({key: value for key, value in config_keys.items() if key not in excluded})
@@ -463,7 +463,7 @@ def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
 
 
 def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
-    """Format a run's values of some keys as on a command line.
+    """Format a run's values for some keys as on a command line.
 
     >>> keys = {"baseline.name": "opo", "learning_rate": 0.1}
     >>> key_label(keys, ["baseline.name", "learning_rate"])
@@ -481,12 +481,12 @@ def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
 def distinguishing_keys(
     runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
 ) -> list[str]:
-    """Return the keys that tell runs apart, without keys that distinguish no further runs.
+    """Return the keys that distinguish runs; omit keys that distinguish no additional runs.
 
-    Names come first: if two models differ in name, path and weights, the name is enough.
+    Names have priority: if two models differ in name, path and weights, only the name is returned.
 
     Args:
-        runs: the keys of each run, see `RunRecord.keys`.
+        runs: keys of each run, see `RunRecord.keys`.
         ignored: keys that are never returned.
 
     >>> first, second = {"seed": 0, "model.name": "a", "path": 1}, {"seed": 1, "model.name": "b"}

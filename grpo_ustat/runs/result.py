@@ -1,8 +1,8 @@
-"""Records of `result.json`: a run's command builds them, and readers check the file by them.
+"""Records of `result.json`; commands build them, and readers use them to check the file.
 
-A field is a key of the file, in this order. A field with a default may be missing in the file, and
-a field of `Sometimes` is missing if it is None. An estimate has three keys, see `Ends`. Squared
-norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
+Each field is a key of the file, in this order. A key with a default may be missing in the file. A
+key of type `Sometimes` is missing if its value is None. An estimate has three keys, see `Ends`.
+Squared norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Verdict = Annotated[str, (AGREES, DISAGREES, OPEN)]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """Fields that a folder adds to every result when the run is complete."""
+    """Fields that `RunFolder.finish` adds to every result."""
 
     # Fingerprint of the configuration.
     config_hash: Sometimes[str] = None
     # SHA-256 of each table in the folder.
     files: Sometimes[dict[str, str]] = None
-    # Package versions of earlier parts of the run, if they differ.
+    # Package versions of earlier parts of the run that differ from the last versions.
     earlier_versions: Sometimes[list[dict[str, str]]] = None
     # Digest of all other values.
     digest: Sometimes[str] = None
@@ -36,7 +36,7 @@ class RunResult:
 class Evaluation:
     """Fields of every row of `eval.csv`.
 
-    A row also has `pass@K` with its ends, and failures of a judge.
+    A row may also have `pass@K` with the ends of its interval, and numbers of judge failures.
     """
 
     # Number of updates before the evaluation.
@@ -44,15 +44,15 @@ class Evaluation:
     split: str
     decoding: str
     quantity: parts.Quantity
-    # Mean reward by the data set's judge, with its interval `low`, `high`.
+    # Mean reward by the data set's judge, with the interval from `low` to `high`.
     mean_reward: float
     low: float
     high: float
     # Number of questions.
     n: Size
-    # Number of completions of each question.
+    # Number of completions per question.
     num_generations: Size
-    # Share of completions that were cut.
+    # Share of truncated completions.
     clipped_ratio: float
     # Share of completions without an answer.
     extraction_failure_ratio: float
@@ -60,27 +60,27 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult(RunResult):
-    """The result of a training run."""
+    """Result of a training run."""
 
     quantity: parts.Quantity
-    # Mean reward at the last evaluation, by the first decoding, with its interval.
+    # Mean reward at the last evaluation with the first decoding, with its interval.
     final_mean_reward: float
     mean_reward_low: float
     mean_reward_high: float
-    # The last evaluation less the first, paired by question.
+    # Last evaluation minus first evaluation, paired by question.
     gain: Bounded
     # Number of updates.
     steps: Count
     # Number of completions.
     rollouts: Count
-    # Number of further completions, drawn for a baseline.
+    # Number of additional completions that a baseline needs.
     value_rollouts: Count
     tokens: Count
-    # Wall time of all steps.
+    # Total wall time of all steps.
     seconds: float
-    # Wall time of writing the last checkpoint.
+    # Wall time to write the last checkpoint.
     seconds_save: float
-    # Checkpoints and tables that could not be written.
+    # Number of checkpoints and tables that could not be written.
     failed_saves: Count
     evals: list[Annotated[dict[str, Any], Evaluation]]
     # Number of steps at which each alarm was raised.
@@ -94,64 +94,64 @@ class TrainResult(RunResult):
 
 @dataclass(frozen=True, kw_only=True)
 class StudyResult(RunResult):
-    """The result of a study of the gradient's error."""
+    """Result of a study of the gradient error."""
 
-    # Counts if all rewards are equal, so that nothing else can be measured.
+    # Counts, present only if all rewards are equal, when nothing else can be measured.
     equal_rewards: Sometimes[parts.CompletionCounts] = None
     metric: Sometimes[parts.Metric] = None
     precision: parts.Precision
     policy: parts.PolicyFacts
     questions: Size
-    # Completions of each question of the pool.
+    # Number of completions per question in the pool.
     pool_completions: Size
-    # The verdict in words, with warnings.
+    # Verdict in words, with warnings.
     summary: str
     cost: parts.StudyCost
     versions: dict[str, str]
-    # Numbers of completions by the versions that scored them.
+    # Number of completions by the package versions that scored them.
     pool_versions: dict[str, Count]
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of dropped questions, by reason.
     left_out: dict[str, Count]
-    # The record of each measurement of `measurements.registry`, by its name.
+    # Records of the measurements in `measurements.registry`, by name.
     measured: Beside = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A prediction beside its measurement."""
+    """Prediction and measurement of a quantity, and their verdict."""
 
-    # The predicted quantity, in a few words.
+    # Predicted quantity, in a few words.
     what: str
-    # A number, or a relation such as `<= 1`.
+    # Predicted value, or a relation such as `<= 1`.
     predicted: float | str
-    # The estimate.
+    # Estimate of the quantity.
     measured: float
-    # Its interval, `low` to `high`; both None if it was enumerated and has no error.
+    # Interval of the estimate, from `low` to `high`; None if it was enumerated and has no error.
     low: float | None
     high: float | None
-    # `agrees`, `disagrees` or `not decided`; with a p-value it is the verdict if Holm's correction
-    # does not reject, see `runs.claims.correct_family`.
+    # `agrees`, `disagrees` or `not decided`. With a p-value, this verdict applies if Holm's
+    # correction does not reject the prediction, see `runs.claims.correct_family`.
     verdict: Verdict
-    # The criterion, the level and the number of replicates.
+    # Criterion, level and number of replicates.
     how: str
-    # P-value of the hypothesis that the prediction holds; None if the truth was enumerated.
+    # P-value of the hypothesis that the prediction holds; None if the quantity was enumerated.
     p_value: float | None = None
-    # How many of the alternatives would also have agreed, in words; "" without a natural
-    # alternative.
+    # Text with the number of alternatives that would also have agreed; empty if there is no
+    # natural alternative.
     severity: str = ""
-    # The verdict if Holm's correction rejects the prediction; None is `disagrees`, but `not
-    # decided` if `verdict` is.
+    # Verdict if Holm's correction rejects the prediction. None stands for `not decided` if
+    # `verdict` is `not decided`, else for `disagrees`.
     when_rejected: str | None = None
-    # P-values of alternative predictions by name, from which `severity` is made.
+    # P-values of alternative predictions, by name; they determine `severity`.
     alternatives: Mapping[str, float] = field(default_factory=dict)
-    # `p_value` corrected for all claims of the study that have one.
+    # Holm's adjusted p-value, over all claims with p-values in the study.
     holm_p: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TheoremCost:
-    """Number of completions drawn, 0 if everything was enumerated, and wall time."""
+    """Number of sampled completions (0 if everything was enumerated) and wall time."""
 
     rollouts: Count
     seconds: float
@@ -159,23 +159,23 @@ class TheoremCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TheoremResult(RunResult):
-    """The result of a theorem's test."""
+    """Result of a test of a theorem."""
 
     theorem: str
     statement: str
-    # The policy with its exact truth.
+    # Policy of the test, with its exact values.
     problem: Mapping[str, float | str]
     claims: list[Claim]
     answer: str
     notes: list[str]
-    # Verdict on all claims together.
+    # Joint verdict on all claims.
     verdict: Verdict
     cost: TheoremCost
     summary: str
     versions: dict[str, str]
 
 
-# The record of each command's result.
+# Record type of each command's result.
 RESULT_TYPES: Mapping[str, Any] = {
     "train": TrainResult,
     "mse": StudyResult,

@@ -1,7 +1,7 @@
-"""List of a sweep's runs, stored in the sweep's folder, and the progress of each run.
+"""List of a sweep's runs, stored in the sweep's folder, and progress of the runs.
 
-`sweep-<hash>.json` names every run with its folder and the fingerprint of its configuration. The
-hash depends only on the runs, so the same sweep uses the same file.
+`sweep-<hash>.json` lists every run with its folder and the fingerprint of its configuration. The
+hash depends only on the runs, so the same sweep always uses the same file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLOURS = {
     DONE: "green", RUNNING: "cyan", FAILED: "red", PAST_MAX_STEPS: "red", STOPPED: "yellow",
     MISSING: "dim",
 }  # fmt: skip
-# Captions of a table of finished runs, by command.
+# Captions of the status table, by command.
 CAPTIONS = {
     "train": "held-out {}, 95 % intervals generalising to new questions",
     "mse": "{} of the policy and best G, 95 % intervals generalising to new questions{}",
@@ -51,42 +51,42 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run of a command line before it starts."""
+    """Run of a command line that has not started."""
 
-    # The overrides in which it differs from the sweep's other runs, `group_size=4 seed=0`.
+    # Overrides that distinguish it from other runs of the sweep, such as `group_size=4 seed=0`.
     name: str
     # Checked configuration.
     config: Any
-    # None if only the running job knows it.
+    # Run folder; None if only the running job can determine it.
     folder: RunFolder | None
-    # The sweep's folder; None for a single run.
+    # Folder of the sweep; None for a single run.
     sweep: Path | None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Run of a sweep, as listed in the sweep's file."""
+    """Run that is listed in the file of a sweep."""
 
-    # The overrides in which it differs from the others.
+    # Overrides that distinguish it from the other runs.
     label: str
     folder: Path
-    # Fingerprint of its configuration; None: any.
+    # Fingerprint of its configuration; None accepts any fingerprint.
     config_hash: str | None
-    # Training steps; None for a study.
+    # Number of training steps; None for a study.
     max_steps: int | None
 
     def record(self) -> RunRecord:
-        """Read the run from its folder as it is now."""
+        """Return a record of the present content of the run's folder."""
         return RunRecord(self.folder, self.label, self.config_hash, self.max_steps)
 
     def state(self) -> RunState:
-        """Return the present progress of the run, read from its folder."""
+        """Return the present progress of the run."""
         return self.record().state
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Sweep: its file, the command of its runs, and the runs."""
+    """File of a sweep, the command of its runs, and the runs."""
 
     file: Path
     command: str
@@ -97,7 +97,7 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
     """Write the list of a sweep's runs.
 
     Args:
-        planned_runs: runs with folders below the sweep's folder.
+        planned_runs: runs whose folders are below the sweep's folder.
     """
     place = planned_runs[0].sweep
     assert place is not None
@@ -122,9 +122,9 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """Return the sweeps of a folder, the latest last, then sweeps of the runs that no file lists.
+    """Return the sweeps of a folder in order of time, then one sweep per command of unlisted runs.
 
-    For a sweep's file return only that sweep.
+    For the file of a sweep, return only that sweep.
     """
     if place.is_file():
         return [_read_sweep(place)]
@@ -138,7 +138,7 @@ def sweeps_in(place: Path) -> list[Sweep]:
     for record in records:
         label = str(record.folder.relative_to(place))
         entry = Entry(label, record.folder, None, record.config.get("max_steps"))
-        # A run whose configuration is lost is listed with the others.
+        # A run without a readable configuration is listed with the other runs.
         entries.setdefault(record.command if record.config else fallback, []).append(entry)
     file = place / "(named by no sweep)" if listed else place
     sweeps += [Sweep(file, command, runs) for command, runs in entries.items()]
@@ -148,7 +148,7 @@ def sweeps_in(place: Path) -> list[Sweep]:
 
 
 def _read_sweep(file: Path) -> Sweep:
-    """Read the file of a sweep; refuse a damaged or another file."""
+    """Read the file of a sweep; refuse a damaged file or another kind of file."""
     try:
         content = parsed_json(text_of(file.parent, file.name))
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]
@@ -160,7 +160,7 @@ def _read_sweep(file: Path) -> Sweep:
 
 
 def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
-    """Make a table for a terminal: a row for each run, with counts of the states below."""
+    """Return a table for a terminal with one row per run, and counts of the states below it."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
@@ -196,7 +196,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             cells.append(f"{state.mean_reward:.3f} [{state.low:.3f}, {state.high:.3f}]")
         if sweep.command == "mse":
             gstar = state.gstar or "not enough\ndata" * (state.name == DONE)
-            # So the table fits into 80 columns.
+            # Break the lines so that the table fits into 80 columns.
             cells[-1] = cells[-1].replace(" [", "\n[")
             cells += [gstar.replace(" [", "\n["), str(state.best_divisor or "")]
         table.add_row(*cells)
@@ -204,13 +204,13 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
 
 
 def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
-    """Return a line for each run with details: its failure, or the process at work."""
+    """Return one line for each run that has details: its error, or its process."""
     pairs = zip(sweep.entries, states, strict=True)
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration in seconds below a minute, else as minutes and seconds or hours.
+    """Format a duration: in seconds below a minute, else as `M:SS` or `H:MM:SS`.
 
     >>> duration_text(4.3), duration_text(83), duration_text(7384)
     ('4 s', '1:23', '2:03:04')

@@ -1,4 +1,4 @@
-"""Parts of the result of a study, see `runs.result`: curves, the scaling law and more.
+"""Parts of the result of a study: metric, precision, policy, cost, sampler; see `runs.result`.
 
 Squared norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
 """
@@ -16,53 +16,53 @@ Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """The norm in which gradients were measured, and the tails of the squared score norms."""
+    """Norm in which gradients were measured, and tails of the squared score norms."""
 
     # Number of parameters in the norm.
     parameters: Count
     norm: str
-    # How questions were compared.
+    # Method by which questions were compared.
     between_questions: str
     # Effective number of completions in the sum.
     effective_sample_size: float
-    # Share of the largest percent of completions in the sum.
+    # Share of the largest one percent of completions in the sum.
     top_percent_share: float
-    # This and the next two: see `estimators.intervals.Tails`.
+    # For this field and the next two, see `estimators.intervals.Tails`.
     tail_size: NumberOrNull
     variance_carriers: NumberOrNull
     heavy_tails: bool
-    # This and `uncertain` describe AdamW's metric, see `mse.second_moments`.
+    # This field and `uncertain` are for AdamW's metric; see `mse.second_moments`.
     shift: Sometimes[NumberOrNull] = None
     uncertain: Sometimes[bool] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats of the scores' computation."""
+    """Number formats in which scores were computed."""
 
     weights: str
     tf32: bool
-    # Relative errors with TF32.
+    # Relative errors caused by TF32.
     tf32_error: dict[str, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFacts:
-    """The policy and its answers."""
+    """Facts about the policy and its completions."""
 
     name: str
     quantity: Quantity
     # Mean reward by the data set's judge.
     mean_reward: Bounded
-    # Tokens.
+    # Mean length of a completion, in tokens.
     mean_length: float
-    # Share of completions that were cut.
+    # Share of truncated completions.
     clipped_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyCost:
-    """Costs of a study; seconds add up over workers, so they can exceed the wall time."""
+    """Costs of a study; seconds are summed over workers and can exceed the wall time."""
 
     rollouts: Count
     tokens: Count
@@ -74,16 +74,16 @@ class StudyCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Distance of a sampler's log-probabilities from the model's."""
+    """Difference between a sampler's log-probabilities and the model's."""
 
     name: str
-    # Nats a token.
+    # Mean absolute difference in nats per token.
     gap: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionCounts:
-    """Numbers of completions with equal rewards, by cause; each completion counts once."""
+    """Numbers of completions of a study with equal rewards, by cause; each counts once."""
 
     reward: float
     completions: Size

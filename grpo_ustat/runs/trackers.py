@@ -1,10 +1,10 @@
-"""Trackers: wandb, TensorBoard or trackio, which show copies of the run folder's content.
+"""Trackers (wandb, TensorBoard or trackio), which show copies of the run folder's content.
 
-A tracker gets the rows of metrics.jsonl, the completions logged with them, evaluations, and at the
-end figures, tables and values of the result. Its first error, or the first answer that takes longer
-than `finish_seconds`, is a warning and ends it; the run goes on without it. `tracker/NAME.json`
-records what was sent, so that a resumed run sends the rest, each step once. Only a kill between
-sending and recording sends a step again, under the same number.
+A tracker receives the rows of metrics.jsonl, the completions logged with them, evaluations, and at
+the end figures, tables and values of the result. After its first error, or its first response that
+takes longer than `finish_seconds`, a warning is printed and the tracker is switched off; the run
+continues. `tracker/NAME.json` records what was sent, so that a resumed run sends only the rest.
+A step is sent twice, with the same number, only if the run is killed between sending and recording.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, warn
 from grpo_ustat.terminal.streams import single_line, tell, visible
 
-# Longest name of a run, in letters; wandb accepts 128.
+# Largest length of a run's name in characters; wandb accepts 128.
 LONGEST_NAME = 120
-# Last seconds before a stopped run is killed, which no tracker may use.
+# Seconds before the kill of a stopped run that no tracker may use.
 STOP_MARGIN_SECONDS = 10.0
 # Exit codes for wandb.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
-# Record of what was sent: the run's id, the number of messages, the latest step of metrics and of
-# each evaluation.
+# Record of what was sent: id of the run, number of messages, latest step of the metrics and of each
+# kind of evaluation.
 STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
-# Columns of a curve of errors, which TensorBoard draws over the group size.
+# Columns of an error curve, which TensorBoard draws against the group size.
 CURVE_COLUMNS = {"mse", "group_size", "baseline", "method", "setting"}
 
 Rows = Sequence[dict[str, Any]]
@@ -51,23 +51,23 @@ class About:
 
     # Folder for the tracker's files.
     folder: Path
-    # Id of the run, which stays when the run is resumed.
+    # Id of the run; a resumed run keeps it.
     run_id: str
-    # Name of the run, and common name of its seeds.
+    # Name of the run, and name shared by runs with other seeds.
     name: str
     group: str
     project: str | None
     # The run's configuration, without secrets.
     config: dict[str, Any]
-    # Time that opening and ending may take.
+    # Time limit in seconds for opening and for ending the tracker.
     seconds: float
 
 
 class Tracker(Protocol):
-    """Tracker opened for a run; every method may raise.
+    """Interface of a tracker that is opened for a run; every method may raise.
 
-    `index` counts the messages of the run, over all its starts; `step` is the training step, None
-    for a study.
+    `index` counts the messages of the run over all of its starts. `step` is the training step; it
+    is None for a study.
     """
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -90,15 +90,15 @@ class Tracker(Protocol):
 class Wandb:
     """Weights & Biases, online and offline.
 
-    wandb's step is the index, which always grows; charts are drawn over the metric `step`.
+    wandb's step is the index, because it must increase; charts use the metric `step` as x-axis.
     """
 
     def __init__(self, about: About):
-        # Its error reports would wait for its server when the process ends.
+        # Otherwise wandb's error reports wait for its server when the process ends.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # Nothing else is sent: no source code, console, machine or environment.
+        # Do not send source code, console output, or data about machine and environment.
         settings: dict[str, Any] = dict(
             console="off", disable_code=True, disable_git=True, disable_job_creation=True,
             save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
@@ -106,7 +106,7 @@ class Wandb:
             init_timeout=about.seconds, finish_timeout=about.seconds, finish_timeout_raises=True,
         )  # fmt: skip
         supported = {key: x for key, x in settings.items() if key in wandb.Settings.model_fields}
-        # Set before wandb looks for a key, because it would ask for one.
+        # Set before wandb looks for a key, because wandb would otherwise ask for one.
         wandb.setup(wandb.Settings(silent=True))
         self._wandb = wandb
         self._run: Any = wandb.init(
@@ -118,7 +118,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # Committed, because a killed run would lose what waits for the next index.
+        # Commit, because a killed run would lose values that wait for the next index.
         self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
 
     def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -145,7 +145,7 @@ class Wandb:
 
 
 class Tensorboard:
-    """TensorBoard's event files; numbers in float64, texts as texts, figures as pixels."""
+    """TensorBoard's event files, with numbers in float64 and figures as pixels."""
 
     def __init__(self, about: About):
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -188,7 +188,7 @@ class Tensorboard:
         self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
 
     def _text(self, name: str, content: Any, step: int) -> None:
-        """Write a block of code in Markdown, in which no markup is interpreted."""
+        """Write the content as a Markdown code block, in which markup is not interpreted."""
         lines = json.dumps(content, indent=1, ensure_ascii=False, default=str).splitlines()
         self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
@@ -207,7 +207,7 @@ class Trackio:
         )  # fmt: skip
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # Trackio has its own `step`.
+        # Trackio has a separate argument for the step.
         self._run.log({key: x for key, x in values.items() if key != "step"}, step=step)
 
     summary = log
@@ -229,11 +229,11 @@ TRACKERS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
 
 
 class Tracking:
-    """Tracker of a run with methods that never raise.
+    """Tracker of a run; its methods never raise.
 
     Args:
-        logger: a `LoggerConfig`, not `none`.
-        config: nested configuration of the run, with its code.
+        logger: `LoggerConfig` other than `none`.
+        config: nested configuration of the run, including the state of the code.
     """
 
     def __init__(self, folder: Path, logger: Any, config: dict[str, Any]):
@@ -245,7 +245,7 @@ class Tracking:
         self._within(logger.finish_seconds, lambda: self._open(config), "open")
 
     def _open(self, config: dict[str, Any]) -> None:
-        """Open the tracker, and send the rows that a killed launch wrote but did not send."""
+        """Open the tracker and send the rows that a killed launch wrote but did not send."""
         self._file.parent.mkdir(exist_ok=True)
         if self._file.is_file():
             self._state = self._stored()
@@ -262,13 +262,13 @@ class Tracking:
             seconds=self._logger.finish_seconds,
         )
         opened = TRACKERS[self._logger.name](about)
-        # A tracker that opens too late stays unused.
+        # A tracker that opens too late is not used.
         self._tracker = None if self._is_off else opened
         for row in read_rows(self._folder / METRICS)[0]:
             self._send_row(row, [])
 
     def _stored(self) -> dict[str, Any]:
-        """Return the record of an earlier launch; refuse a damaged file."""
+        """Return the record that an earlier launch stored; refuse a damaged file."""
         stored, wrong = contents.checked(
             self._folder, f"{TRACKER_FOLDER}/{self._file.name}", contents.parsed_json, STATE_SHAPE
         )
@@ -277,17 +277,17 @@ class Tracking:
         return stored
 
     def put(self, row: dict[str, Any], completions: Rows) -> None:
-        """Send a row of metrics.jsonl and its completions, unless it was sent before."""
+        """Send a row of metrics.jsonl and its completions unless they were sent before."""
         if self._tracker:
             patience = self._logger.finish_seconds
             self._within(patience, lambda: self._send_row(row, completions), "take a row")
 
     def finish(self, outcome: str, grace_seconds: float) -> None:
-        """Send the results of the run, and end the tracker; wait at most `finish_seconds`.
+        """Send the results of the run and end the tracker, within `finish_seconds`.
 
         Args:
             outcome: done, stopped, failed or interrupted.
-            grace_seconds: time between a signal to the run and its kill.
+            grace_seconds: time between a stop signal and the kill of the run.
         """
         if self._tracker is None or os.getpid() != self._owner:
             return
@@ -298,7 +298,7 @@ class Tracking:
         self._within(patience, lambda: self._end(outcome), "end")
 
     def _end(self, outcome: str) -> None:
-        """Send evaluations, and the result of a finished run; then end the tracker."""
+        """Send evaluations and the result of a finished run, then end the tracker."""
         self._send_evals()
         if outcome == "done" and (self._folder / RESULT).is_file():
             self._send_result(json.loads((self._folder / RESULT).read_text()))
@@ -307,7 +307,7 @@ class Tracking:
             tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
 
     def _send_row(self, row: dict[str, Any], completions: Rows) -> None:
-        """Send the evaluations so far, then a row unless its step was sent."""
+        """Send the evaluations so far, then the row unless its step was sent before."""
         self._send_evals()
         step = row["step"]
         if step > self._state["step"]:
@@ -317,7 +317,7 @@ class Tracking:
                 self._send("table", "completions", visible_texts(completions), step)
 
     def _send_evals(self) -> None:
-        """Send the evaluations of each decoding and split that were not sent."""
+        """Send the evaluations of each decoding and split that have not been sent."""
         file, sent = self._folder / EVALS, self._state["evals"]
         for row in csv_rows(file.read_text()) if file.is_file() else ():
             kind = f"{row['decoding']}/{row['split']}"
@@ -329,7 +329,7 @@ class Tracking:
                 self._send("log", visible_texts(values), row["step"])
 
     def _send_result(self, result: dict[str, Any]) -> None:
-        """Send a study's completions, and figures, tables and values."""
+        """Send a study's completions, and the figures, tables and values of the result."""
         step = result.get("steps")
         if step is None and (self._folder / COMPLETIONS).is_file():
             from pyarrow import parquet
@@ -341,11 +341,11 @@ class Tracking:
         checks = ("digest", "files")
         content = {key: x for key, x in visible_texts(result).items() if key not in checks}
         for name, value in content.items():
-            # Evaluations were sent before.
+            # Evaluations have already been sent.
             if _is_table(value) and name != "evals":
                 self._send("table", name, value, step)
         values = {
-            # A list of notes becomes one line for each.
+            # A list of notes becomes a text with one line per note.
             f"result/{key}": "\n".join(map(str, x)) if isinstance(x, list) else x
             for key, x in flatten(content, "/").items()
             if x != [] and not _is_table(x)
@@ -362,9 +362,9 @@ class Tracking:
         write_whole(self._file, json.dumps(self._state))
 
     def _within(self, seconds: float, work: Callable[[], None], doing: str) -> None:
-        """Call the tracker in a thread, and switch it off if that takes longer.
+        """Call the tracker in a thread, and switch it off if the call takes longer than `seconds`.
 
-        The thread dies with the process, so a tracker that never answers delays no run.
+        The thread ends with the process, so a tracker that never answers does not block the run.
         """
 
         def guarded() -> None:
@@ -379,7 +379,7 @@ class Tracking:
 
     @contextmanager
     def _off_at_an_error(self) -> Iterator[None]:
-        """Switch the tracker off at the first error of the block."""
+        """Switch the tracker off if the block raises an error."""
         try:
             yield
         # A tracker may raise SystemExit.
@@ -388,7 +388,7 @@ class Tracking:
             self._switch_off(reason.removesuffix(": "))
 
     def _switch_off(self, reason: str) -> None:
-        """Send nothing more, with one warning."""
+        """Switch the tracker off and print one warning."""
         if self._is_off:
             return
         self._is_off, self._tracker = True, None
@@ -399,9 +399,9 @@ class Tracking:
 
 
 def visible_texts(content: Any) -> Any:
-    """Return the value with the invisible characters of its texts spelt out.
+    """Return the value with invisible characters in its texts spelt out.
 
-    This includes texts within rows and keys, so that a tracker receives no control sequences and no
+    This includes nested texts and keys, so that a tracker receives no control sequences and no
     lone surrogates.
     """
     if isinstance(content, str):

@@ -1,1 +1,1 @@
-"""Standard output, text on a terminal, and progress."""
+"""Standard output, terminal text and progress displays."""

@@ -1,4 +1,4 @@
-"""Data as text on a terminal, without markup and without effects of control characters."""
+"""Text on a terminal in which markup and control characters have no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.terminal.streams import visible
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return a text of at most `most` characters; a longer one keeps both ends.
+    """Shorten a text to at most `most` characters; a longer text keeps its beginning and end.
 
     >>> excerpt("a name", 9), excerpt("a very long name", 9)
     ('a name', 'a ve…name')
@@ -26,7 +26,7 @@ def excerpt(text: str, most: int) -> str:
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """Break a sentence into lines, but no number from its percent sign, nor a name from its value.
+    """Wrap a sentence without breaks before `%` or around `=`.
 
     >>> print(wrapped("of them 12 % are equal, G = 2", 11))
     of them
@@ -40,21 +40,21 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 class Console(rich.console.Console):
-    """Rich's console without markup; styles come only from `style=` and `rich.text.Text`."""
+    """Rich's console without markup; styles come only from `style=` or `rich.text.Text`."""
 
     def __init__(self, **options: Any):
         settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
         super().__init__(**settings | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render a text or a table's cell, with invisible characters spelt out."""
+        """Render a text or a table cell with invisible characters spelt out."""
         return super().render_str(visible(text), **options)
 
 
 def warn(text: str) -> None:
-    """Print a line in red on standard error, above bars that are drawn there."""
+    """Print a warning in red on standard error, above any progress bars."""
     console = Console(stderr=True, soft_wrap=True)
     with console.capture() as capture:
         console.print(f"warning: {text}", style="bold red")
-    # A second console would not write above the bars.
+    # Printing directly on a second console would overwrite the bars.
     print(capture.get(), end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Progress of long work: workers report to `Progress`, displays use `listening`."""
+"""Progress of long work: workers report with `Progress`, and displays listen with `listening`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rich.text import Text
 
 from grpo_ustat.terminal.console import Console
 
-# Least time between two reports of an activity.
+# Minimum time between two reports of an activity.
 REPORT_SECONDS = 0.25
 
-# Least time, and least share of the work, between two lines without a terminal.
+# Minimum time and minimum share of the work between two lines without a terminal.
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1
-# Columns below which bars and rates are not drawn.
+# Width in columns below which bars and rates are not drawn.
 NARROW_COLUMNS = 60
-# Times a second at which bars are drawn again.
+# Number of times per second that bars are redrawn.
 REFRESHES_PER_SECOND = 2
-# Characters of an activity, about.
+# Approximate number of characters of an activity's name.
 TITLE_CHARACTERS = 9
-# Seconds after which the last report of an activity is not shown any more.
+# Seconds after which a report of an activity is no longer shown.
 STALE_SECONDS = 5.0
 
 
@@ -36,21 +36,21 @@ STALE_SECONDS = 5.0
 class Activity:
     """Progress of one activity, such as the sampling of a batch."""
 
-    # Such as `writing`.
+    # Name, such as `writing`.
     name: str
-    # Completions done.
+    # Number of completions done.
     completed: int
-    # Completions in all; 0: unknown.
+    # Total number of completions; 0 if unknown.
     total: int
-    # Tokens written so far, 0 if they are not counted.
+    # Number of tokens written so far; 0 if they are not counted.
     tokens: int
-    # Seconds since it began.
+    # Seconds since the activity began.
     seconds: float
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A line for the user from a process that shares in the work; the first one is shown."""
+    """Line for the user from one of several processes; only the first line is shown."""
 
     text: str
 
@@ -61,7 +61,7 @@ _listener: Listener | None = None
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Call a listener with each report of this process in the block; None: reports are dropped."""
+    """Call a listener with each report of this process in the block; None drops the reports."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -71,7 +71,7 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 class Progress:
-    """Reporter of an activity's progress, at most every quarter of a second.
+    """Reporter of an activity's progress, with at most one report every `REPORT_SECONDS`.
 
     Args:
         name, total: see `Activity`.
@@ -97,17 +97,19 @@ class Progress:
 
 
 class Meter:
-    """Display of a piece of work's progress, with rates and the time left.
+    """Display of the progress of work, with rates and the time left.
 
-    On a terminal it is a bar, with a second bar for the current activity. Elsewhere it is a line
-    once 30 s have passed, then every 10 % but not more often than every 30 s, and one at the end.
-    Activities get lines only before the first unit is done, when no other line shows progress.
+    On a terminal it is a bar, with a second line for the current activity. Elsewhere it prints a
+    line after 30 s, then one for every 10 % of the work but at most one every 30 s, and one at the
+    end. Activities are printed only before the first unit is done, when no other line shows
+    progress.
 
     Args:
-        total, completed: of units, at the end and at the start.
-        unit: what is counted.
+        total: total number of units.
+        unit: name of the units.
+        completed: number of units done at the start.
         visible: False on ranks other than 0.
-        clock: seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -145,9 +147,9 @@ class Meter:
             self.print(f"{self.title}: {self.figures()}")
 
     def update(self, completed: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
-        """Set the number of units done, their tokens, a note, and rates.
+        """Set the number of units done, their number of tokens, a note, and rates.
 
-        Without rates they are computed from the time since the start.
+        If `rates` is empty, rates are computed from the time since the start.
         """
         self.completed, self.tokens, self.note, self.rates = completed, tokens, note, rates
         if self._live:
@@ -156,7 +158,7 @@ class Meter:
             self._print_when_due(completed / max(self.total, 1), f"{self.title}: {self.figures()}")
 
     def hear(self, activity: Activity, source: int = 0) -> None:
-        """Show the report of an activity; the source is one of several processes."""
+        """Show the report of an activity; `source` identifies one of several processes."""
         self._reports[source] = (self._clock(), activity)
         name, completed, total, text = self.activity()
         if self._live:
@@ -171,7 +173,7 @@ class Meter:
             self._print_when_due(completed / total, f"{self.title}: {name} {text}")
 
     def activity(self) -> tuple[str, int, int, str]:
-        """Return the latest activity of all processes: name, completions done, in all, a text."""
+        """Return the latest activity: name, completions done, total, and a text with rates."""
         now = self._clock()
         recent = [activity for at, activity in self._reports.values() if now - at < STALE_SECONDS]
         if not recent:
@@ -183,7 +185,7 @@ class Meter:
             sum(activity.total for activity in same),
         )
         if completed == total > 0:
-            # Another activity goes on that does not report.
+            # The activity is done; another activity that sends no reports is running.
             return "", 0, 0, ""
         if not total:
             return name, 0, 0, ""
@@ -197,7 +199,7 @@ class Meter:
         return name, completed, total, join_texts(f"{completed:,}/{total:,} completions", *rates)
 
     def figures(self) -> str:
-        """Return counts, the time left or taken, the note, and rates."""
+        """Return counts, time left or time taken, the note, and rates."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         count = f"{self.completed:,}/{self.total:,} {self.unit}"
         rates = [self.rates]
@@ -206,11 +208,11 @@ class Meter:
         return join_texts(count, self._time(), self.note, *rates)
 
     def short(self) -> str:
-        """Return counts and the time left, for narrow terminals."""
+        """Return counts and time left, for narrow terminals."""
         return join_texts(f"{self.completed:,}/{self.total:,}", self._time())
 
     def _time(self) -> str:
-        """Return the time taken, or the time left at the present rate."""
+        """Return the time taken if the work is done, else the time left at the present rate."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         if self._ended:
             return f"in {clock_text(seconds)}"
@@ -219,7 +221,7 @@ class Meter:
         return f"{clock_text(seconds / units * (self.total - self.completed))} left"
 
     def print(self, line: str, **options: Any) -> None:
-        """Print a separate line, above the bars."""
+        """Print a separate line above the bars."""
         if self._visible:
             self._console.print(line, **options)
 
@@ -231,7 +233,7 @@ class Meter:
             self.print(line)
 
     def _bars(self) -> rich.progress.Progress:
-        """Make rich's bar of the work and a line for the current activity."""
+        """Return rich's bar for the work and line for the current activity."""
         wide = self._console.width >= NARROW_COLUMNS
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
@@ -240,7 +242,7 @@ class Meter:
             *columns,
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
-            # Without it results would go to standard error.
+            # Otherwise results would be printed on standard error.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task = bars.add_task(
@@ -252,10 +254,10 @@ class Meter:
 
 @contextmanager
 def waiting(text: str, visible: bool = True) -> Iterator[None]:
-    """Show a line while something loads.
+    """Show a line while the block runs, such as a load.
 
-    On a terminal it is a spinner that disappears; elsewhere a line is printed afterwards if it took
-    `LINE_SECONDS` or more.
+    On a terminal, a spinner is shown until the block ends. Elsewhere, a line is printed afterwards
+    if the block took `LINE_SECONDS` or more.
     """
     console, start = Console(stderr=True), time.monotonic()
     if visible and console.is_terminal and not console.is_dumb_terminal:
@@ -275,7 +277,7 @@ def waiting(text: str, visible: bool = True) -> Iterator[None]:
 
 
 class _Figures(ProgressColumn):
-    """Text beside a meter's bar, computed at each refresh."""
+    """Text next to a meter's bar, computed at each refresh."""
 
     def __init__(self, meter: Meter, wide: bool):
         super().__init__()
@@ -290,12 +292,12 @@ class _Figures(ProgressColumn):
 
 
 def join_texts(*texts: str) -> str:
-    """Join the texts that are not empty, with commas between them."""
+    """Join the texts that are not empty with commas."""
     return ", ".join(text for text in texts if text)
 
 
 def rate(number: float, unit: str) -> str:
-    """Format units a second; empty if there are none.
+    """Format a rate in units per second; empty if it is 0.
 
     >>> rate(1234.5, " tokens"), rate(2.25, ""), rate(0.004, ""), rate(0, "")
     ('1,234 tokens/s', '2.2/s', '0.004/s', '')
@@ -318,7 +320,7 @@ def clock_text(seconds: float) -> str:
 
 
 def monitor_text(row: dict[str, Any]) -> str:
-    """Format a metrics row's best group size with interval and gradient error, if it has them.
+    """Format the best group size with interval, and the gradient error, if the row has them.
 
     >>> row = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
     >>> monitor_text(row | {"monitor/mse": 2.345})
@@ -338,17 +340,17 @@ def monitor_text(row: dict[str, Any]) -> str:
 
 
 class TrainingBar:
-    """Display of steps, rates, the last mean reward and the time left; a line per evaluation.
+    """Display of steps, rates, last mean reward and time left, with one line per evaluation.
 
     Args:
-        max_steps: the last step of training.
-        completed: steps done before this launch.
+        max_steps: last step of training.
+        completed: number of steps done before this launch.
         visible: False on ranks other than 0.
     """
 
     def __init__(self, max_steps: int, completed: int, visible: bool):
         self.meter = Meter("train", max_steps, "steps", completed=completed, visible=visible)
-        # The monitor's text of the latest step that has one.
+        # Text of the monitor at the latest step that has one.
         self._monitor = ""
 
     def __enter__(self) -> TrainingBar:
@@ -359,7 +361,7 @@ class TrainingBar:
         self.meter.__exit__(*failure)
 
     def step(self, row: dict[str, Any], completions: int) -> None:
-        """Count a step, given its metrics row and its number of completions."""
+        """Add a step, with its metrics row and its number of completions."""
         seconds = row["step_time"]
         rates = join_texts(
             f"{seconds:.3g} s/step",
@@ -378,5 +380,5 @@ class TrainingBar:
         )
 
     def print_alarm(self, line: str) -> None:
-        """Print an alarm's line, in red."""
+        """Print the line of an alarm in red."""
         self.meter.print(f"ALARM {line}", style="bold red")

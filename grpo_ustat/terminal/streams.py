@@ -1,4 +1,4 @@
-"""Standard output and error whose failures do not end a run, and texts that are safe to print.
+"""Output streams whose failures do not end a run, and texts that are safe to print.
 
 This module imports only the standard library.
 """
@@ -16,17 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-# Control characters, characters that change the direction of the text, and surrogates.
+# Control characters, characters that change the text direction, and surrogates.
 INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# Half of a character in UTF-16, which no file can hold.
+# Half of a UTF-16 character, which cannot be encoded in UTF-8.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""Return the text with invisible characters spelt out: escapes, nulls, turns of direction.
+    r"""Return the text with invisible characters spelt out, such as escapes and nulls.
 
     >>> visible("a\x1b[31mb\x00\u202ec\n")
     'a\\x1b[31mb\\x00\\u202ec\n'
@@ -35,10 +35,10 @@ def visible(text: str) -> str:
 
 
 def single_line(text: object, most: int | None = None) -> str:
-    r"""Return an error's message on one line, a blank for each run of white space.
+    r"""Return a text on one line, with every run of white space replaced by one blank.
 
     Args:
-        most: largest number of characters, the rest is cut; None: no limit.
+        most: largest number of characters; the text is truncated to it. None: no limit.
 
     >>> single_line("no\n  such file ", 7)
     'no such'
@@ -47,9 +47,9 @@ def single_line(text: object, most: int | None = None) -> str:
 
 
 def beside(left: str, text: str, column: int, width: int) -> list[str]:
-    """Return the lines of a table's row, of which none is wider than `width`.
+    """Return the lines of a table row, none wider than `width`.
 
-    The text is in its column, below the left part where that is too long.
+    The text starts at `column`. If the left part is too long, the text starts on the next line.
 
     >>> beside("  seed=0", "of all random choices", 10, 24)
     ['  seed=0  of all random', '          choices']
@@ -69,16 +69,16 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
 
 
 class LastingFile(io.FileIO):
-    """A file that swallows errors of writing.
+    """File whose write errors are not raised.
 
-    After the first one all output goes to the null device, also that of child processes.
+    After the first error all output, also from child processes, goes to the null device.
     """
 
-    # The first error of a write; None if all was written.
+    # First write error; None if everything was written.
     refusal: OSError | None = None
 
     def write(self, data: Any) -> int | None:
-        """Write to the file, or to the null device from the first error on."""
+        """Write to the file; after the first error, write to the null device."""
         try:
             return super().write(data)
         except BlockingIOError:
@@ -93,19 +93,20 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Continue the block if its output is no longer read, as after `| head -1`.
+    """Let the block continue even if nobody reads its output any longer, as after `| head -1`.
 
-    A run's results are its files. Closed standard streams lead to the null device, so that no file
-    opened later gets their number.
+    The results of a run are its files. Closed standard streams are connected to the null device, so
+    that a file opened later does not get their descriptor.
 
     Raises:
-        SystemExit: at the end, if all went well but a disk did not take all of standard output.
+        SystemExit: raised at the end if the block succeeded but a disk error truncated standard
+            output.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # It is closed, and the next file that is opened would get the lowest free number.
+            # The stream is closed, and the next opened file would get its descriptor.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     before = sys.stdout, sys.stderr
     output, errors = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
@@ -117,7 +118,7 @@ def lasting_output() -> Iterator[None]:
             raise
     finally:
         for stream in (output, errors):
-            # The stream may be closed meanwhile.
+            # The block may have closed the stream.
             with suppress(ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
@@ -129,7 +130,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """Return the stream on a `LastingFile`; unchanged if it is not the process's own stream."""
+    """Return the stream on top of a `LastingFile`; unchanged if its descriptor is not `number`."""
     if stream is None:
         return open(number, "w", closefd=False)  # noqa: SIM115  # until this process ends
     file = _file_of(stream)
@@ -148,13 +149,13 @@ def _lasting(stream: TextIO | None, number: int) -> TextIO:
 
 
 def _file_of(stream: Any) -> Any:
-    """Return the file below a text stream and its buffer; None below one in memory."""
+    """Return the raw file of a text stream; None for a stream in memory."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
 
 def percentage(share: float, digits: int = 0) -> str:
-    """Format a share in percent.
+    """Format a share as a percentage.
 
     >>> percentage(0.171), percentage(0.1714, 1)
     ('17 %', '17.1 %')
@@ -163,11 +164,14 @@ def percentage(share: float, digits: int = 0) -> str:
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
-    """Format G* with its interval; None if the lower end is not above 2, the smallest group.
+    """Format G* with its interval; None if the interval gives no information.
+
+    That is so if there is no lower end, or if there is no upper end and the lower end is at most 2,
+    the smallest group.
 
     Args:
         best: estimate; None or NaN if there is none.
-        low, high: its interval; None or infinity: no upper end.
+        low, high: ends of the interval; an upper end of None or infinity means that there is none.
 
     >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
     ('4.2 [3.0, 9.0]', 'at least 3.0', None)
