@@ -185,7 +185,7 @@ def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> s
 
 
 def policy_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Return overrides that select the model, questions, sampling and rewards of a configuration."""
+    """Return overrides that select model, questions, sampling and rewards of a configuration."""
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]

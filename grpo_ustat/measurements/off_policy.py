@@ -31,8 +31,8 @@ from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys
 
 DRIFT_NOTE = (
-    "Effective share: effective sample size of the importance weights, (sum w)^2 / sum w^2, divided "
-    "by their number."
+    "Effective share: effective sample size of the importance weights, (sum w)^2 / sum w^2, "
+    "divided by their number."
 )
 LAG_NOTE = (
     "Relative efficiency: number of rollouts that the current policy wrote, with the unbiased "
@@ -201,7 +201,7 @@ def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
 
 
 def by_distance(results_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPolicy]:
-    """Sort studies by the distance between the current policy and the one that wrote the rollouts."""
+    """Sort studies by the distance of the current policy from the one that wrote the rollouts."""
     return dict(sorted(results_by_study.items(), key=lambda item: item[1].kl.estimate))
 
 
