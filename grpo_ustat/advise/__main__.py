@@ -17,22 +17,22 @@ from grpo_ustat.terminal.streams import tell
 
 EXAMPLES = {
     "outputs/train/NAME/seed-0": "a run, finished or not",
-    "completions_00010.parquet model=CHECKPOINT": "a log of TRL's",
-    "rewards.csv num_generations=8": "rewards alone",
+    "completions_00010.parquet model=CHECKPOINT": "a log written by TRL",
+    "rewards.csv num_generations=8": "rewards only",
 }
 OPTION_MEANINGS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
-    "num_generations=8": "the group size to judge; of a training run its own",
-    "rollouts=256": "completions of a training step, prompts times num_generations",
-    "reward=COLUMN": "which column of a log holds the rewards",
-    "objective=NAME": "the loss to judge, such as trl_dapo; of a training run its own",
-    "model=CHECKPOINT": "the model that wrote a log's completions: scores them (mse pool=FILE)",
-    "output_root=DIR": "where such a study is written; outputs",
+    "num_generations=8": "group size to assess; default: that of the training run",
+    "rollouts=256": "completions per training step: prompts times num_generations",
+    "reward=COLUMN": "column of a log that contains the rewards",
+    "objective=NAME": "loss to assess, e.g. trl_dapo; default: that of the training run",
+    "model=CHECKPOINT": "model that wrote the completions of a log and scores them (mse pool=FILE)",
+    "output_root=DIR": "folder for the study that model= starts; default: outputs",
 }
 
 
 def main() -> None:
-    """Run the command; the exit code is 0 whatever the advice is, 2 if there is none."""
+    """Run the command; the exit code is 0 if there is advice of any kind and 2 if there is none."""
     parser = VerbParser("advise", __doc__ or "", EXAMPLES, OPTION_MEANINGS)
     parser.add_argument("words", nargs="*", metavar="SOURCE [NAME=VALUE ...]")
     parser.add_argument("--json", action="store_true", help="verdict and numbers, for programs")

@@ -1,4 +1,4 @@
-"""Advice from one source: a study's folder, a training run's, a pool, or a log of rollouts."""
+"""Advice from one source: the folder of a study or training run, a pool, or a log of rollouts."""
 
 from __future__ import annotations
 
@@ -56,33 +56,35 @@ from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord, run_around
 
-OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your loss wants is told by:"
-# Refused by mse.
+OF_THE_UNBIASED = (
+    "This advice is for the unbiased leave-one-out gradient. To measure the best G for your loss:"
+)
+# Settings that `mse` refuses.
 NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")
-# Steps with constants; from so many on a mean has an interval.
+# Minimum number of monitored steps for an interval.
 MIN_STEPS = 4
 POOL = "pool.json"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of `advise`."""
+    """Parsed command line of `advise`."""
 
-    # A run folder, a pool folder, a log of rollouts, or a folder of logs.
+    # Run folder, pool folder, log of rollouts, or folder of logs.
     source: Path
-    # The group size to judge; None: the run's.
+    # Group size to assess; None for the group size of the run.
     num_generations: int | None = None
-    # n of a step; None: n of the run, or of the run that wrote the log.
+    # Number of rollouts per step, n; None for n of the run or of the run that wrote the log.
     rollouts: int | None = None
-    # The column of rewards of a log.
+    # Column of a log with the rewards.
     reward: str | None = None
-    # A checkpoint or a model's name, with which a log's rollouts are scored.
+    # Checkpoint or model name that scores the rollouts of a log.
     model: str | None = None
-    # Overrides of the loss to judge: its preset, fields, baseline.
+    # Overrides for the loss to assess: preset, fields and baseline.
     objective: Sequence[str] = ()
-    # Further ones, for `mse`.
+    # Further overrides for `mse`.
     overrides: Sequence[str] = ()
-    # The folder below which a study that is made now is written.
+    # Root folder for a study that is started by this command.
     output_root: str = "outputs"
 
 
@@ -97,7 +99,7 @@ def advice_of(request: Request) -> Advice:
         )
     if not source.exists():
         raise ConfigError(
-            f"{source} does not exist: name a run folder, a pool, or a log of rollouts "
+            f"{source} does not exist: name a run folder, a pool or a log of rollouts "
             f"({', '.join(LOG_SUFFIXES)})"
         )
     if source.is_file() and source.name == RESULT:
@@ -105,7 +107,7 @@ def advice_of(request: Request) -> Advice:
     if source.is_file():
         _refuse_dump(request)
         if source.suffix in PACKED_SUFFIXES:
-            raise ConfigError(f"{source} is packed: unpack it first, as with gunzip")
+            raise ConfigError(f"{source} is compressed: unpack it first, e.g. with gunzip")
         if source.suffix not in LOG_SUFFIXES:
             raise ConfigError(
                 f"{source} is not {', '.join(LOG_SUFFIXES[:-1])} or {LOG_SUFFIXES[-1]}"
@@ -117,56 +119,59 @@ def advice_of(request: Request) -> Advice:
         run = RunRecord(source)
         if not run.config:
             raise ConfigError(f"{source}: {'; '.join(run.notes) or f'{CONFIG} is empty'}")
-        # Another program that uses Hydra, such as verl, has no such key.
+        # Other programs that use Hydra, such as verl, have no such key.
         if "launch" not in run.config:
             _refuse_dump(request)
         if run.command == "train":
             return _from_training(run, request)
         if run.command == "mse":
             return _from_study(run, request)
-        raise ConfigError(f"{source} is a run of gap, which has no group size of a model to judge")
+        raise ConfigError(
+            f"{source} is a run of gap, which has no model whose group size to assess"
+        )
     if (source / CODE).is_file():
         raise ConfigError(f"{source} is a run folder without {CONFIG}: copy it with cp -r")
     inside = sorted(str(path.parent.parent) for path in source.glob(f"*/**/{CONFIG}"))
     if inside:
-        raise ConfigError(f"{source} holds {len(inside)} runs: name one, such as {inside[0]}")
+        raise ConfigError(f"{source} contains {len(inside)} runs: name one, e.g. {inside[0]}")
     if logs := _logs_in(source):
         return _from_logs(logs, request)
     _refuse_dump(request)
     if (run := run_around(source)) or _logs_in(run := source.parent):
-        raise ConfigError(f"{source} is a part of a run: name the run, {run}")
+        raise ConfigError(f"{source} is a part of a run: name the run folder, {run}")
     raise ConfigError(
-        f"{source} is no run folder of mse or train, no pool, and holds no completions*.parquet"
+        f"{source} is neither a run folder of mse or train nor a pool, and it contains no "
+        "completions*.parquet"
     )
 
 
 def _refuse_dump(request: Request) -> None:
-    """Refuse a file that another framework wrote, except a single log of TRL."""
+    """Refuse files written by another framework, except a single TRL log."""
     source = request.source
     framework = format_of(source)
     if framework is None or (framework.name == "trl" and source.is_file()):
         return
     size = [f"num_generations={request.num_generations}"] * (request.num_generations is not None)
     raise ConfigError(
-        f"{source} is what {framework.name} writes: type "
-        f"{command_line('convert', str(source), 'rollouts.parquet')}, and then "
+        f"{source} was written by {framework.name}: run "
+        f"{command_line('convert', str(source), 'rollouts.parquet')} and then "
         f"{command_line('advise', 'rollouts.parquet', *size)}"
     )
 
 
 def _from_study(run: RunRecord, request: Request) -> Advice:
-    """Return advice from a study's own `result.json`."""
+    """Return advice from the `result.json` of a study."""
     study = finished_study(run)
     if study is None:
         again = command_line("mse", *policy_overrides(run.config))
         raise ConfigError(
-            f"{run.folder} is not finished: the same command goes on, such as {again}"
+            f"{run.folder} is not finished: run the same command again to continue, e.g. {again}"
         )
     group_size = request.num_generations
     pool = request.source if request.source.is_file() else run.config.get("pool")
     theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
     if theirs is not None and group_size is not None:
-        # An update has whole groups.
+        # An update consists of whole groups.
         theirs = theirs // group_size * group_size or None
     asked = request.rollouts or theirs or rollouts_in_groups(group_size, study.rollouts)
     rollouts = divisible_rollouts(asked) if group_size is None else asked
@@ -187,18 +192,18 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
         again = [*policy_overrides(run.config), *request.objective, f"pool={run.folder / 'pool'}"]
         details.append(f"{OF_THE_UNBIASED} {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:
-        details.append(f"n = {theirs} is a training step of those who wrote {pool}.")
+        details.append(f"n = {theirs} is the training step size of the run that wrote {pool}.")
     details.append(interval_note(study))
     following = next_step(study, rollouts)
     if verdict == "keep" and group_size is not None:
-        following = f"go on with num_generations={group_size}"
+        following = f"continue with num_generations={group_size}"
     return Advice(verdict, sentence, details, following, numbers)
 
 
 def _from_training(run: RunRecord, request: Request) -> Advice:
     """Return advice from the constants that the gradient monitor measured in the second half.
 
-    Without constants the advice rests on zero-variance groups only.
+    Without constants the advice uses only the share of zero-variance groups.
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
@@ -219,10 +224,10 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
     about = "not enough data" if best is None else f"{best:.1f}"
     details = [
-        f"Best G is about {about} {ends}, from {len(recent)} monitored steps, "
-        f"{recent[0]['step']} to {recent[-1]['step']}.",
+        f"Best G is about {about} {ends}, from {len(recent)} monitored steps between "
+        f"{recent[0]['step']} and {recent[-1]['step']}.",
         *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
-        "Intervals of 95 % over steps, of the policies of these steps together.",
+        "95 % intervals over steps, for the average over the policies of these steps.",
     ]
     if request.objective or _measurable_loss(run):
         details.append(f"{OF_THE_UNBIASED} {_measure_checkpoint(run, request.objective)}")
@@ -233,47 +238,50 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
             "train", *policy_overrides(run.config), f"budget.rollouts={rollouts}",
             f"group_size={used}",
         )  # fmt: skip
-        following = "go on as it is" if verdict == "keep" else changed
+        following = "continue training unchanged" if verdict == "keep" else changed
     else:
         following = _measure_checkpoint(run)
     return Advice(verdict, sentence, details, following, numbers)
 
 
 def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: int) -> Advice:
-    """Return advice for a training run whose metrics have too few constants, or none."""
+    """Return advice for a training run without enough measured constants."""
     shares = [row["frac_reward_zero_std"] for row in run.metrics if "frac_reward_zero_std" in row]
     reason = "this run did not measure its gradient"
-    details = ["Train with monitor.gradient_mse_every=10, or measure the model itself, as below."]
+    details = [
+        "Train with monitor.gradient_mse_every=10, or measure the model with the command below."
+    ]
     if steps:
         reason = "this run measured its gradient in too few steps"
         details = [
-            f"{steps} monitored steps, of which {recent_steps} in the second half, where "
-            f"{MIN_STEPS} are needed: train longer, monitor more often, or measure the model "
-            "itself, as below."
+            f"The run has {steps} monitored steps, {recent_steps} of them in the second half, but "
+            f"{MIN_STEPS} are needed there. Train longer, monitor more often, or measure the model "
+            "with the command below."
         ]
     if shares:
         recent = shares[-10:]
         details.append(
             f"Zero-variance groups (frac_reward_zero_std) in the last {len(recent)} steps: "
-            f"{100 * np.mean(recent):.0f} % of groups of {group_size}. They give no gradient; "
-            "how much larger groups would help, their share does not tell."
+            f"{100 * np.mean(recent):.0f} % of groups of {group_size}. They give no gradient, but "
+            "their share does not show how much larger groups would help."
         )
     sentence = (
-        f"There is not enough data to keep or to change num_generations = {group_size}: {reason}."
+        "There is not enough data to advise keeping or changing num_generations = "
+        f"{group_size}: {reason}."
     )
     return Advice(UNKNOWN, sentence, details, _measure_checkpoint(run))
 
 
 def _measurable_loss(run: RunRecord) -> list[str]:
-    """Return overrides of a training run's loss for `mse`; none if a pool cannot measure it."""
+    """Return `mse` overrides for the loss of a training run; none if `mse` cannot measure it."""
     words = objective_overrides(run.config)
     return [] if any(word.startswith(NOT_IN_A_POOL) for word in words) else words
 
 
 def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
-    """Return the command that studies a run's newest checkpoint and its loss.
+    """Return the command that measures the newest checkpoint of a run with its loss.
 
-    Without a checkpoint it studies the model that the run starts from.
+    Without a checkpoint, the command measures the model from which the run starts.
     """
     overrides = [*policy_overrides(run.config), *(loss or _measurable_loss(run))]
     checkpoints = sorted(
@@ -282,12 +290,12 @@ def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
     if checkpoints:
         overrides = [override for override in overrides if not override.startswith("model")]
         overrides = [f"model={checkpoints[-1]}", *overrides]
-    note = "" if checkpoints else "  # the model that it starts from: there is no checkpoint here"
+    note = "" if checkpoints else "  # the initial model of the run, which has no checkpoint here"
     return command_line("mse", *overrides) + note
 
 
 def _from_pool(request: Request) -> Advice:
-    """Return advice from a pool folder: from the study that it belongs to, or from one made now."""
+    """Return advice from a pool folder: from its study, or from a new study of the pool."""
     folder = request.source
     for near in (folder.parent, folder):
         if (near / CONFIG).is_file() and (near / RESULT).is_file():
@@ -303,15 +311,15 @@ def _from_pool(request: Request) -> Advice:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"the pool {folder} cannot be read: {error!r:.120}") from error
     if not ends:
-        raise ConfigError(f"the pool {folder} holds no completions yet")
+        raise ConfigError(f"the pool {folder} contains no completions yet")
     if "file" in draws:
         raise ConfigError(
-            f"{folder} was scored from a log of rollouts: name that file, with model=CHECKPOINT"
+            f"{folder} was scored from a log of rollouts: name the log and model=CHECKPOINT"
         )
     functions = draws.get("reward_funcs") or [TASK]
     if any(name.startswith("local:") for name in functions):
         raise ConfigError(
-            f"{folder} was judged with {as_typed(functions)}, and files are not kept with it: type "
+            f"{folder} was judged with {as_typed(functions)}, whose files are not in the pool: run "
             f"mse with the same reward_funcs and pool={folder}"
         )
     sizes = [
@@ -323,24 +331,24 @@ def _from_pool(request: Request) -> Advice:
     if functions != [TASK]:
         advice.details.insert(
             0,
-            f"Of reward_funcs={as_typed(functions)}, each of weight 1: mse with pool={folder} and "
-            "reward_weights says it for others.",
+            f"This advice is for reward_funcs={as_typed(functions)} with weight 1 each; for other "
+            f"weights run mse with pool={folder} and reward_weights.",
         )
     return advice
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """Return TRL's logs in a run's folder or its folder of completions, first to last."""
+    """Return the TRL logs in a run folder or its folder `completions`, in order of steps."""
     logs = list(folder.glob("completions*.parquet"))
     logs = logs or list(folder.glob("completions/completions*.parquet"))
     return sorted(logs, key=natural_order)
 
 
 def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
-    """Return advice from one of a run's logs, which are in their order.
+    """Return advice from one of the ordered logs of a run.
 
-    It is the last log written by the typed model, or else by one of the run's checkpoints, or the
-    log that is nearest to it.
+    The log is the last one written by the requested model or, without one, by a checkpoint of the
+    run. If no log matches exactly, it is the nearest one.
     """
     steps = list(checkpoints_of(run_folder_of(logs[-1])))
     if request.model is not None:
@@ -350,18 +358,18 @@ def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
     advice = _from_log(chosen, replace(request, source=chosen))
     place = f"the last of {len(logs)} logs in {request.source}"
     if chosen != logs[-1]:
-        place = f"of {len(logs)} logs in {request.source} the last that is nearest to a checkpoint"
-    advice.details.insert(0, f"From {chosen.name}, {place}.")
+        place = f"the log nearest to a checkpoint, of {len(logs)} logs in {request.source}"
+    advice.details.insert(0, f"This advice is from {chosen.name}, {place}.")
     return advice
 
 
 def _from_log(path: Path, request: Request) -> Advice:
-    """Return advice from a log: from scores if there is a checkpoint, else only from rewards."""
+    """Return advice from a log, from scores if a checkpoint is given and otherwise from rewards."""
     if request.model is not None:
         if path.suffix != ".parquet":
             raise ConfigError(
-                f"{path}: only Parquet logs with prompt and completion can be scored by a model; "
-                "leave model= out for what rewards alone can tell"
+                f"{path}: a model can score only Parquet logs with prompts and completions; leave "
+                "out model= for advice from rewards only"
             )
         words = [f"model={request.model}", f"pool={path}", *request.objective, *request.overrides]
         advice = _study_now(words, request)
@@ -373,26 +381,27 @@ def _from_log(path: Path, request: Request) -> Advice:
     details = reward_lines(rewards, group_size)
     theirs = step_rollouts(path) if path.suffix == ".parquet" else None
     if theirs is not None:
-        details.append(f"A training step of those who wrote it has n = {theirs} rollouts.")
+        details.append(f"A training step of the run that wrote it has n = {theirs} rollouts.")
     details.append(
-        "What rewards cannot tell: how far gradients of different prompts differ (C1) and how "
-        "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)"
-        + ("; nor the relative efficiency of your loss." if request.objective else ".")
+        "The best group size G* = 1 + sqrt(C3/C1) depends on how much the gradients of different "
+        "prompts differ (C1) and on how noisy the gradient of one prompt is (C3). Rewards do not "
+        "determine C1 and C3"
+        + (", nor the relative efficiency of your loss." if request.objective else ".")
     )
     if group_size is None:
-        sentence = "Rewards alone cannot say which num_generations is best."
+        sentence = "Rewards alone do not show which num_generations is best."
     else:
-        sentence = f"Rewards alone cannot say whether num_generations = {group_size} is good."
+        sentence = f"Rewards alone do not show whether num_generations = {group_size} is good."
         share = expected_zero_variance(rewards.groups, group_size)
         if share is not None:
             sentence += (
-                f" With it {share_text(share)} of the groups have zero variance and give no "
+                f" At this size, {share_text(share)} of the groups have zero variance and give no "
                 "gradient."
             )
     size = [f"num_generations={group_size}"] * (group_size is not None)
     names = set(rewards.columns)
     cut = [] if "ended" in names or names >= set(TOKEN_COLUMNS) else ["study.cut_at=LENGTH"]
-    following = "log completions too, as TRL does with log_completions=True, and name that file"
+    following = "also log completions, as TRL does with log_completions=True, and name that file"
     if path.suffix == ".parquet":
         pairing, step = pairing_of_file(path), logged_policy_step(path)
         model = "CHECKPOINT" if pairing is None else str(pairing.checkpoint)
@@ -402,7 +411,7 @@ def _from_log(path: Path, request: Request) -> Advice:
             wrote += f", after {step} updates"
         elif pairing is not None and not pairing.is_exact:
             details.append(f"{pairing.line()}.")
-            wrote = f"the nearest: {theirs} were written {pairing.between} it"
+            wrote = f"the nearest checkpoint: {theirs} were written {pairing.between} it"
         words = [*size, f"model={model}", *request.objective, *cut]
         following = f"{command_line('advise', str(path), *words)}  # {wrote}"
     numbers = {"num_generations": group_size, "rollouts": request.rollouts or theirs}
@@ -410,19 +419,19 @@ def _from_log(path: Path, request: Request) -> Advice:
 
 
 def _study_now(overrides: Sequence[str], request: Request) -> Advice:
-    """Run `mse` in a process of its own, its progress on standard error, and read its result."""
+    """Run `mse` in a separate process, with progress on standard error, and read its result."""
     digest = hashlib.blake2b("\n".join(overrides).encode(), digest_size=5).hexdigest()
     folder = Path(request.output_root) / "advise" / f"{request.source.stem}-{digest}"
     words = [*overrides, f"hydra.run.dir={folder}"]
     command = [sys.executable, "-m", "grpo_ustat", "mse", *words]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code:
-        raise ConfigError(f"no advice, the study failed: {command_line('mse', *words)}")
+        raise ConfigError(f"no advice, because the study failed: {command_line('mse', *words)}")
     return _from_study(RunRecord(folder), request)
 
 
 def _check_sizes(group_size: int | None, rollouts: int) -> None:
-    """Refuse a group that is larger than a step."""
+    """Refuse a group size that is larger than the step."""
     if group_size is not None and group_size > rollouts:
         raise ConfigError(
             f"num_generations={group_size} is larger than rollouts={rollouts}: a step needs at "
@@ -436,8 +445,8 @@ OPTION_NAMES = ("num_generations", "rollouts", "reward", "model", "objective", "
 def parse_request(words: Sequence[str]) -> Request:
     """Parse the words of the command line.
 
-    They are a source, `num_generations=`, `rollouts=`, `reward=`, `model=`, `objective=` and
-    `baseline=` with their fields, `output_root=`, and with a model overrides of `mse`.
+    Allowed are a source, `num_generations=`, `rollouts=`, `reward=`, `model=`, `output_root=`,
+    `objective=` and `baseline=` with their fields and, if `model=` is given, overrides of `mse`.
     """
     values: dict[str, Any] = {}
     sources, overrides, objective = [], [], []
@@ -449,7 +458,7 @@ def parse_request(words: Sequence[str]) -> Request:
             name = {"group_size": "num_generations", "budget.rollouts": "rollouts"}.get(key, key)
             if not value.isdigit() or int(value) < 2:
                 raise ConfigError(
-                    f"{word}: a whole number of at least 2 is needed, such as {key}=8"
+                    f"{word}: the value must be a whole number of at least 2, e.g. {key}=8"
                 )
             values[name] = int(value)
         elif key in ("objective", "baseline") or key.startswith(("objective.", "baseline.")):
@@ -459,7 +468,7 @@ def parse_request(words: Sequence[str]) -> Request:
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
             overrides.append(word)
         elif "/" in word:
-            # A path that contains "=" and need not exist.
+            # A path may contain "=" and may not exist.
             sources.append(word)
         else:
             hint = did_you_mean(key, OPTION_NAMES)
@@ -467,8 +476,8 @@ def parse_request(words: Sequence[str]) -> Request:
     if len(sources) != 1:
         raise ConfigError(
             f"{'no source' if not sources else 'several sources: ' + ', '.join(sources)}: name one "
-            f"run folder, pool or log, as in {command_line('advise', 'outputs/mse/NAME/seed-0')}"
+            f"run folder, pool or log, e.g. {command_line('advise', 'outputs/mse/NAME/seed-0')}"
         )
     if overrides and "model" not in values:
-        raise ConfigError(f"{overrides[0]} is for scoring a log: add model=CHECKPOINT")
+        raise ConfigError(f"{overrides[0]} only applies to scoring a log: add model=CHECKPOINT")
     return Request(Path(sources[0]), **values, objective=objective, overrides=overrides)

@@ -1,1 +1,1 @@
-"""Measurements of a study: each is a module with its record, numbers, sentences, tables, figure."""
+"""Measurements of a study; each module has a record, its numbers, sentences, tables and figure."""

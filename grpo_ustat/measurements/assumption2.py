@@ -1,6 +1,7 @@
-"""Assumption 2, squared score norm and reward uncorrelated given the prompt, and what follows.
+"""Test of Assumption 2: squared score norm and reward are uncorrelated given the prompt.
 
-The paper's ordering, the oracle before no baseline and GRPO before it from some G on, rests on it.
+The paper derives its ordering from this assumption: the oracle beats no baseline at every G, and
+GRPO beats no baseline above some G.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 from grpo_ustat.terminal.streams import percentage
 
 ALL_EQUAL = (
-    "All completions of a question got the same reward: any baseline that learns it has no error, "
-    "vanilla (no baseline) alone is noisy. Choose questions that are sometimes right."
+    "All completions of each question got the same reward. A baseline that equals this reward has "
+    "no error; only vanilla (no baseline) is noisy. Choose questions that the policy sometimes "
+    "answers correctly."
 )
 
 
@@ -27,32 +29,32 @@ ALL_EQUAL = (
 class Assumption2:
     """Test that squared score norm and reward are uncorrelated given the question."""
 
-    # The constant A of no baseline.
+    # A_0 = E[q Z^2], without a baseline.
     a0: NumberOrNull
-    # A of the value.
+    # A_V = E[q (Z - V)^2], with the value as baseline.
     a_v: NumberOrNull
-    # A of the best baseline.
+    # A_b* = E[q (Z - b*)^2], with the best prompt-only baseline.
     a_bstar: NumberOrNull
     corr: Interval
-    # Share of A_V that the best baseline saves.
+    # (A_V - A_b*) / A_V, the share of A_V that the best baseline saves.
     share: Interval
     av_minus_abstar: Interval
     av_minus_a0: Interval
-    # G from which on GRPO is better than no baseline.
+    # Smallest G at which GRPO is better than no baseline.
     crossover_group_size: Interval
-    # Share of zero-variance groups there.
+    # Share of zero-variance groups at the crossover group size.
     zero_variance_share_at_crossover: float | None
-    # At the questions at hand.
+    # True if the questions of the study refute the assumption.
     refuted: bool
-    # Why a number is missing.
+    # Reason for a missing number.
     reason: Sometimes[str] = None
 
 
 def measure(study: PoolStudy) -> Assumption2:
     """Measure the assumption and the ordering, for new questions.
 
-    The assumption is a hypothesis on every question, so it is refuted where the questions at hand
-    refute it.
+    The assumption is a hypothesis about every question, so it is refuted if the questions of the
+    study refute it.
     """
     statistics = study.at_hand
     refuted = refutes_assumption2(statistics["share"], statistics["corr"])
@@ -65,11 +67,14 @@ def measure(study: PoolStudy) -> Assumption2:
         zero_variance_P = zero_variance_share(rewards_PN, math.ceil(crossover.estimate))
         share_at_crossover = float(zero_variance_P.mean())
     if not math.isfinite(corr.estimate):
-        reason = "all rewards of a question are equal: no covariance with the reward"
+        reason = "no covariance with the reward: all rewards of each question are equal"
     elif statistics["av_minus_a0"].low > 0:
-        reason = "A_0 < A_V: GRPO never passes vanilla"
+        reason = "A_0 < A_V, so GRPO never beats vanilla"
     elif not math.isfinite(crossover.high):
-        reason = "A_0 - A_V is not significantly different from 0: no finite crossover interval"
+        reason = (
+            "no finite interval of the crossover group size: A_0 - A_V is not significantly "
+            "different from 0"
+        )
     return Assumption2(
         a0=statistics["a0"].estimate,
         a_v=statistics["a_v"].estimate,
@@ -86,41 +91,41 @@ def measure(study: PoolStudy) -> Assumption2:
 
 
 def sentences(record: Assumption2, study: Study) -> list[str]:
-    """Return a sentence on the assumption and on the better of vanilla and GRPO, if known."""
+    """Return a sentence on the assumption and on whether vanilla or GRPO is better, if decided."""
     corr, difference = record.corr, record.av_minus_a0
     passes = record.crossover_group_size
     right_or_wrong = study.result.policy.quantity == ACCURACY
     worse = "wrong" if right_or_wrong else "low-reward"
     better = "right" if right_or_wrong else "high-reward"
-    ordering, follows = "which of vanilla and GRPO is better is not known", False
+    ordering, follows = "the data do not show whether vanilla or GRPO is better", False
     if difference.low > 0:
         ordering, follows = "vanilla beats GRPO here", corr.estimate < 0
     elif difference.high < 0 and math.isfinite(passes.high):
         from_size = f"{passes.estimate:.1f} [{passes.low:.1f}, {passes.high:.1f}]"
-        ordering = f"GRPO beats vanilla from G > {from_size} on here"
+        ordering = f"GRPO beats vanilla here for G > {from_size}"
         follows = corr.estimate > 0
     elif not record.refuted:
         return []
     if not record.refuted:
         return [f"Assumption 2 is not refuted; {ordering}."]
     if not is_correlated(corr):
-        return [f"Assumption 2 fails, in different directions at different prompts; {ordering}."]
+        return [f"Assumption 2 fails, in different directions for different prompts; {ordering}."]
     loud = worse if corr.estimate < 0 else better
     so = ", so " if follows else "; "
-    return [f"Assumption 2 fails: {loud} answers have the longer gradients{so}{ordering}."]
+    return [f"Assumption 2 fails: {loud} answers have larger gradients{so}{ordering}."]
 
 
 ASSUMPTION2 = Measurement("assumption2", Assumption2, measure, sentences, always=True)
 
 
 def rewards_vary(study: Study) -> bool:
-    """Return True if rewards of some question differ: without that there is no gradient."""
+    """Return True if the rewards of some question differ; otherwise there is no gradient."""
     return study.result.equal_rewards is None and study.need(ASSUMPTION2).corr.is_known
 
 
 def summary_sentences(study: PoolStudy) -> list[str]:
-    """Return sentences for the summary: on the assumption, and on the ordering that follows."""
-    scope = "conditional on these" if study.interval == "completions" else "generalising to new"
+    """Return two sentences for the summary: on the assumption and on the resulting ordering."""
+    scope = "conditional on these" if study.interval == "completions" else "for new"
     return [_assumption_sentence(study, f"intervals {scope} questions"), _ordering_sentence(study)]
 
 
@@ -131,20 +136,20 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
         text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}] averaged over prompts"
     if not math.isfinite(share.low):
         return (
-            f"{text}; Assumption 2 is not judged: that takes 6 completions a question, and several "
-            "questions with rewards that vary."
+            f"{text}. Assumption 2 was not tested: the test needs 6 completions per question and "
+            "several questions whose rewards vary."
         )
     gain = (
-        f"the best prompt-only baseline E[q Z]/E[q] takes {percentage(share.estimate, 1)} "
-        f"[{percentage(share.low, 1)}, {percentage(share.high, 1)}] off the oracle's A_V"
+        f"the best prompt-only baseline E[q Z]/E[q] lowers A_V by {percentage(share.estimate, 1)} "
+        f"[{percentage(share.low, 1)}, {percentage(share.high, 1)}]"
     )
     name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
     if not refutes_assumption2(share, corr):
         return f"{name} is not refuted: {gain}; {text} ({scope})."
-    direction = "in opposite directions at different prompts, or in no clear one"
+    direction = "the direction differs between prompts or is unclear"
     if not corr.low <= 0 <= corr.high:
-        direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers carry the larger scores"
-    return f"{name} fails, {direction}: {gain}; {text} ({scope})."
+        direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers have larger score norms"
+    return f"{name} fails; {direction}: {gain}; {text} ({scope})."
 
 
 def _ordering_sentence(study: PoolStudy) -> str:
@@ -159,21 +164,21 @@ def _ordering_sentence(study: PoolStudy) -> str:
         if 2 <= size <= rewards_PN.shape[1]:
             share = zero_variance_share(rewards_PN, size).mean()
             zero_variance = (
-                f", where {percentage(share)} of the groups of {size} are zero-variance groups "
-                "(all rewards equal)"
+                f" At G = {size}, {percentage(share)} of the groups have zero variance (all "
+                "rewards equal)."
             )
         return (
-            f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "
-            f"and GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on "
-            f"(for new questions){zero_variance}."
+            f"{values}. The paper's ordering holds: the oracle beats vanilla (no baseline) at "
+            f"every G, and GRPO beats vanilla for G > {cross.estimate:.1f} [{cross.low:.1f}, "
+            f"{high}] (for new questions).{zero_variance}"
         )
     if difference.low > 0:
         return (
-            f"{values}: the paper's ordering is reversed, vanilla (no baseline) beats the oracle "
+            f"{values}. The paper's ordering is reversed: vanilla (no baseline) beats the oracle "
             "and GRPO at every G."
         )
     return (
-        f"{values}: not enough data to say which of vanilla (no baseline) and the oracle is better "
-        f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}] for new "
-        "questions)."
+        f"{values}. There are not enough data to say whether vanilla (no baseline) or the oracle "
+        f"is better (A_V - A_0 in [{three_digits(difference.low)}, "
+        f"{three_digits(difference.high)}] for new questions)."
     )

@@ -1,7 +1,8 @@
-"""A measurement: a finding of a study about a pool, with its sentences, tables and figure.
+"""Measurements: results that a study computes from a pool, with sentences, tables and figures.
 
-It is an object of `Measurement` in a module of its own. Those of other packages are offered as an
-entry point of `grpo_ustat.measurements` and asked for by name in `study.measurements`.
+Each measurement is a `Measurement` object in a separate module. Other packages add measurements
+through the entry points `grpo_ustat.measurements`; users request them by name in
+`study.measurements`.
 """
 
 from __future__ import annotations
@@ -27,80 +28,83 @@ from grpo_ustat.runs.result import StudyResult
 
 R = TypeVar("R")
 
-# Keys of a study that change no pool.
+# Configuration keys that do not change the pool of a study.
 LOSS_KEYS = ("objective", "objectives", "baseline")
 LAG_KEYS = ("study.scored_by", "study.reference", "study.corrections", "study.correction_cap")
 
 
 @dataclass(frozen=True)
 class Rescored:
-    """The completions of a pool, scored by a policy that need not be the one that wrote them.
+    """Completions of a pool, scored by a policy that may differ from the one that wrote them.
 
-    Tokens are weighted as each loss weighs them.
+    The tokens have the weights of each loss.
     """
 
-    # Names of the writer, of the policy at hand, and of the one that a penalty is measured from.
+    # Names of the policy that wrote the completions, of the current policy, and of the reference
+    # policy of a KL penalty.
     written_by: str
     policy: str
     reference: str
-    # lag, gap or penalty, see `measurements.off_policy.OffPolicy`.
+    # One of lag, gap and penalty; see `measurements.off_policy.OffPolicy`.
     question: str
     drift: Drift
     # Losses whose relative efficiency is measured.
     losses: Sequence[Loss]
-    # Losses that published claims are about, by the level of their importance ratio.
+    # Losses that published claims refer to, by the level of their importance ratio.
     judged: Mapping[str, Loss]
-    # The pool of the unbiased estimate that losses are compared with.
+    # Pool of the unbiased estimate that the losses are compared with.
     compared: ScorePool
-    # The pool of the losses with each kind of token weights.
+    # Pool of the losses for each kind of token weights.
     weighted: Mapping[TokenWeights, ScorePool]
 
 
 @dataclass(frozen=True)
 class PoolStudy:
-    """The input of a measurement: a pool of scored completions and what a study asks of it.
+    """Input of a measurement: a pool of scored completions and the settings of the study.
 
-    Everything that needs a model was done before: nothing is sampled here.
+    The model is no longer needed: a measurement samples no completions.
     """
 
     pool: ScorePool
-    # Every G of the curves.
+    # Group sizes of the curves.
     group_sizes: Sequence[int]
-    # n of a training step.
+    # Number of rollouts per training step, n.
     rollouts: int
-    # Pairs of batches behind losses that weigh rows by the whole batch, and the seed of all draws.
+    # Number of pairs of batches drawn for losses whose row weights depend on the whole batch, and
+    # the seed of all draws.
     draws: int
     seed: int
-    # Tokens after which a completion is cut.
+    # Number of tokens after which a completion is cut.
     max_completion_length: int
-    # Statistics of the pool by name, see `estimators.closed_form.ClosedForm`. Most measurements
-    # take `population`, whose intervals are for new questions, as a training step draws them;
-    # `request` is what it was computed from. `at_hand` is for the curves: its intervals are for
-    # these questions (`interval` is "completions"), in AdamW's metric for new ones ("questions").
+    # Statistics of the pool by name; see `estimators.closed_form.ClosedForm`. Most measurements
+    # use `population`, computed from `request`: its intervals are for new questions, because a
+    # training step draws new questions. The curves use `at_hand`: its intervals are for the
+    # questions of the study (`interval` is "completions"), or for new questions in AdamW's metric
+    # ("questions").
     population: ClosedForm
     at_hand: ClosedForm
     request: Request
     interval: str = "questions"
-    # Measurements that are made only if they are asked for.
+    # Names of the requested measurements, among those that are made only on request.
     asked: frozenset[str] = frozenset()
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
     # Baselines whose errors are compared, in the order of the curves.
     baselines: Sequence[str] = ("leave_one_out",)
-    # Options of those baselines that have no closed form, by name; empty if none is compared.
+    # Options of the compared baselines that have no closed form, by baseline name.
     by_groups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    # The errors that Monte Carlo has drawn, by baseline and G.
+    # Monte Carlo estimates of the error, by baseline and G.
     monte_carlo: Mapping[tuple[str, int], GradientError] = field(default_factory=dict)
-    # At a batch's first update, except the unbiased estimate itself.
+    # Losses compared at the first update on a batch, without the unbiased estimate.
     losses: Sequence[Loss] = ()
     # Names of the reward functions, in the order of the pool's axis F.
     reward_names: Sequence[str] = ()
-    # None where no other policy, reference or correction is asked for.
+    # None if no other policy, reference or correction was requested.
     rescored: Rescored | None = None
 
 
 class Study:
-    """The output of a study: what the folder of a finished one holds."""
+    """Output of a study, read from the folder of a finished run."""
 
     def __init__(self, run: RunRecord):
         self.run = run
@@ -108,28 +112,32 @@ class Study:
 
     @cached_property
     def result(self) -> StudyResult:
-        """The part of the result that every study has."""
+        """The part of the result that all studies share."""
         return record_of(StudyResult, self.run.final_result)
 
     @property
     def rollouts(self) -> int:
-        """n of the training step that the answer speaks of."""
+        """Number of rollouts, n, of the training step that the answer refers to."""
         return study_rollouts(self.run.config)
 
     def of(self, measurement: Measurement[R]) -> R | None:
-        """Return what was measured; None where the study did not, or where it is damaged."""
+        """Return the record of a measurement; None if it was not made or its record is damaged."""
         name = measurement.name
         if name not in self._records:
             self._records[name] = self._read(measurement)
         return self._records[name]
 
     def need(self, measurement: Measurement[R]) -> R:
-        """Return what every study measures, unless all of its rewards are equal."""
+        """Return the record of a measurement that every study makes unless all rewards are equal.
+
+        Raises:
+            ConfigError: if the record is missing or damaged.
+        """
         record = self.of(measurement)
         if record is None:
             raise ConfigError(
-                f"{self.run.folder / RESULT} has no {measurement.name}, or one of another type: "
-                "delete it, the same command writes it again"
+                f"{measurement.name} is missing or has the wrong type in "
+                f"{self.run.folder / RESULT}: delete this file and run the same command again"
             )
         return record
 
@@ -144,17 +152,17 @@ class Study:
 
 
 def nothing_to_say(record: Any, study: Study) -> list[str]:
-    """Return no sentence."""
+    """Return an empty list of sentences."""
     return []
 
 
 def no_table(records: Mapping[Study, Any]) -> list[Table]:
-    """Return no table."""
+    """Return an empty list of tables."""
     return []
 
 
 def by_pool(studies: Iterable[Study]) -> list[list[Study]]:
-    """Group studies that differ only in their losses; all else in their results is equal."""
+    """Group studies that differ only in their losses; the rest of their results is equal."""
     pools: dict[str, list[Study]] = {}
     for study in studies:
         of_pool = {
@@ -166,15 +174,15 @@ def by_pool(studies: Iterable[Study]) -> list[list[Study]]:
     return list(pools.values())
 
 
-# Writes a figure's files to a folder, with lines below the panels.
+# Function that writes the files of a figure to a folder, with lines of text below the panels.
 Draw = Callable[[Path, Mapping[Study, R], Sequence[str]], None]
 
 
 @dataclass(frozen=True)
 class Figure(Generic[R]):
-    """A figure of a study's folder."""
+    """A figure in the folder of a study."""
 
-    # Base name of its files.
+    # Base name of the figure's files.
     name: str
     title: str
     draw: Draw[R]
@@ -182,44 +190,45 @@ class Figure(Generic[R]):
 
 @dataclass(frozen=True)
 class Joint(Generic[R]):
-    """A report's view of all studies that have measured something, also several of one pool."""
+    """View of a measurement in a report, over all studies that made it (also on the same pool)."""
 
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
-    # A sentence on all of them, where there is a table.
+    # Returns a sentence on all studies; used if there is a table.
     answer: Callable[[Mapping[Study, R]], str] | None = None
-    # The figure of the first table's name.
+    # Draws the figure, named after the first table.
     draw: Draw[R] | None = None
 
 
 @dataclass(frozen=True)
 class Measurement(Generic[R]):
-    """A finding of a study, from pool to page; fields with a default may be left out."""
+    """Functions that compute a result from a pool and present it; defaults are optional parts."""
 
-    # Its key in `result.json`, and its name in `study.measurements`.
+    # Key in `result.json` and name in `study.measurements`.
     name: str
-    # The type of what it measures: a frozen dataclass, or a list of one. An `Interval` is three
-    # keys of the file, see `runs.contents`.
+    # Type of the result: a frozen dataclass or a list of one. An `Interval` is stored as three
+    # keys; see `runs.contents`.
     record: Any
-    # None where the pool does not tell it, or where it was not asked for.
+    # Returns the result; None if the pool does not determine it or it was not requested.
     measure: Callable[[PoolStudy], R | None]
-    # Sentences beside the answer.
+    # Returns sentences shown beside the answer.
     sentences: Callable[[R, Study], list[str]] = nothing_to_say
-    # On the page of a study, and in a report of the studies that have measured it, one a pool.
+    # Returns the tables for the page of a study, and for a report of the studies that made this
+    # measurement (one study per pool).
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
-    # True if its tables are printed on the terminal, too.
+    # True if the tables are also printed on the terminal.
     prints: bool = False
-    # False if `report` makes its own table of it.
+    # False if `report` makes a table of its own for this measurement.
     in_reports: bool = True
-    # True if every study has it, unless all of its rewards are equal.
+    # True if every study makes this measurement, unless all rewards are equal.
     always: bool = False
     figure: Figure[R] | None = None
-    # What a report of several studies shows in place of `tables`.
+    # View shown by a report of several studies in place of `tables`.
     joint: Joint[R] | None = None
-    # True if it is shown before the errors of the gradient, because a user asked for it.
+    # True if the result is shown before the errors of the gradient, because a user requested it.
     leads: bool = False
 
     def of(self, studies: Iterable[Study]) -> dict[Study, R]:
-        """Return what each of the studies that have measured it found."""
+        """Return the result of each study that made this measurement."""
         records = {study: study.of(self) for study in studies}
         return {study: record for study, record in records.items() if record is not None}
 
@@ -247,10 +256,10 @@ def table_of_studies(
 
 
 def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of the CSV files that name the study of a row.
+    """Return the columns of a CSV row that identify its study.
 
     Args:
-        study_keys: configuration keys in which the studies differ.
+        study_keys: Configuration keys in which the studies differ.
     """
     return {
         "run": run.label,
@@ -261,12 +270,12 @@ def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
 
 
 def policies_quantity(studies: Iterable[Study]) -> str:
-    """Return the name of the policies' quantity, an accuracy or a mean reward."""
+    """Return the common name of the policies' quantity: accuracy or mean reward."""
     return joint_quantity(study.result.policy.quantity for study in studies)
 
 
 def scopes_text(studies: Iterable[Study]) -> str:
-    """Describe intervals for new questions, where studies have enough of them and where not."""
+    """Describe the scope of the intervals, with and without enough questions for new ones."""
     scopes = sorted({interval_scope(study.result.questions) for study in studies})
     few = f" (fewer than {MIN_QUESTIONS})" * (len(scopes) > 1)
     return f"{' or '.join(scopes)}{few}"

@@ -1,4 +1,4 @@
-"""The price of dynamic sampling at every G: groups drawn until enough have rewards that differ."""
+"""Cost of dynamic sampling, which draws groups until enough have differing rewards, at each G."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.runs.contents import Size
 
-# Share of the error; a smaller saving does not pay for drawing groups anew.
+# Share of the error. A smaller saving does not pay for drawing new groups.
 WORTHWHILE_SAVING = 0.05
-COLUMNS = ("G", "groups kept", "generated for a kept one", "break-even discarded / kept")
+COLUMNS = ("G", "groups kept", "generated per kept group", "break-even discarded / kept")
 NOTE = (
-    "Groups are drawn until enough have rewards that differ (DAPO). The direction of the gradient "
-    "stays unbiased; its length is multiplied by the column generated. Per rollout it beats "
-    "leaving zero-variance groups out, without new ones for them, only while discarded over kept "
-    "groups is below the last column. In brackets 95 % intervals over prompts, of the last column "
-    "90 % at least."
+    "Groups are drawn until enough have differing rewards (DAPO). The direction of the gradient "
+    "stays unbiased; its length is multiplied by the number of groups generated per kept group. "
+    "Dynamic sampling costs fewer rollouts than dropping zero-variance groups without replacing "
+    "them only if the ratio of discarded to kept groups is below the last column. Brackets: 95 % "
+    "intervals over prompts; those in the last column have a level of at least 90 %."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Costs of dynamic sampling at one G, see `estimators.dynamic_sampling`."""
+    """Cost of dynamic sampling at one G; see `estimators.dynamic_sampling`."""
 
     group_size: Size
-    # Share of groups that it keeps.
+    # Share of groups that are kept.
     kept: Interval
-    # Groups generated for each that is kept.
+    # Number of groups generated per kept group.
     generated: Interval
-    # Largest ratio of discarded to kept groups that still pays; it is also the share of the error
-    # that is saved if none is discarded.
+    # Largest ratio of discarded to kept groups at which dynamic sampling still pays. It equals the
+    # share of the error that is saved if no group is discarded.
     break_even: Interval
 
 
 def measure(study: PoolStudy) -> list[DynamicSampling]:
-    """Compute the price at every G that the pool has."""
+    """Compute the cost at each G up to the number of completions per question."""
     rewards_PN = study.pool.rewards_PN
     completions, rows = rewards_PN.shape[1], []
     for size in CURVE_SIZES:
@@ -65,13 +65,13 @@ def sentences(rows: list[DynamicSampling], study: Study) -> list[str]:
     if not most < WORTHWHILE_SAVING:
         return []
     return [
-        "Dynamic sampling does not pay here: at the same rollouts it saves less than "
+        "Dynamic sampling does not pay here: at the same number of rollouts it saves less than "
         f"{100 * most:.1g} % of the error."
     ]
 
 
 def tables(rows_by_study: Mapping[Study, list[DynamicSampling]]) -> list[Table]:
-    """Return a table with a row per G."""
+    """Return a table with one row per G."""
     cells = {
         study: [
             [str(row.group_size), *map(interval_text, (row.kept, row.generated, row.break_even))]

@@ -1,4 +1,4 @@
-"""Figures of the gradient's error: of one study, of several side by side, and their panels."""
+"""Figures of the gradient error, for a single study and for several studies side by side."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from grpo_ustat.pages.tables import count_text
 LINE_STYLES = {"closed_form": "-", "new_questions": "-", "monte_carlo": ":"}
 GROUP_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
-# Of the axes of a panel, from above.
+# Labels of the y-axes of a panel, from top to bottom.
 ERROR_LABELS = ("mean squared error\nof the gradient", "error over\nthe oracle's")
-# On a logarithmic axis, a lower end of 0 is here, outside the picture.
+# On a logarithmic axis, a lower end of 0 is drawn here, below the visible range.
 BELOW = 1e-9
 
 
-# A study, one of its settings, and the title of their panel.
+# A study, one of its settings, and the title of the panel.
 Panel = tuple[Study, str, str]
 
 
 def draw(folder: Path, study: Study) -> None:
-    """Draw one study's MSE against group size, `figure.{pdf,svg,png}`, a panel per setting."""
+    """Draw the MSE of one study against G, a panel per setting, to `figure.{pdf,svg,png}`."""
     curves = study.need(CURVES)
     settings = {row.setting: row for row in curves}
     panels = [(study, name, f"batch: {batch_text(row)}") for name, row in settings.items()]
@@ -59,12 +59,12 @@ def draw(folder: Path, study: Study) -> None:
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
-    """Draw the paper's Figure 4, `<name>.{pdf,svg,png}`: a panel per policy.
+    """Draw the paper's Figure 4, a panel per policy, to `<name>.{pdf,svg,png}`.
 
-    The panel shows one setting, see `widest_setting`.
+    Each panel shows one setting; see `widest_setting`.
 
     Args:
-        notes: lines under the figure.
+        notes: Lines under the figure.
     """
     grid: list[list[Panel]] = []
     for in_line in panel_grid(studies):
@@ -84,12 +84,12 @@ def _draw(
     notes: Sequence[str],
     title: str = "",
 ) -> None:
-    """Draw panels of errors; below each, the errors as multiples of the oracle's if any is known.
+    """Draw panels of errors and, below each, ratios to the oracle's error if any is known.
 
     Args:
-        grid: lines of panels.
-        notes: lines under the figure.
-        title: above all panels.
+        grid: Rows of panels.
+        notes: Lines under the figure.
+        title: Title above all panels.
     """
     ratios = {
         (study, setting): ratio_rows(study, setting)
@@ -117,16 +117,18 @@ def _draw(
 
 
 def bands_text(studies: Iterable[Study]) -> str:
-    """Return a note on the bands of errors and ratios."""
+    """Return a note that explains the bands of errors and ratios."""
     words = dict.fromkeys(
         INTERVAL_WORDS[row.interval] for study in studies for row in study.need(CURVES)
     )
     paired = any(study.need(RATIOS) for study in studies)
-    return f"Bands: 95 % intervals, {' or '.join(words)}{'; those of ratios are paired' * paired}."
+    return (
+        f"Bands: 95 % intervals, {' or '.join(words)}{'; intervals of ratios are paired' * paired}."
+    )
 
 
 def widest_setting(study: Study) -> str:
-    """Return the setting that has most of a study's baselines, the first of such."""
+    """Return the setting with the most baselines of a study; the first one if several tie."""
     baselines: dict[str, set[str]] = {}
     for row in study.need(CURVES):
         baselines.setdefault(row.setting, set()).add(row.baseline)
@@ -134,7 +136,7 @@ def widest_setting(study: Study) -> str:
 
 
 def batch_text(row: CurveRow) -> str:
-    """Describe the batch of a row, as `256 rollouts: 256/G new questions x G completions`."""
+    """Describe the batch of a row, e.g. `256 rollouts: 256/G new questions x G completions`."""
     if row.setting == ONCE:
         return f"all {count_text(row.num_prompts, 'question')} x G completions"
     rollouts = row.num_prompts * row.group_size
@@ -142,10 +144,11 @@ def batch_text(row: CurveRow) -> str:
 
 
 def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
-    """Return errors over the oracle's in one setting, with their paired intervals.
+    """Return ratios of errors to the oracle's error in one setting, with paired intervals.
 
-    Curves without any, such as the ones of baselines without a closed form, have the plain ratio to
-    the oracle of the same method. There are no rows where every ratio is missing.
+    Curves without measured ratios (such as baselines without a closed form) get the plain ratio to
+    the oracle's error by the same method, without an interval. The list is empty if every ratio is
+    missing.
     """
     curves = [row for row in study.need(CURVES) if row.setting == setting]
     errors = {(row.method, row.baseline, row.group_size): row.error.estimate for row in curves}
@@ -168,7 +171,7 @@ def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
 
 
 def mse_panel(axes: Axes, rows: Sequence[CurveRow]) -> None:
-    """Draw the curves of one setting, a line per method and baseline, bands 95 %."""
+    """Draw the curves of one setting with 95 % bands, a line per method and baseline."""
     keys = dict.fromkeys((row.method, row.baseline) for row in rows)
     several = len({method for method, _ in keys}) > 1
     for method, name in keys:
@@ -197,11 +200,11 @@ def mse_panel(axes: Axes, rows: Sequence[CurveRow]) -> None:
 
 
 def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, bool]) -> None:
-    """Draw errors over the oracle's, a line per baseline with its paired 95 % band.
+    """Draw ratios to the oracle's error with paired 95 % bands, a line per baseline.
 
     Args:
-        rows: empty if the study has no error of the oracle.
-        unbiased: by baseline.
+        rows: Ratios; empty if the study has no error of the oracle.
+        unbiased: True if a baseline is unbiased, by baseline name.
     """
     if not rows:
         axes.text(0.5, 0.5, "oracle not measured", transform=axes.transAxes, ha="center")
@@ -215,7 +218,7 @@ def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, boo
         axes.fill_between(*_band(points), color=colour, alpha=0.2, linewidth=0)
     values = [1.0, *(row.ratio.estimate for row in rows if row.ratio.estimate > 0)]
     ends = [end for row in rows for end in row.ratio[1:] if math.isfinite(end) and end != 0]
-    # Wider bands leave the picture.
+    # Wider bands extend beyond the axis limits.
     bottom = max(min([*values, *ends]), min(values) / 3) / 1.1
     top = 1.1 * min(max([*values, *ends]), 3 * max(values))
     axes.set_yscale("log")
@@ -229,14 +232,15 @@ def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, boo
 
 
 def _line(points: Sequence[tuple[int, Interval]]) -> tuple[list[int], list[float]]:
-    """Return group sizes and estimates; a missing one is NaN, a gap."""
+    """Return group sizes and estimates; a missing estimate is NaN, which leaves a gap."""
     return [size for size, _ in points], [value.estimate for _, value in points]
 
 
 def _band(points: Sequence[tuple[int, Interval]]) -> tuple[list[int], list[float], list[float]]:
-    """Return group sizes and both ends of a band on a logarithmic axis; gaps where one is missing.
+    """Return group sizes and both ends of a band on a logarithmic axis.
 
-    An end at 0 lies outside the picture.
+    If an end is missing, both are NaN, which leaves a gap. An end at 0 is moved to `BELOW`, outside
+    the visible range.
     """
     closed = [
         Interval(value.estimate, max(value.low, BELOW), value.high)

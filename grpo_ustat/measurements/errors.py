@@ -1,7 +1,8 @@
-"""Errors of the gradient by every baseline at every G, and their ratios to the oracle's.
+"""Errors of the gradient for each baseline and G, and their ratios to the oracle's error.
 
-A baseline with a closed form is measured by it, another by all groups of the pool, at a fixed
-number of rollouts of new questions; Monte Carlo draws updates.
+The error of a baseline with a closed form is computed from that formula. The error of any other
+baseline is computed from all groups of the pool, for a fixed number of rollouts of new questions.
+Monte Carlo draws updates.
 """
 
 from __future__ import annotations
@@ -35,63 +36,63 @@ from grpo_ustat.pages.tables import (
 )
 from grpo_ustat.runs.contents import Count, NumberOrNull, Size, Sometimes, content_of
 
-# The target of every error.
+# Target of all errors.
 EXPECTED_REWARD = "gradient of the expected reward"
 CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO = "closed_form", "new_questions", "monte_carlo"
 ONCE, REPLACED = "all_questions_once", "with_replacement"
 Setting = Annotated[str, (ONCE, REPLACED)]
-# Scopes of intervals.
+# Descriptions of the scope of intervals.
 INTERVAL_WORDS = {
     "completions": "conditional on these questions",
-    "questions": "generalising to new questions",
+    "questions": "for new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-# Mark of an error that is significantly above the least one.
+# Mark of an error that is significantly above the least error.
 WORSE = "*"
 WORSE_NOTE = (
-    f"{WORSE}: significantly above the least error of its line, of unbiased baselines that need no "
-    "values of the questions (their intervals do not meet)."
+    f"{WORSE}: significantly above the least error of the row (the intervals do not overlap). "
+    "Compared are unbiased baselines that do not need the values of the questions."
 )
 BIASED_NOTE = (
-    "Biased: {}. Their error is mostly that of the length of their estimates, which says little on "
-    "training: compare their relative efficiency (objectives=[NAME])."
+    "Biased: {}. Most of this error comes from the length of the estimates, which matters little "
+    "in training: compare relative efficiencies instead (objectives=[NAME])."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveRow:
-    """A mean squared error of a baseline's gradient, also a row of `curves.csv`."""
+    """Mean squared error of the gradient with one baseline; also a row of `curves.csv`."""
 
-    # How it was measured.
+    # Method of measurement.
     method: Annotated[str, (CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO)]
-    # The baseline; see `estimators.baseline_errors` of new_questions.
+    # Baseline; for method new_questions see `estimators.baseline_errors`.
     baseline: str
-    # The vector that the estimate is judged against.
+    # Vector that the estimate is compared with.
     target: str
-    # How the questions of a batch are drawn: each of the study once, or independently.
+    # How a batch draws questions: each question of the study once, or independently.
     setting: Setting
-    # The population of the interval: other completions, or other questions too.
+    # Population of the interval: new completions of the same questions, or new questions too.
     interval: Annotated[str, ("completions", "questions")]
-    # G.
+    # Group size, G.
     group_size: Size
-    # Prompts of a batch.
+    # Number of prompts per batch.
     num_prompts: Size
-    # True if the estimate's mean is the target.
+    # True if the expectation of the estimate is the target.
     unbiased: bool
-    # The error, with its interval `low`, `high`.
+    # Mean squared error with the ends of its interval, `low` and `high`.
     mse: NumberOrNull
     low: NumberOrNull
     high: NumberOrNull
-    # Draws; null of a closed form, and if all groups of the pool count.
+    # Number of draws; null if the error has a closed form or uses all groups of the pool.
     replicates: Count | None
-    # The two parts of the error are `bias2` and `variance`.
+    # Squared bias and variance; they add up to the error.
     bias2: NumberOrNull
     variance: NumberOrNull
-    # Over ||target||^2.
+    # Error divided by ||target||^2.
     relative_mse: NumberOrNull
-    # The relative error of the best multiple.
+    # Relative error of the best multiple of the estimate.
     best_scalar_mse: NumberOrNull
-    # Of the estimate and the target.
+    # Cosine of the estimate and the target.
     cosine: NumberOrNull
 
     @property
@@ -102,7 +103,7 @@ class CurveRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OracleRatio:
-    """A baseline's error over the oracle's at the same G, with a paired interval."""
+    """Ratio of a baseline's error to the oracle's at the same G, with a paired interval."""
 
     baseline: str
     setting: Setting
@@ -113,7 +114,7 @@ class OracleRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class NotMeasured:
-    """A baseline whose error for new questions is not measured at one G, and the reason."""
+    """Baseline whose error for new questions was not measured at one G, with the reason."""
 
     baseline: str
     group_size: Size
@@ -122,15 +123,15 @@ class NotMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorm:
-    """||grad J||^2."""
+    """Squared norm of the gradient, ||grad J||^2."""
 
     grad_sq: Interval
-    # Why relative errors are null, if it is not surely above 0.
+    # Reason why relative errors are null, if `grad_sq` is not significantly above 0.
     reason: Sometimes[str] = None
 
 
 def measure_curves(study: PoolStudy) -> list[CurveRow]:
-    """Measure the error of every baseline at every G, by each method."""
+    """Measure the error of each baseline at each G with each method."""
     rows = []
     if CLOSED_FORM in study.methods:
         rows += _formula_rows(study, study.at_hand, CLOSED_FORM, study.interval)
@@ -143,7 +144,7 @@ def measure_curves(study: PoolStudy) -> list[CurveRow]:
 
 
 def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
-    """Return a row per baseline and G, of n rollouts of new questions."""
+    """Return a row per baseline and G for n rollouts of new questions."""
     rows = _formula_rows(study, study.population, NEW_QUESTIONS, "questions")
     errors = baseline_errors(
         study.pool, study.by_groups, study.group_sizes, study.rollouts, study.draws, study.seed
@@ -169,7 +170,7 @@ def _formula_rows(
 def _row(
     study: PoolStudy, point: CurvePoint, error: GradientError, method: str, interval: str
 ) -> CurveRow:
-    """Return a row; columns free of scale are null where ||grad J||^2 is not surely above 0."""
+    """Return a row; relative columns are null if ||grad J||^2 is not significantly above 0."""
     target_sq = _target_sq(study, method)
     is_above_0 = target_sq.low > 0
     return CurveRow(
@@ -194,14 +195,14 @@ def _row(
 
 
 def _target_sq(study: PoolStudy, method: str) -> Interval:
-    """Return ||grad J||^2 of the questions of a method's batches."""
+    """Return ||grad J||^2 over the questions that a method draws its batches from."""
     if method == NEW_QUESTIONS:
         return study.population["grad_sq"]
     return study.at_hand["grad_sq_at_hand"]
 
 
 def measure_gradient(study: PoolStudy) -> GradientNorm:
-    """Measure ||grad J||^2, with the methods whose columns free of scale are null for it."""
+    """Measure ||grad J||^2 and name the methods whose relative columns are null because of it."""
     made = {
         CLOSED_FORM: CLOSED_FORM in study.methods and bool(study.at_hand.parts),
         NEW_QUESTIONS: bool(study.by_groups),
@@ -212,16 +213,16 @@ def measure_gradient(study: PoolStudy) -> GradientNorm:
     reason = None
     if unknown:
         reason = (
-            "||grad J||^2 is not significantly different from 0: relative_mse, best_scalar_mse "
-            f"and cosine are null ({', '.join(unknown)})"
+            "relative_mse, best_scalar_mse and cosine are null because ||grad J||^2 is not "
+            f"significantly different from 0 ({', '.join(unknown)})"
         )
     return GradientNorm(grad_sq=study.at_hand["grad_sq"], reason=reason)
 
 
 def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
-    """Measure errors over the oracle's, of these questions and of new ones.
+    """Measure ratios of errors to the oracle's error, for these questions and for new ones.
 
-    There is no ratio where the oracle's error is not above 0.
+    A ratio is missing if the oracle's error is not above 0.
     """
     return [
         OracleRatio(
@@ -238,7 +239,7 @@ def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
 
 
 def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
-    """List baselines without a closed form that are not measured at some G, and why."""
+    """List baselines without a closed form that were not measured at some G, with the reasons."""
     rows = baseline_rows(study.pool, study.by_groups, study.group_sizes, study.rollouts)
     return [
         NotMeasured(baseline=row.loss.baseline, group_size=row.group_size, reason=row.reason.line)
@@ -248,9 +249,9 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
 
 
 def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
-    """Return tables of G by baseline, and one with a row and all numbers for every point.
+    """Return tables of errors by G and baseline, and a table with all numbers of each point.
 
-    In the latter a column with one value becomes a note.
+    In the table of all numbers, a column with a single value becomes a note.
     """
     ((study, curves),) = rows_by_study.items()
     rows = [
@@ -267,7 +268,7 @@ def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
         f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"All rows: {'; '.join(values)}. In brackets: 95 % intervals."
+    note = f"All rows: {'; '.join(values)}. Brackets: 95 % intervals."
     details = rows_table("Mean squared error of the gradient", differing, note)
     *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
     last = replace(last, notes=[*last.notes, *_biased_note(curves)])
@@ -283,8 +284,8 @@ def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table
         | {"ratio_low": None, "ratio_high": None}
         for row in ratios
     ]
-    note = "In brackets: 95 % intervals, paired."
-    return [rows_table("Error of the gradient over the oracle's", rows, note)] if rows else []
+    note = "Brackets: paired 95 % intervals."
+    return [rows_table("Ratio of the gradient error to the oracle's", rows, note)] if rows else []
 
 
 def not_measured_tables(rows_by_study: Mapping[Study, list[NotMeasured]]) -> list[Table]:
@@ -310,7 +311,7 @@ GRADIENT: Measurement[GradientNorm] = Measurement(
 
 
 def _by_kind(curves: Iterable[CurveRow]) -> list[list[CurveRow]]:
-    """Return the rows of each method and setting."""
+    """Group rows by method and setting."""
     kinds: dict[tuple[str, str], list[CurveRow]] = {}
     for row in curves:
         kinds.setdefault((row.method, row.setting), []).append(row)
@@ -318,15 +319,15 @@ def _by_kind(curves: Iterable[CurveRow]) -> list[list[CurveRow]]:
 
 
 def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
-    """Return a table with a row per G and a column per baseline, of one method and setting."""
+    """Return a table for one method and setting, with a row per G and a column per baseline."""
     result, first = study.result, rows[0]
     policy, (mean, low, high) = result.policy, result.policy.mean_reward
     setting = f"averaged over {count_text(result.questions, 'question')} ({first.method})"
     if first.setting == REPLACED:
-        setting = f"of {first.num_prompts * first.group_size} rollouts of new questions"
-    source = f"{result.pool_completions} completions a question"
+        setting = f"{first.num_prompts * first.group_size} rollouts of new questions"
+    source = f"{result.pool_completions} completions per question"
     if first.method == MONTE_CARLO:
-        source = f"replicates of the largest G: {min(row.replicates or 0 for row in rows)}"
+        source = f"replicates at the largest G: {min(row.replicates or 0 for row in rows)}"
     unbiased = {row.baseline: row.unbiased for row in rows}
     cells, worse = _error_cells(rows)
     sizes = sorted({row.group_size for row in rows})
@@ -335,7 +336,7 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
         notes=[
-            f"Against the {first.target} of {policy.name}, {policy.quantity} {mean:.3f} "
+            f"Target: {first.target} of {policy.name}, {policy.quantity} {mean:.3f} "
             f"[{low:.3f}, {high:.3f}] ({interval_scope(result.questions)}).",
             f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}.",
             *worse,
@@ -345,9 +346,9 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
 
 
 def _error_cells(rows: Sequence[CurveRow]) -> tuple[dict[tuple[int, str], str], list[str]]:
-    """Format the errors of one kind by G and baseline, with a note on the marks of the worse ones.
+    """Format errors by G and baseline, each above its interval.
 
-    An error has its interval below it.
+    Errors significantly above the least error of their row are marked; a note explains the mark.
     """
     cells = {}
     for row in rows:
@@ -364,29 +365,29 @@ def _error_cells(rows: Sequence[CurveRow]) -> tuple[dict[tuple[int, str], str], 
 
 
 def _biased_note(rows: Iterable[CurveRow]) -> list[str]:
-    """Return a note on baselines whose error says little of them; none without any."""
+    """Return a note on biased baselines; no note if there are none."""
     names = dict.fromkeys(baseline_word(row.baseline) for row in rows if not row.unbiased)
     return [BIASED_NOTE.format(enumeration([*names]))] if names else []
 
 
 def missing_errors(rows: Iterable[CurveRow]) -> list[str]:
-    """Return a line for every baseline without an error at some group sizes, with the reason."""
+    """Return a line for each baseline whose error is missing at some group sizes."""
     sizes: dict[str, list[int]] = {}
     for row in rows:
         if not row.error.is_known:
             sizes.setdefault(row.baseline, []).append(row.group_size)
     return [
         f"No error of {baseline_word(name)} at G = {', '.join(map(str, dict.fromkeys(missing)))}: "
-        "result.json holds no number."
+        "result.json has no number."
         for name, missing in sizes.items()
     ]
 
 
 def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
-    """Return a table with a row per policy, kind of curve and group size, a column per baseline.
+    """Return a table with a row per policy, kind of curve and G, and a column per baseline.
 
     Args:
-        study_keys: configuration keys in which the studies differ.
+        study_keys: Configuration keys in which the studies differ.
     """
     curves = [row for study in studies for row in study.need(CURVES)]
     names = list(dict.fromkeys(row.baseline for row in curves))
@@ -417,7 +418,7 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
 
 
 def _columns(study: Study, study_keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of the CSV file that describe the study of a row."""
+    """Return the columns of a CSV row that describe its study."""
     result, policy = study.result, content_of(study.result.policy)
     names = ("quantity", "mean_reward", "mean_reward_low", "mean_reward_high")
     return (
@@ -429,7 +430,7 @@ def _columns(study: Study, study_keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _heading(study: Study, kind: Sequence[str]) -> str:
-    """Return policy, data set, pool and accuracy or mean reward, and the kind of curve."""
+    """Return a heading: policy, data set, pool size, accuracy or mean reward, kind of curve."""
     result, (mean, low, high) = study.result, study.result.policy.mean_reward
     lines = [
         f"{study.run.policy}\n{study.run.dataset}",
@@ -440,7 +441,7 @@ def _heading(study: Study, kind: Sequence[str]) -> str:
 
 
 def missing_in(studies: Iterable[Study]) -> list[str]:
-    """Return lines on missing numbers, each with its study's name."""
+    """Return lines on missing errors, each starting with the name of its study."""
     return [
         f"{study.run.label}: {line}"
         for study in studies
@@ -449,12 +450,12 @@ def missing_in(studies: Iterable[Study]) -> list[str]:
 
 
 def worse_baselines(rows: Sequence[CurveRow]) -> list[str]:
-    """Return the unbiased baselines of one group size whose error is surely not the least.
+    """Return the unbiased baselines whose error at one G is significantly above the least error.
 
-    Their interval does not meet the interval of the least error, so they are significantly
-    different. If the intervals meet, a paired comparison may still find a difference. Biased
-    baselines, whose error is mostly their length, and baselines that need the values of the
-    questions do not take part.
+    The interval of such an error does not overlap the interval of the least error. If the
+    intervals overlap, a paired comparison may still find a difference. Two kinds of baselines are
+    excluded: biased ones, because most of their error comes from the length of the estimate, and
+    those that need the values of the questions.
     """
     compared = [
         row
@@ -469,13 +470,13 @@ def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:
     """Return a note on the scope of the intervals."""
     kinds = dict.fromkeys(INTERVAL_WORDS[row.interval] for row in curves)
     return (
-        f"95 % intervals {' or '.join(kinds)}, of one seed; those of {policies_quantity(studies)} "
-        f"{scopes_text(studies)}."
+        f"95 % intervals {' or '.join(kinds)}, one seed; intervals of "
+        f"{policies_quantity(studies)}: {scopes_text(studies)}."
     )
 
 
 def _missing_points(studies: Iterable[Study]) -> list[str]:
-    """List baselines and group sizes that one study has and another has not."""
+    """List the baselines and group sizes that a study lacks but another study has."""
     points = {
         study.run.label: {(row.baseline, row.group_size) for row in study.need(CURVES)}
         for study in studies

@@ -72,21 +72,22 @@ from grpo_ustat.runs.contents import NumberOrNull, Size, Sometimes, content_of
 from grpo_ustat.terminal.streams import best_size
 
 WHY_FIXED_ROLLOUTS = (
-    "In a batch of all questions the error falls with G since a larger G draws more completions "
-    "of the same questions; a training step has a fixed number of rollouts, where a larger G means "
-    "fewer prompts, so one G is best."
+    "In a batch of all questions the error falls with G, because a larger G draws more completions "
+    "of the same questions. A training step has a fixed number of rollouts: there a larger G means "
+    "fewer prompts, so there is a best G."
 )
-# The number at which nine in ten studies decide is printed up to so many times the number of half.
+# The number of questions with which nine in ten studies decide is printed only if it is at most
+# this multiple of the number with which half decide.
 USEFUL_RATIO = 10
-# Neighbours of the best admissible G whose costs the sentence names.
+# Positions, relative to the best admissible G, of the group sizes whose costs are named.
 NEIGHBOUR_OFFSETS = (-1, 1)
-# Largest G of the table of extra errors, unless the best one is near it.
+# Largest G in the table of extra errors. The table extends to twice the best G if that is larger.
 MAX_SHOWN = 64
 EXTRA_ERROR_NOTE = (
     "Mean squared error of the leave-one-out gradient (no division by a std). Simultaneous 95 % "
     "intervals for new questions."
 )
-# Quantities of the scaling law, further ones of it in a table of their own, and of Assumption 2.
+# Quantities in the tables: of the scaling law, other definitions of the best G, Assumption 2.
 LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
 OTHER_SIZES = {
     "gstar_tokens": "best G at a fixed number of tokens",
@@ -96,22 +97,23 @@ ASSUMPTION_ROWS = {
     "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
     "a_bstar": "A_b*, best", "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*",
     "share": "(A_V - A_b*) / A_V",
-    "crossover_group_size": "G from which GRPO beats vanilla (no baseline)",
+    "crossover_group_size": "GRPO beats vanilla (no baseline) above this G",
 }  # fmt: skip
-SIZES_NOTE = "The answer is for a fixed number of rollouts, G* = 1 + sqrt(C3/C1)."
+SIZES_NOTE = "The answer above uses the best G at a fixed number of rollouts, G* = 1 + sqrt(C3/C1)."
 NOISE_COLUMNS = {
     "rollouts": "n_c, rollouts",
     "tokens": "n_c, tokens",
-    "prompt_share": "from prompts",
+    "prompt_share": "share of noise from prompts",
 }
 NOISE_NOTE = (
-    "n_c: rollouts of a step (tokens, prompts read once a group) at which half of E||ghat||^2 is "
-    "noise. leave_one_out, prompts drawn independently; in brackets 95 % intervals."
+    "n_c: number of rollouts per step at which half of E||ghat||^2 is noise. In tokens, the prompt "
+    "counts once per group. Estimator: leave_one_out with independently drawn prompts. Brackets: "
+    "95 % intervals."
 )
 EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
-# Ratio of group sizes whose names and costs do not overlap.
+# Minimum ratio of two labelled group sizes, so that the labels do not overlap.
 APART = 1.3
-# Top of the axis of extra errors: twice the error and a bit.
+# Top of the axis of extra errors, in percent: slightly above twice the least error.
 TOP_PERCENT = 105
 
 Three = tuple[float, float, float]
@@ -119,7 +121,7 @@ Three = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class FixedCost:
-    """n times the error of `leave_one_out` at n rollouts in groups of G, whatever n."""
+    """Error of `leave_one_out` with groups of G, times n; this product does not depend on n."""
 
     group_size: Size
     n_mse: NumberOrNull
@@ -141,21 +143,21 @@ class Scaling:
     gstar: Interval
     # sqrt(C3/C1).
     gstar_paper: Interval
-    # The best G at a fixed number of tokens.
+    # Best G at a fixed number of tokens.
     gstar_tokens: Interval
-    # Covariance and degrees of freedom of the errors of C1, C2, C3.
+    # Sampling covariance of the estimates of C1, C2, C3, and its degrees of freedom.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
-    # The best G that divides n, by n; for a prime n, the best G of the next multiple of 8.
+    # Best G that divides n, by n; for a prime n, the best G that divides the next multiple of 8.
     best_divisor: Sometimes[dict[str, Size]] = None
-    # The error at a fixed number of rollouts.
+    # Error at a fixed number of rollouts, by G.
     curve: list[FixedCost]
-    # Why the interval of G* has no upper end.
+    # Reason why the interval of G* has no upper end.
     reason: Sometimes[str] = None
 
     @property
     def law(self) -> ScalingLaw:
-        """The law with its errors, without ||grad J||^2."""
+        """Scaling law with its sampling errors, without ||grad J||^2."""
         constants = (self.c1.estimate, self.c2.estimate, self.c3.estimate)
         return ScalingLaw.stored(*constants, self.covariance, self.dof)
 
@@ -167,7 +169,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRow:
-    """The noise scale of `leave_one_out` at one G, in rollouts and tokens.
+    """Noise scale of `leave_one_out` at one G, in rollouts and tokens.
 
     See `estimators.scaling`.
     """
@@ -175,31 +177,32 @@ class NoiseRow:
     group_size: float | None
     rollouts: Interval
     tokens: Interval
-    # Share of the noise that comes from prompts.
+    # Share of the noise that is due to the choice of prompts.
     prompt_share: Interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastNoise(NoiseRow):
-    """The noise scale at G*; `group_size_tokens` is the best G at a fixed number of tokens."""
+    """Noise scale at G*, where it is smallest."""
 
+    # Best G at a fixed number of tokens.
     group_size_tokens: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The noise scale at every G and at its least."""
+    """Noise scale at each G and at its minimum."""
 
     curve: list[NoiseRow]
     best: LeastNoise
-    # ||grad J||^2, on which the noise scale rests.
+    # ||grad J||^2, from which the noise scale is computed.
     grad_sq: Interval
-    # Why the noise scale has no upper end.
+    # Reason why the interval of the noise scale has no upper end.
     reason: Sometimes[str] = None
 
 
 def measure_scaling(study: PoolStudy) -> Scaling:
-    """Measure the scaling law of the population, and the best G of usual numbers of rollouts."""
+    """Measure the scaling law for new questions and the best G for common numbers of rollouts."""
     population, best_divisor = study.population, None
     law, gstar = population.law, population["gstar"]
     if math.isfinite(gstar.estimate):
@@ -222,15 +225,16 @@ def _unbounded_reason(low: float) -> str:
     """Return the reason why the interval of G* has no upper end."""
     if not math.isfinite(low):
         return (
-            "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
+            "G* has no interval: fewer than 4 questions, or C1 is below 0 by more than its "
+            "sampling error"
         )
     if low <= 1:
-        return "no group size is decided: G* may be any"
-    return "no group size is decided: the interval of G* has no upper end"
+        return "the data do not exclude any group size: G* has no lower or upper end"
+    return "no group size can be recommended: the interval of G* has no upper end"
 
 
 def measure_noise(study: PoolStudy) -> Noise:
-    """Measure the noise scale at every G and at its least, see `estimators.scaling`."""
+    """Measure the noise scale at each G and its minimum; see `estimators.scaling`."""
     population, reason = study.population, None
 
     def numbers(name: str) -> dict[str, Interval]:
@@ -239,7 +243,8 @@ def measure_noise(study: PoolStudy) -> Noise:
 
     if not population["grad_sq"].low > 0:
         reason = (
-            "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
+            "the interval of the noise scale has no upper end because ||grad J||^2 is not "
+            "significantly different from 0"
         )
     return Noise(
         curve=[NoiseRow(group_size=size, **numbers(str(size))) for size in CURVE_SIZES],
@@ -254,24 +259,25 @@ def measure_noise(study: PoolStudy) -> Noise:
 
 
 def _scaled_size(best: Interval) -> float | None:
-    """Return G* where its interval has both ends; elsewhere the least noise scale is unknown."""
+    """Return G* if its interval has an upper end; None otherwise (least noise scale unknown)."""
     return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
 
 
 def summary_text(study: PoolStudy) -> str:
     """Return the summary of a study.
 
-    It says if Assumption 2 holds, which ordering follows, and why G* has no interval, or one
-    without an upper end; where it has both ends, the answer of the study says them.
+    The summary says whether Assumption 2 is refuted and which ordering of baselines follows. If
+    the interval of G* is missing or has no upper end, it says so; otherwise the answer of the
+    study gives the interval.
     """
     rewards_PN, best = study.pool.rewards_PN, study.population["gstar"]
     if (rewards_PN == rewards_PN[:, :1]).all():
         return ALL_EQUAL
     missing = []
     if best_size(*best) is None:
-        missing = ["Not enough data for G*: no group size is decided."]
+        missing = ["There are not enough data for G*, so no group size can be recommended."]
     elif not math.isfinite(best.high):
-        missing = ["The interval of G* has no upper end: no group size is decided."]
+        missing = ["The interval of G* has no upper end, so no group size can be recommended."]
     return " ".join([*summary_sentences(study), *missing])
 
 
@@ -279,16 +285,16 @@ def study_answer(study: Study, rollouts: int) -> str:
     """Return the study's answer: the best G, the costs of its neighbours, the noise of a step.
 
     Args:
-        rollouts: n of a training step.
+        rollouts: Number of rollouts per training step, n.
     """
     return f"{decision_sentence(study, rollouts)} {noise_sentence(study, rollouts)}".rstrip()
 
 
 def decision_sentence(study: Study, rollouts: int) -> str:
-    """Return the best G and the costs of its neighbours, or how much data is missing for them.
+    """Return the best G and the costs of its neighbours, or the amount of data still needed.
 
     Args:
-        rollouts: n of a training step.
+        rollouts: Number of rollouts per training step, n.
     """
     sentence = best_size_sentence(study)
     if not rewards_vary(study) or not study.need(SCALING).is_decided:
@@ -301,7 +307,7 @@ def decision_sentence(study: Study, rollouts: int) -> str:
 
 
 def best_size_sentence(study: Study) -> str:
-    """Return a sentence on G* with its interval, or on how much data is missing for it."""
+    """Return a sentence with G* and its interval, or with the amount of data still needed."""
     if not rewards_vary(study):
         return summary_and_warnings(study.result.summary)[0]
     scaling = study.need(SCALING)
@@ -315,27 +321,27 @@ def best_size_sentence(study: Study) -> str:
 
 
 def prompts_to_decide(scaling: Scaling) -> tuple[float, float]:
-    """Return the numbers of prompts with which half and nine in ten of such studies decide.
+    """Return the numbers of questions with which half and nine in ten of such studies decide.
 
-    They are rounded to two digits; see `ScalingLaw.prompts_to_decide`.
+    Both numbers are rounded to two digits; see `ScalingLaw.prompts_to_decide`.
     """
     half, most = scaling.law.prompts_to_decide(USUAL_SIZES)
     return float(f"{half:.2g}"), float(f"{most:.2g}")
 
 
 def _prompts_text(half: float, most: float) -> str:
-    """Return the numbers of prompts with which such studies decide, in words.
+    """Describe the numbers of questions with which such studies find a best G.
 
     >>> _prompts_text(130, 300)
-    'half of such studies decide with 130 prompts, nine in ten with 300'
+    'half of such studies find it with 130 questions, nine in ten with 300'
     >>> _prompts_text(130, math.inf)
-    'half of such studies decide with 130 prompts'
+    'half of such studies find it with 130 questions'
     >>> _prompts_text(math.inf, math.inf)
-    'how many prompts would decide is not known yet'
+    'the number of questions needed is not known yet'
     """
     if math.isinf(half):
-        return "how many prompts would decide is not known yet"
-    text = f"half of such studies decide with {half:.0f} prompts"
+        return "the number of questions needed is not known yet"
+    text = f"half of such studies find it with {half:.0f} questions"
     return f"{text}, nine in ten with {most:.0f}" if most <= USEFUL_RATIO * half else text
 
 
@@ -346,11 +352,11 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
     >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
     'at 4 rollouts a step use G = 4, within 5 % of the least err'
     >>> costs_sentence(GroupSizeCosts(4, 4, extra))
-    'at 4 rollouts a step no size is known to be within 10 % of the least error.'
+    'at 4 rollouts a step no G is known to be within 10 % of the least error.'
     """
     if costs.tolerance is None:
         return (
-            f"at {costs.rollouts} rollouts a step no size is known to be within "
+            f"at {costs.rollouts} rollouts a step no G is known to be within "
             f"{100 * TOLERANCES[-1]:.0f} % of the least error."
         )
     sizes = list(costs.extra)
@@ -375,12 +381,12 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 
 
 def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -> str:
-    """Return a sentence on the noise of a step, and on the effect of more or fewer rollouts.
+    """Return a sentence on the noise of a step and on the effect of more or fewer rollouts.
 
     Args:
-        rollouts: n of a training step.
-        group_size: G; None: the best one that divides n, or 8 where it is not decided. The nearest
-            of the sizes that the result has is used.
+        rollouts: Number of rollouts per training step, n.
+        group_size: Group size G; None for the best G that divides n, or 8 if the best G is not
+            decided. The nearest group size in the result is used.
     """
     if not rewards_vary(study):
         return ""
@@ -392,21 +398,24 @@ def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -
 
 
 def interval_note(study: Study) -> str:
-    """Return a sentence on the scope of the decision's intervals."""
+    """Return a sentence on the scope of the intervals in the answer."""
     questions = study.result.questions
     if questions < MIN_QUESTIONS:
         return (
-            "Intervals of 95 %, of these questions alone: those for new ones take at least "
-            f"{MIN_QUESTIONS} questions."
+            "95 % intervals conditional on these questions; intervals for new questions need at "
+            f"least {MIN_QUESTIONS} questions."
         )
     return (
-        f"Intervals of 95 %, generalising from these {questions} to new questions of the kind; "
-        "those of G* and of extra errors hold together."
+        f"95 % intervals for new questions like these {questions}; the intervals of G* and of the "
+        "extra errors are simultaneous."
     )
 
 
 def extra_error_table(study: Study) -> Table | None:
-    """Return a table of the error of each admissible G over the one to take; None if none is."""
+    """Return a table of the extra error of each admissible G over the recommended G.
+
+    Return None if no G can be recommended.
+    """
     if not rewards_vary(study):
         return None
     costs = study.need(SCALING).law.costs(divisible_rollouts(study.rollouts))
@@ -424,7 +433,7 @@ def extra_error_table(study: Study) -> Table | None:
 
 
 def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
-    """Return a table of the scaling law and Assumption 2 of one study, and one of other best G."""
+    """Return two tables of one study: scaling law with Assumption 2, and other best G."""
     ((study, scaling),) = scaling_by_study.items()
     assumption = study.need(ASSUMPTION2)
     rows = [
@@ -443,7 +452,7 @@ def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
 
 
 def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> list[list[Cell]]:
-    """Return a row for each number of a record with its interval, if it has one."""
+    """Return a row for each named number of a record, with its interval if it has one."""
     rows: list[list[Cell]] = []
     for key, name in names.items():
         value = getattr(record, key)
@@ -453,7 +462,7 @@ def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> l
 
 
 def noise_tables(noise_by_study: Mapping[Study, Noise]) -> list[Table]:
-    """Return a table of one study's noise scale at every G, and at the best of both kinds."""
+    """Return a table of one study's noise scale at each G and at G*."""
     (noise,) = noise_by_study.values()
     best = noise.best
     rows = [[number_text(row.group_size or math.nan), *_noise_cells(row)] for row in noise.curve]
@@ -468,12 +477,12 @@ def _noise_cells(row: NoiseRow) -> list[str]:
 
 
 def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
-    """Return a table with a row per policy: its best G, and the better of GRPO and vanilla.
+    """Return a table with a row per policy: its best G, and whether GRPO or vanilla is better.
 
-    The crossover is the group size at which GRPO passes vanilla (paper, section 6).
+    The crossover is the group size above which GRPO beats vanilla (paper, section 6).
 
     Args:
-        study_keys: configuration keys in which the studies differ.
+        study_keys: Configuration keys in which the studies differ.
     """
     rows, data = [], []
     for study in studies:
@@ -489,28 +498,39 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
         columns = study_columns(study.run, study_keys) | {name: content[name] for name in names}
         data += [columns | point for point in content["curve"]]
-    interval_note = f"95 % intervals {scopes_text(studies)}, of one seed."
-    law = "G* = 1 + sqrt(C3/C1), for every n; leave_one_out, questions drawn independently."
+    interval_note = f"95 % intervals {scopes_text(studies)}, one seed."
+    law = (
+        "G* = 1 + sqrt(C3/C1) is the best group size of leave_one_out for every n, with "
+        "independently drawn questions."
+    )
     crossover = (
-        "Above the crossover G leave_one_out beats vanilla (no baseline). -: no finite number."
+        "Vanilla has no baseline; -: no finite number. A_V and A_0: size of the gradient noise "
+        "with the oracle as baseline and without a baseline."
     )
     quantity = policies_quantity(studies)
     return Table(
         name="fixed_n",
         title="Best group size of each policy",
-        columns=["policy", quantity, "G*", "crossover G", "A_V - A_0"],
+        columns=[
+            "policy",
+            quantity,
+            "G*",
+            "leave-one-out\nbeats vanilla\nabove G",
+            "oracle's noise\nminus vanilla's,\nA_V - A_0",
+        ],
         rows=rows,
         notes=[law, crossover, interval_note],
         data=data,
-        figure_notes=[f"Markers: sizes that divide n; the best of them is at 0. {interval_note}"],
+        figure_notes=[f"Markers: group sizes that divide n; the best one is at 0. {interval_note}"],
         headings=True,
     )
 
 
 def _estimate_text(value: Interval, digits: int | None) -> str:
-    """Format an estimate with its interval below it; `-` where it is not known.
+    """Format an estimate above its interval, or `-` if the estimate is not known.
 
-    Numbers have so many decimals, or three significant digits.
+    Args:
+        digits: Number of decimals; None for three significant digits.
     """
 
     def text(number: float) -> str:
@@ -525,7 +545,7 @@ def _estimate_text(value: Interval, digits: int | None) -> str:
 
 
 def draw(folder: Path, study: Study) -> None:
-    """Draw the cost of each G at the study's n, `scaling.{pdf,svg,png}`."""
+    """Draw the cost of each G at the study's n, to `scaling.{pdf,svg,png}`."""
     with plt.rc_context(FONTS):
         figure, [[[axes]]] = panel_figure([1])
         scaling_panel(axes, study.need(SCALING), study.rollouts)
@@ -535,12 +555,12 @@ def draw(folder: Path, study: Study) -> None:
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
-    """Draw the extra error of each G at a fixed number of rollouts, a panel per data set.
+    """Draw the extra error of each G at a fixed number of rollouts, with a panel per data set.
 
-    A policy is a line of its panel, named with its G* in the legend.
+    Each policy is a line in its panel. The legend gives the name and G* of each policy.
 
     Args:
-        notes: lines under the figure.
+        notes: Lines under the figure.
     """
     by_dataset: dict[str, list[Study]] = {}
     for study in studies:
@@ -574,7 +594,7 @@ def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequenc
 
 
 def _name_among(study: Study, studies: Sequence[Study]) -> str:
-    """Return the policy of a study, with its seed and n if these differ among the studies."""
+    """Return the name of a study's policy, with seed and n if they differ between the studies."""
     names = [str(study.run.policy)]
     if len({other.run.config["seed"] for other in studies}) > 1:
         names.append(f"seed {study.run.config['seed']}")
@@ -584,7 +604,7 @@ def _name_among(study: Study, studies: Sequence[Study]) -> str:
 
 
 def _set_axes(axes: Axes, sizes: Sequence[int], limit: float) -> None:
-    """Set axes of G, with some sizes named, and of extra errors, up to a limit of G."""
+    """Set up the axes: G up to a limit, with ticks at the given sizes, and the extra error."""
     log_sizes(axes, [size for size in sizes if size < limit])
     axes.set_xlim(1.5, limit)
     axes.set_ylim(-10, TOP_PERCENT)
@@ -592,18 +612,18 @@ def _set_axes(axes: Axes, sizes: Sequence[int], limit: float) -> None:
 
 
 def _limit(costs: GroupSizeCosts) -> float:
-    """Return the end of an axis of G that shows extra errors up to the top."""
+    """Return the upper limit of the axis of G that shows extra errors up to `TOP_PERCENT`."""
     shown = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
     return max([32, *shown]) * 2.2
 
 
 def _draw_curve(axes: Axes, law: ScalingLaw, costs: GroupSizeCosts, colour: str) -> None:
-    """Draw the extra error over the best admissible G at all sizes, with simultaneous bands."""
+    """Draw the extra error over the best admissible G against G, with simultaneous bands."""
     grid = np.geomspace(2, max(costs.extra), 200)
     curve = [law.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
     axes.plot(grid, heights, color=colour, linewidth=1.5)
-    # Some have no upper end.
+    # Infinite upper ends are clipped far above the visible range.
     highs = np.minimum(highs, 10 * TOP_PERCENT)
     axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
 
@@ -611,13 +631,13 @@ def _draw_curve(axes: Axes, law: ScalingLaw, costs: GroupSizeCosts, colour: str)
 def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
     """Draw one study's extra error at a fixed number of rollouts.
 
-    It is in percent of the error at the best group size that divides them: a curve over all sizes
-    with simultaneous bands, dots at the sizes that divide. If the interval of G* has two ends, the
-    dots are labelled with their costs, and a dashed line and a grey band mark G*; else a dotted
-    line marks the lower end of G*.
+    The extra error is in percent of the error at the best group size that divides n. A curve with
+    simultaneous bands shows it for all sizes, dots for the sizes that divide n. If the interval of
+    G* has two ends, the dots are labelled with their costs, and a dashed line and a grey band mark
+    G*. Otherwise a dotted line marks the lower end of G*.
 
     Args:
-        rollouts: n of a training step.
+        rollouts: Number of rollouts per training step, n.
     """
     costs, colour = scaling.law.costs(divisible_rollouts(rollouts)), STYLE["leave_one_out"][0]
     best, low, high = scaling.gstar
@@ -647,7 +667,7 @@ def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
             continue
         is_best = size == costs.best
         axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
-        # A cost against a best size that is not known says nothing.
+        # Costs relative to an unknown best size are not meaningful.
         if not bounded or size not in named:
             continue
         axes.annotate(

@@ -1,4 +1,4 @@
-"""The relative efficiency of a loss: its record, and sentences, tables and figures of losses."""
+"""Relative efficiency of losses: the record, and its sentences, tables and figures."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from grpo_ustat.runs.contents import Size, Sometimes
 
 ADVANTAGE_WORDS = {
     "none": "no baseline",
-    "leave_one_out": "less the mean of the group's others",
-    "group_mean": "less the group's mean",
-    "group_std": "std of the group",
-    "batch_std": "std of the batch",
-    "reinforce_pp_baseline": "std of the batch's tokens",
+    "leave_one_out": "minus the mean of the rest of the group",
+    "group_mean": "minus the group mean",
+    "group_std": "divided by the group std",
+    "batch_std": "divided by the batch std",
+    "reinforce_pp_baseline": "divided by the std over the batch's tokens",
 }
 LOSS_TYPE_WORDS = {
     "sum": "sum over tokens",
     "luspo": "sum over tokens",
-    "dr_grpo": "sum over tokens by the longest length",
+    "dr_grpo": "sum over tokens divided by the maximum length",
     "grpo": "mean over each completion's tokens",
     "sapo": "mean over each completion's tokens",
     "dapo": "mean over the update's tokens",
@@ -47,9 +47,9 @@ LOSS_TYPE_WORDS = {
     "vespo": "mean over the update's tokens",
     "bnpo": "mean over each micro-batch's tokens",
 }
-# Shown in place of a cosine that is not known.
+# Text shown in place of an unknown cosine.
 NOT_KNOWN = "not known"
-# Words for the fields of a row that say which rows count, where not all do.
+# Descriptions of the row filters of a loss.
 FILTER_WORDS = {
     "drop": "zero-variance groups dropped",
     "replace": "zero-variance groups replaced",
@@ -57,17 +57,17 @@ FILTER_WORDS = {
     "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
-    "Relative efficiency: rollouts of the unbiased leave-one-out gradient that do as much as one "
-    "of the loss, at a batch's first update; 95 % intervals for new questions, paired among losses "
-    "and G."
+    "Relative efficiency: number of rollouts of the unbiased leave-one-out gradient that are worth "
+    "one rollout of the loss, at the first update on a batch. 95 % intervals for new questions, "
+    "paired across losses and G."
 )
-NOISE_NOTE = "The share of noise is that of an update's squared norm."
-# Mark of a relative efficiency at a G that is significantly worse than the loss's best G.
+NOISE_NOTE = "Share of noise: share of the squared norm of an update that is noise."
+# Mark of a relative efficiency at a G that is significantly worse than the best G of the loss.
 WORSE = "*"
 WORSE_SIZE_NOTE = f"{WORSE}: significantly worse than the best G of the same loss."
 UNDECIDED = "not decided"
-BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
-# Octaves of G: between losses at one G, and of all of them at most.
+BARS_NOTE = "Bars: 95 % intervals for new questions; losses are drawn side by side at each G."
+# Horizontal offsets in octaves of G: between losses at one G, and the maximum over all losses.
 APART, ASIDE = 0.12, 0.6
 UNBIASED_SAME_G = "the unbiased gradient at the same G"
 UNBIASED_BEST_G = "the unbiased gradient at its best G"
@@ -75,49 +75,49 @@ UNBIASED_BEST_G = "the unbiased gradient at its best G"
 
 @dataclass(frozen=True, kw_only=True)
 class LossEfficiency:
-    """Relative efficiency of a loss at one G, for new questions, see `estimators.efficiency`."""
+    """Relative efficiency of a loss at one G, for new questions; see `estimators.efficiency`."""
 
-    # Its name.
+    # Name of the loss.
     loss: str
-    # The baseline of the advantages.
+    # Baseline of the advantages.
     baseline: str
-    # The divisor of the tokens.
+    # Divisor of the tokens.
     loss_type: str
-    # Which rows count, if not all do, see `estimators.row_weights.RowFilter`; likewise the next
-    # two.
+    # Row filter: the next three fields say which rows count, if not all do; see
+    # `estimators.row_weights.RowFilter`.
     zero_variance_groups: Sometimes[str] = None
     reward_variance_share: Sometimes[float] = None
     advantage_threshold: Sometimes[float] = None
-    # n of an update.
+    # Number of rollouts per update, n.
     rollouts: Size
-    # G.
+    # Group size, G.
     group_size: Size
-    # Share of the groups drawn that are in the update, if the others are replaced.
+    # Share of the sampled groups that are used in the update, if the others are replaced.
     kept: Sometimes[Interval] = None
     unbiased_direction: bool
-    # Rollouts of the unbiased estimate, at the same G, that do as much as one of the loss.
+    # Number of rollouts of the unbiased estimate at the same G that are worth one of the loss.
     efficiency_same_g: Sometimes[Interval] = None
-    # Rollouts of the unbiased estimate at its best G that do as much.
+    # Number of rollouts of the unbiased estimate at its best G that are worth one of the loss.
     efficiency_best_g: Sometimes[Interval] = None
-    # cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
+    # cos^2 of the expected update and the gradient; 1 if `unbiased_direction`.
     direction: Sometimes[Interval] = None
-    # Share of an update's squared norm that is noise.
+    # Share of the squared norm of an update that is noise.
     noise: Sometimes[Interval] = None
-    # True if this G is the loss's best of the measured ones.
+    # True if this G is the best of the measured ones for the loss.
     best: bool
-    # True if this G is not worse than the best.
+    # True if this G is not significantly worse than the best.
     may_be_best: bool
-    # Why it is not measured.
+    # Reason why the loss was not measured at this G.
     reason: Sometimes[str] = None
 
     @property
     def is_measured(self) -> bool:
-        """True if it has numbers."""
+        """True if the loss was measured at this G."""
         return self.noise is not None
 
     @property
     def is_decided(self) -> bool:
-        """True if its relative efficiency is known."""
+        """True if the relative efficiency is known."""
         return self.efficiency_same_g is not None and self.efficiency_same_g.is_known
 
     @property
@@ -127,7 +127,7 @@ class LossEfficiency:
 
 
 def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
-    """Return measured losses as a file holds them."""
+    """Convert measured losses to the records stored in `result.json`."""
     default = asdict(RowFilter())
     return [
         LossEfficiency(
@@ -149,7 +149,7 @@ def loss_records(rows: Sequence[LossRow]) -> list[LossEfficiency]:
 
 
 def by_loss(rows: Sequence[LossEfficiency]) -> list[list[LossEfficiency]]:
-    """Group rows by loss, each in the order of G."""
+    """Group rows by loss; the rows of a loss keep their order."""
     losses: dict[str, list[LossEfficiency]] = {}
     for row in rows:
         losses.setdefault(row.loss, []).append(row)
@@ -157,25 +157,26 @@ def by_loss(rows: Sequence[LossEfficiency]) -> list[list[LossEfficiency]]:
 
 
 def measured_rows(rows: Sequence[LossEfficiency]) -> list[LossEfficiency]:
-    """Return the rows with numbers."""
+    """Return the rows that were measured."""
     return [row for row in rows if row.is_measured]
 
 
 def nearest_usual(rows: Sequence[LossEfficiency]) -> LossEfficiency:
-    """Return the row of G = 8, or of the nearest."""
+    """Return the row whose G is nearest to 8."""
     return min(rows, key=lambda row: abs(math.log(row.group_size / USUAL_SIZE)))
 
 
 def efficiency_sentences(
     rows: Sequence[LossEfficiency], wrote: str = "", compared: str = UNBIASED_SAME_G
 ) -> list[str]:
-    """Return sentences on the relative efficiency of each loss, its direction and its best G.
+    """Return sentences on the relative efficiency, direction and best G of each loss.
 
-    The efficiency is that at G = 8 or the nearest. Losses with the same result share a sentence.
+    The efficiency is given at the measured G nearest to 8. Losses with the same result share a
+    sentence.
 
     Args:
-        wrote: the policy that wrote the rollout, in words.
-        compared: what it is compared with, in words.
+        wrote: Words after the name of the loss that tell which policy wrote the rollouts.
+        compared: Description of the gradient that the loss is compared with.
     """
     same: dict[str, list[list[LossEfficiency]]] = {}
     for of_loss in by_loss(rows):
@@ -192,7 +193,7 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
     name = f"{names} ({loss_words(rows[0])}){wrote}"
     measured = measured_rows(rows)
     if not measured:
-        return f"The relative efficiency of {name} is not measured: {rows[0].reason}."
+        return f"The relative efficiency of {name} was not measured: {rows[0].reason}."
     row = nearest_usual(measured)
     assert row.efficiency_same_g is not None and row.noise is not None
     where = f"At n = {row.rollouts} and G = {row.group_size}"
@@ -204,20 +205,18 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
                 f"; an update with this loss is {percents[0]} noise [{percents[1]}, {percents[2]}]"
             )
         return (
-            f"{where} the relative efficiency of {name} is not decided: its direction is not known "
-            f"from these questions{share}."
+            f"{where} the relative efficiency of {name} is not decided because these questions "
+            f"do not determine its direction{share}."
         )
     direction = "its direction is unbiased"
     if not row.unbiased_direction:
         cosine = cosine_text(row)
-        direction = f"its direction is right to cos {cosine}"
-        if cosine == NOT_KNOWN:
-            direction = f"how far its direction is right is {NOT_KNOWN}"
+        direction = f"the cosine of its direction with the gradient is {cosine}"
     drawn = ""
     if row.kept is not None:
         drawn = (
-            f"; {efficiency_text(row.kept)} of the groups that are drawn are in an update, and "
-            "the cost of the others is not counted"
+            f"; an update uses {efficiency_text(row.kept)} of the sampled groups, and the cost of "
+            "the others is not counted"
         )
     return (
         f"{where} the relative efficiency of {name} is {efficiency_text(row.efficiency_same_g)} "
@@ -226,14 +225,14 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
 
 
 def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEfficiency]) -> str:
-    """Return the best G of a loss in words; beyond an end of the measured ones it may be better."""
+    """Describe the best G of a loss, with a caveat if a G that was not measured may be better."""
     if len(measured) == 1:
         return "no other G was measured"
     best = next(row.group_size for row in measured if row.best)
     sizes = [row.group_size for row in measured]
     text = f"its best G is {best}"
     if len(measured) < len(rows) or best in (min(sizes), max(sizes)):
-        text = f"of the measured G {best} is its best"
+        text = f"its best G of those measured is {best}"
     others = [str(row.group_size) for row in measured if row.may_be_best and row.group_size != best]
     return f"{text} ({enumeration(others)} may be as good)" if others else text
 
@@ -241,14 +240,14 @@ def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEffic
 def efficiency_tables(
     rows: Sequence[LossEfficiency], wrote: str = "", notes: Sequence[str] = (EFFICIENCY_NOTE,)
 ) -> list[Table]:
-    """Return tables of the losses' relative efficiency by G, side by side, and of all numbers.
+    """Return tables of relative efficiency by G and loss, and a table of all numbers.
 
-    There are none if no loss was measured. If none is decided, a line says so in place of the
-    first.
+    The list is empty if no loss was measured. If no loss is decided, notes replace the table by G
+    and loss.
 
     Args:
-        wrote: the policy that wrote the rollout, in words.
-        notes: the definition of relative efficiency.
+        wrote: Words after the name of the loss that tell which policy wrote the rollouts.
+        notes: Definition of relative efficiency.
     """
     losses = [of_loss for of_loss in by_loss(rows) if measured_rows(of_loss)]
     if not losses:
@@ -271,7 +270,7 @@ def efficiency_tables(
 def _efficiency_table(
     title: str, losses: Sequence[Sequence[LossEfficiency]], notes: Sequence[str]
 ) -> Table:
-    """Return a table with a row for each G at which any of the losses is decided."""
+    """Return a table with a row for each G at which at least one loss is decided."""
     cells = {
         (row.group_size, row.loss): efficiency_text(
             row.efficiency_best_g, WORSE * row.is_worse + "\n"
@@ -287,7 +286,7 @@ def _efficiency_table(
 
 
 def _undecided(losses: Sequence[Sequence[LossEfficiency]]) -> list[str]:
-    """Return a line for each set of G at which losses are measured but not decided."""
+    """Return a line for each set of G at which losses were measured but are not decided."""
     names: dict[str, list[str]] = {}
     for of_loss in losses:
         measured = measured_rows(of_loss)
@@ -296,40 +295,48 @@ def _undecided(losses: Sequence[Sequence[LossEfficiency]]) -> list[str]:
             where = f"at G = {enumeration(sizes)}" if len(sizes) < len(measured) else "at any G"
             names.setdefault(where, []).append(of_loss[0].loss)
     return [
-        f"Not decided {where}: {enumeration(of_where)}, whose direction is not known from these "
-        "questions."
+        f"Not decided {where}: {enumeration(of_where)}, because these questions do not determine "
+        "the direction."
         for where, of_where in names.items()
     ]
 
 
 def not_measured(rows: Sequence[LossEfficiency]) -> list[str]:
-    """Return a line for every reason why losses are not measured at some G."""
+    """Return a line for each reason why losses were not measured at some G."""
     missing: dict[str, dict[int, None]] = {}
     for row in rows:
         if row.reason is not None:
             missing.setdefault(row.reason, {})[row.group_size] = None
     return [
-        f"Not at G = {', '.join(map(str, sizes))}: {reason}." for reason, sizes in missing.items()
+        f"Not measured at G = {', '.join(map(str, sizes))}: {reason}."
+        for reason, sizes in missing.items()
     ]
 
 
 def _details_table(
     losses: Sequence[Sequence[LossEfficiency]], wrote: str, notes: Sequence[str]
 ) -> Table:
-    """Return a table with a row per loss and G; columns without any decided number are left out."""
+    """Return a table with a row per loss and G, without columns in which nothing is decided."""
     rows = [
         [row.loss, loss_words(row), str(row.group_size), *number_cells(row, " ")]
         for of_loss in losses
         for row in measured_rows(of_loss)
     ]
-    columns = ["loss", "advantage and tokens", "G", f"efficiency against {UNBIASED_SAME_G}",
-               "at its best G", "cos of its mean and the gradient", "share of noise"]  # fmt: skip
+    columns = [
+        "loss",
+        "advantage and tokens",
+        "G",
+        f"efficiency against {UNBIASED_SAME_G}",
+        "at its best G",
+        "cosine of expected update and gradient",
+        "share of noise",
+    ]
     kept = [
         place
         for place in range(len(columns))
         if not all(row[place] in (UNDECIDED, NOT_KNOWN) for row in rows)
     ]
-    of = f", a rollout{wrote}" if wrote else ""
+    of = f",{wrote}" if wrote else ""
     return Table(
         f"Losses at every G{of}",
         [columns[place] for place in kept],
@@ -340,9 +347,9 @@ def _details_table(
 
 
 def number_cells(row: LossEfficiency, gap: str) -> list[str]:
-    """Return cells of both relative efficiencies, the direction and the noise.
+    """Return the cells of both relative efficiencies, the direction and the noise.
 
-    The efficiency against the best G has a mark if another G is better for the loss.
+    The efficiency against the best G is marked if another G is significantly better for the loss.
     """
     return [
         efficiency_text(row.efficiency_same_g, gap),
@@ -355,7 +362,7 @@ def number_cells(row: LossEfficiency, gap: str) -> list[str]:
 def draw_efficiencies(
     folder: Path, name: str, title: str, rows: Sequence[LossEfficiency], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each loss against G, with its interval, if any is decided."""
+    """Draw the relative efficiency of each loss against G with intervals, if any is decided."""
     losses = {of_loss[0].loss: of_loss for of_loss in by_loss(rows)}
     if not any_decided(rows):
         return
@@ -365,7 +372,7 @@ def draw_efficiencies(
     draw_panels(folder, name, {"": [[panel]]}, [BARS_NOTE, *without, *lines])
 
 
-# A title, and the rows of each loss by its name.
+# Title of a panel, and the rows of each loss by name.
 Panel = tuple[str, Mapping[str, Sequence[LossEfficiency]]]
 
 
@@ -375,8 +382,8 @@ def draw_panels(
     """Draw panels of relative efficiencies.
 
     Args:
-        grids: lines of panels by data set.
-        lines: below the panels.
+        grids: Rows of panels by data set.
+        lines: Lines of text below the panels.
     """
     grid = [(dataset, titled) for dataset, of_dataset in grids.items() for titled in of_dataset]
     names = list(dict.fromkeys(x for _, titled in grid for _, losses in titled for x in losses))
@@ -396,11 +403,11 @@ def draw_panels(
 def efficiency_panel(
     axes: Axes, losses: Mapping[str, Sequence[LossEfficiency]], names: Sequence[str]
 ) -> None:
-    """Draw lines of relative efficiency against G, where they are decided.
+    """Draw lines of relative efficiency against G, at each G where it is decided.
 
     Args:
-        losses: the rows of each loss by its name.
-        names: of the losses of all panels, whose places give colours and markers.
+        losses: Rows of each loss by name.
+        names: Names of the losses of all panels; their order sets colours and markers.
     """
     lines: dict[str, dict[int, Interval]] = {}
     for name, rows in losses.items():
@@ -414,7 +421,7 @@ def efficiency_panel(
     shown = [(size, efficiency) for line in lines.values() for size, efficiency in line.items()]
     least = min([1.0, *(x.low for _, x in shown)])
     most = max([1.0, *(x.estimate for _, x in shown)])
-    # Wider intervals leave the picture, some have no end.
+    # Wider or infinite intervals extend beyond the axis limits.
     top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
     spacing = min(APART, ASIDE / max(1, len(lines)))
     for place, (name, line) in enumerate(lines.items()):
@@ -438,7 +445,7 @@ def efficiency_panel(
 
 
 def described(rows: Sequence[LossEfficiency]) -> str:
-    """Describe every loss of the rows; losses with equal descriptions share one."""
+    """Describe each loss of the rows; losses with equal descriptions share an entry."""
     by_words: dict[str, dict[str, None]] = {}
     for row in rows:
         by_words.setdefault(loss_words(row), {})[row.loss] = None
@@ -452,7 +459,7 @@ def any_decided(rows: Sequence[LossEfficiency]) -> bool:
 
 
 def loss_words(row: LossEfficiency) -> str:
-    """Describe a loss by its advantage, the divisor of its tokens, and the rows that count."""
+    """Describe a loss: its advantage, the normalisation over tokens, and the rows that count."""
     words = [ADVANTAGE_WORDS.get(row.baseline, row.baseline), LOSS_TYPE_WORDS[row.loss_type]]
     if row.zero_variance_groups is not None:
         words.append(FILTER_WORDS[row.zero_variance_groups])
@@ -463,7 +470,7 @@ def loss_words(row: LossEfficiency) -> str:
 
 
 def efficiency_text(value: Interval | None, gap: str = " ", digits: int = 2) -> str:
-    """Format an efficiency or a share with its interval, with so many digits after the point.
+    """Format an efficiency or a share with its interval, rounded to `digits` decimals.
 
     >>> efficiency_text(Interval(0.981, 0.961, 1.0021))
     '0.98 [0.96, 1.00]'
@@ -472,12 +479,12 @@ def efficiency_text(value: Interval | None, gap: str = " ", digits: int = 2) -> 
     """
     if value is None or not value.is_known:
         return UNDECIDED
-    high = f"{value.high:.{digits}f}" if math.isfinite(value.high) else "no end"
+    high = f"{value.high:.{digits}f}" if math.isfinite(value.high) else "no upper end"
     return f"{value.estimate:.{digits}f}{gap}[{value.low:.{digits}f}, {high}]"
 
 
 def cosine_text(row: LossEfficiency, gap: str = " ") -> str:
-    """Format the cosine of a loss's mean and the gradient, with its interval."""
+    """Format the cosine of the expected update and the gradient, with its interval."""
     if row.unbiased_direction:
         return "unbiased"
     square = row.direction

@@ -1,7 +1,7 @@
-"""Losses at a batch's first update: the efficiency of each, its direction and its best G.
+"""Efficiency, direction and best G of each loss at the first update on a batch.
 
-Studies that differ only in the loss, as in a sweep over `objective`, measure the same
-pool: in a report their losses are lines of one panel.
+Studies that differ only in the loss, as in a sweep over `objective`, measure the same pool. A
+report draws their losses as lines of one panel.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from grpo_ustat.runs.record import distinguishing_keys, key_label
 
 
 def measure(study: PoolStudy) -> list[LossEfficiency] | None:
-    """Measure every loss that is asked for at every G."""
+    """Measure each requested loss at each G."""
     rows = loss_efficiencies(
         study.pool, study.losses, study.group_sizes, study.rollouts, study.draws, study.seed
     )
@@ -60,19 +60,19 @@ def measure(study: PoolStudy) -> list[LossEfficiency] | None:
 
 
 def sentences(rows: list[LossEfficiency], study: Study) -> list[str]:
-    """Return sentences on the relative efficiency of each loss at a batch's first update."""
+    """Return sentences on the relative efficiency of each loss at the first update on a batch."""
     return efficiency_sentences(rows)
 
 
 def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
-    """Return tables of the relative efficiency of each loss, in short and in full."""
+    """Return short and full tables of the relative efficiency of each loss."""
     return [table for rows in rows_by_study.values() for table in efficiency_tables(rows)]
 
 
 def draw(
     folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each loss of a study against G, `losses.{pdf,svg,png}`."""
+    """Draw the relative efficiency of each loss of a study against G, to `losses.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
         policy = study.result.policy
         title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
@@ -81,25 +81,25 @@ def draw(
 
 @dataclass(frozen=True)
 class LossPanel:
-    """Losses that were measured on one pool."""
+    """Losses measured on one pool."""
 
-    # The first study of the pool.
+    # First study of the pool.
     study: Study
-    # The study and the rows by G of each loss, by a unique name.
+    # Study and rows (by G) of each loss, by a unique name.
     lines: dict[str, tuple[Study, list[LossEfficiency]]]
 
     @property
     def measured(self) -> dict[str, list[LossEfficiency]]:
-        """Rows with numbers, of each loss that has any."""
+        """Measured rows of each loss that has any."""
         rows = {name: measured_rows(of_loss) for name, (_, of_loss) in self.lines.items()}
         return {name: of_loss for name, of_loss in rows.items() if of_loss}
 
 
 def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[LossPanel]:
-    """Make a panel for each pool on which losses were measured.
+    """Return a panel for each pool on which losses were measured.
 
-    A loss that several studies of a pool measured with equal results occurs once. Losses of the
-    same name with different results are named by what differs.
+    A loss that several studies of a pool measured with equal results occurs once. If the results
+    differ, the names of the losses include the configuration keys that differ.
     """
     panels = []
     for members in by_pool(rows_by_study):
@@ -121,9 +121,9 @@ def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Los
 
 
 def _measured_alike(rows: Sequence[LossEfficiency], others: Sequence[LossEfficiency]) -> bool:
-    """Return True if two studies have equal results for a loss, up to rounding.
+    """Return True if two studies have equal results for a loss, up to rounding errors.
 
-    The rounding comes from sums over more losses.
+    Rounding errors arise because studies sum over different numbers of losses.
     """
 
     def texts(row: LossEfficiency) -> list[Any]:
@@ -140,7 +140,7 @@ def _measured_alike(rows: Sequence[LossEfficiency], others: Sequence[LossEfficie
 
 
 def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
-    """Return a table with a row per policy, loss and group size; none where none is measured."""
+    """Return a table with a row per policy, loss and G; no table if nothing was measured."""
     panels = loss_panels(rows_by_study)
     study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
     rows, data = [], []
@@ -163,7 +163,7 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Ta
         name="losses",
         title="Relative efficiency of each loss",
         columns=["policy", "loss", "G", f"efficiency against\n{UNBIASED_SAME_G}", "at its best G",
-                 "cos with the gradient", "share of noise"],
+                 "cosine with\nthe gradient", "share of\nnoise"],
         rows=rows,
         notes=[EFFICIENCY_NOTE, *worse, NOISE_NOTE, described(all_rows), *missing],
         data=data,
@@ -176,9 +176,9 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Ta
 def draw_joint(
     folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each loss, in a panel per pool, `losses.{pdf,svg,png}`.
+    """Draw the relative efficiency of each loss, in a panel per pool, to `losses.{pdf,svg,png}`.
 
-    Each data set has a line of panels or more.
+    Each data set has at least one row of panels.
     """
     panels = {panel.study: panel for panel in loss_panels(rows_by_study)}
     grids: dict[str, list[list[Panel]]] = {}
@@ -193,7 +193,7 @@ def draw_joint(
 
 
 def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
-    """List, for each panel, the losses that have no line in it."""
+    """List the losses that have no line, for each panel."""
     lines = []
     for panel in panels:
         absent = [name for name, (_, of_loss) in panel.lines.items() if not any_decided(of_loss)]
@@ -204,9 +204,9 @@ def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
 
 
 def answer(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> str:
-    """State the efficiency at G = 8 or the nearest, from the least to the most.
+    """State the smallest and largest relative efficiency of the losses at the G nearest to 8.
 
-    The sentence also gives the number of losses for which it is not decided.
+    The sentence also gives the number of losses whose efficiency is not decided.
     """
     panels = loss_panels(rows_by_study)
     decided, undecided, sizes = [], [], set()

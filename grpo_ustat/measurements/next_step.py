@@ -1,4 +1,4 @@
-"""The command to type after a study, and overrides that choose the same policy and study again."""
+"""Next command after a study, and the overrides that select the same policy and study again."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from grpo_ustat.measurements.group_size import SCALING, prompts_to_decide
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.runs.study_parts import CompletionCounts
 
-# At most so many times as many questions are added where a range is wide.
+# Largest number of questions to add in one step, as a multiple of the present number.
 MAX_FOLLOW_UP = 3
-# Fields of a study that the next one does not take over.
+# Fields of a study that the next study does not inherit.
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
 
 def next_step(study: Study, rollouts: int | None = None) -> str:
-    """Return the next step, a command where there is one: train with the best G, or study more.
+    """Return the next step, as a command if possible: train with the best G, or study more.
 
     Args:
-        rollouts: n of a training step, halved where there are too few training questions; None:
-            the study's.
+        rollouts: Number of rollouts per training step, n; None for the study's. It is halved until
+            there are enough training questions.
     """
     config, result = study.run.config, study.result
     if result.equal_rewards is not None:
@@ -43,7 +43,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     rollouts = divisible_rollouts(rollouts or study.rollouts)
     costs = study.need(SCALING).law.costs(rollouts)
     best = costs.best if costs.tolerance is not None else None
-    # The rollouts are of another framework, which trains.
+    # The rollouts come from another framework, which also does the training.
     if (config.get("pool") or "").endswith(".parquet"):
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
@@ -54,24 +54,24 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         return command_line("mse", *shared, "debug=prompts")
     if best is not None:
         _, most = _questions_there(config["dataset"])
-        # There may be too few training questions for so many prompts a step.
+        # There may be fewer training questions than prompts per step.
         while rollouts // best > most and rollouts // 2 % best == 0:
             rollouts //= 2
         if rollouts // best > most:
             return (
-                f"more questions: {_place(config)} has {most} to train on, a step with the best G "
-                f"takes {rollouts // best} or more"
+                f"add training questions: {_place(config)} has {most}, but a step with the best G "
+                f"needs at least {rollouts // best}"
             )
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(study, best)}"]
-        # `train` refuses `replace`, as it draws no group again.
+        # `train` refuses `replace` because it does not draw replacement groups.
         replaced, dropped = "zero_variance_groups=replace", "zero_variance_groups=drop"
         loss = [word.replace(replaced, dropped) for word in objective_overrides(config)]
         return command_line("train", *shared, *loss, *sizes)
     questions, (there, _) = _questions_for_best(study), _questions_there(config["dataset"])
     if there <= result.questions:
         return (
-            f"more questions: {_place(config)} has {there} for studies, about {questions} are "
-            "needed to know the best G"
+            f"add study questions: {_place(config)} has {there}, but about {questions} are needed "
+            "to find the best G"
         )
     questions = int(min(questions, there))
     budget = config["budget"] | {"pool_completions": result.pool_completions}
@@ -86,14 +86,15 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
 def new_rollouts(
     model: Iterable[str], length: int | None = None, questions: int | None = None
 ) -> str:
-    """Return the command that draws new rollouts of a checkpoint, for a log that is too small.
+    """Return the command that draws new rollouts of a checkpoint if its log is too small.
 
-    It takes the data and the reward of the checkpoint's run. Capitals stand for what no log says.
+    The command needs the data and the reward function of the run that wrote the log. Words in
+    capitals are placeholders for values that the log does not contain.
 
     Args:
-        model: overrides that choose the checkpoint and its temperature.
-        length: in tokens, at which its completions were cut; None: unknown.
-        questions: their number; None: as `mse` takes them.
+        model: Overrides that select the checkpoint and its temperature.
+        length: Maximum length of its completions, in tokens; None if unknown.
+        questions: Number of questions; None for the default of `mse`.
     """
     sizes = [] if questions is None else [
         f"dataset.study_size={questions}", f"study.questions={questions}",
@@ -104,15 +105,15 @@ def new_rollouts(
         f"max_completion_length={length or 'LENGTH'}", *sizes,
     )  # fmt: skip
     return (
-        f"{command}  # new rollouts with the run's own DATA.jsonl, rows of question and answer, "
-        "and REWARD.py, FUNCTION(prompt, completion): see docs/models-and-data.md"
+        f"{command}  # draws new rollouts; DATA.jsonl: the run's rows of question and answer; "
+        "REWARD.py: the run's FUNCTION(prompt, completion); see docs/models-and-data.md"
     )
 
 
 def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
-    """Count the questions that there can be for studies, and those that there are to train on.
+    """Return the numbers of questions available for studies and for training.
 
-    They are inf where only the data set itself knows.
+    A number is inf if it cannot be read from the configuration or the file.
     """
     train = dataset.get("train_size") or math.inf
     if dataset.get("kind") == "one_step":
@@ -122,7 +123,7 @@ def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
     try:
         rows, test_rows = JsonlConfig(**dataset).row_counts()
     except ConfigError:
-        # The file is elsewhere: its rows cannot be counted.
+        # The file is not on this machine, so its rows cannot be counted.
         return math.inf, train
     tests, least_tests = (dataset["test_size"] or 0, 2) if test_rows is None else (0, 0)
     return rows - tests, min(train, max(0, rows - max(tests, least_tests) - dataset["study_size"]))
@@ -133,16 +134,17 @@ def _place(config: Mapping[str, Any]) -> str:
 
 
 def _questions_for_best(study: Study) -> int:
-    """Return the number of questions of a further study that can tell the best G."""
+    """Return the number of questions that a further study needs to find the best G."""
     half, most = prompts_to_decide(study.need(SCALING))
     follow_up = (1 + MAX_FOLLOW_UP) * study.result.questions
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
 
 
 def _best_of_loss(study: Study, best: int) -> int:
-    """Return the best G of the unbiased gradient.
+    """Return the best G for the study's objective.
 
-    If that G is worse for the study's objective, return the best G of the objective.
+    This is the best G of the unbiased gradient, unless the study found it significantly worse than
+    another G for the objective.
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
@@ -155,13 +157,13 @@ def _best_of_loss(study: Study, best: int) -> int:
 
 
 def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
-    """Return the next step where all rewards are equal, by the outcome of most completions."""
+    """Return the next step if all rewards are equal, by the most frequent outcome."""
     names = ("right", "cut", "no_answer", "wrong")
     counts = {name: getattr(equal, name) or 0 for name in names}
     fate = max(names, key=counts.__getitem__)
     if (config.get("pool") or "").endswith(".parquet"):
         which = "longer completions" if fate == "cut" and counts["cut"] else "other questions"
-        return f"log {which}, some of them right and some wrong, and import these"
+        return f"log {which}, with some right and some wrong answers, and import them"
     shared = [*policy_overrides(config), *study_overrides(config)]
     if config["study"]["questions"] is not None:
         shared.append(f"study.questions={config['study']['questions']}")
@@ -183,7 +185,7 @@ def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> s
 
 
 def policy_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Return overrides that choose model, questions, sampling and rewards of a configuration."""
+    """Return overrides that select model, questions, sampling and rewards of a configuration."""
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]
@@ -205,14 +207,14 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def study_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Return overrides that choose the measurements of a study, and its draws.
+    """Return overrides that select the measurements of a study and its random draws.
 
-    They are its baselines, sizes, methods, seed, sampler and budget.
+    They set baselines, group sizes, methods, seed, sampler and budget.
     """
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
     seed = yaml.safe_load((CONF / "common.yaml").read_text())["seed"]
-    # A stored configuration may be of another version: only fields of today are typed again.
+    # A stored configuration may come from another version; only fields that still exist are used.
     fields = values["study"].keys() - set(SINGLE_STUDY_FIELDS)
     study = {key: x for key, x in config["study"].items() if key in fields}
     if not set(study.get("methods", ())) <= set(METHODS):
@@ -236,10 +238,10 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def objective_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Return overrides that choose the objective and its baseline, of a study or a training run."""
+    """Return overrides that select the objective and baseline of a study or training run."""
     objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
     if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
-        # The folder is of another version, or has a baseline of its own.
+        # The folder comes from another version or uses a baseline that is not registered.
         return []
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline
@@ -254,7 +256,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield overrides of the fields of a node that differ from its file."""
+    """Yield overrides for the fields of a node that differ from its configuration file."""
     for key, value in node.items():
         default = values.get(key)
         if value == default or str(default).startswith("${"):
@@ -264,9 +266,9 @@ def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
         if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
             text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-            # OmegaConf would look it up.
+            # OmegaConf would interpolate it.
             text = text.replace("${", "\\${")
         if isinstance(value, list) and not {"'", '"'} & set(text):
-            # A user types it without spaces.
+            # Without spaces, a shell does not split the list.
             text = text.replace(", ", ",")
         yield f"{prefix}{key}={text}"

@@ -1,6 +1,6 @@
-"""Rollouts that another policy or an inexact sampler wrote: its distance, and their efficiency.
+"""Efficiency of rollouts written by another policy or an inexact sampler, and its distance.
 
-In a report studies are in the order of that distance.
+A report sorts studies by this distance, the KL divergence from the current policy.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys
 
 DRIFT_NOTE = (
-    "Effective share: (sum of weights)^2 over the sum of their squares, as a share of their number."
+    "Effective share: effective sample size of the importance weights, (sum w)^2 / sum w^2, "
+    "divided by their number."
 )
 LAG_NOTE = (
-    "Relative efficiency: rollouts of the unbiased leave-one-out gradient at the same G, written "
-    "by the policy at hand, that do as much as one of the loss that another policy wrote; 95 % "
-    "intervals for new questions. Nats a token: the divergence of the policy at hand from the "
-    "other."
+    "Relative efficiency: number of rollouts that the current policy wrote, with the unbiased "
+    "leave-one-out gradient at the same G, that are worth one rollout of the loss that another "
+    "policy wrote; 95 % intervals for new questions. Nats per token: KL divergence of the current "
+    "policy from the other."
 )
 
 
@@ -45,30 +46,30 @@ LAG_NOTE = (
 class OffPolicy:
     """Efficiency of rollouts written by another policy, or by a sampler that differs from it."""
 
-    # The policy that wrote them.
+    # Policy that wrote the rollouts.
     written_by: str
-    # The policy whose gradient is estimated.
+    # Policy whose gradient is estimated.
     policy: str
-    # The policy that a penalty is measured from.
+    # Reference policy of a KL penalty.
     reference: str
-    # lag: an earlier policy wrote them, and the comparison is with rollouts of `policy` itself;
-    # gap: the sampler of a file wrote them, and the comparison is with the same ones weighted by
-    # their exact ratios; penalty: `policy` itself wrote them.
+    # lag: an earlier policy wrote the rollouts; they are compared with rollouts of `policy`.
+    # gap: the sampler of a file wrote the rollouts; they are compared with the same rollouts
+    # weighted by exact importance ratios. penalty: `policy` wrote the rollouts.
     question: str
     # True if any loss has a penalty.
     penalised: bool
-    # KL divergence of `written_by` from `policy`, nats a token.
+    # KL divergence of `written_by` from `policy`, in nats per token.
     kl: Interval
-    # Effective share `(sum w)^2 / (count sum w^2)` of the ratios w of tokens.
+    # Effective share `(sum w)^2 / (count sum w^2)` of the importance ratios w of tokens.
     effective_tokens: Interval
-    # Effective share of the products of these ratios over a completion.
+    # The same share for the products of these ratios over a completion.
     effective_completions: Interval
-    # Efficiency of a rollout of each loss.
+    # Efficiency of each loss on these rollouts.
     losses: list[LossEfficiency]
 
 
 def measure(study: PoolStudy) -> OffPolicy | None:
-    """Measure every loss of the completions that the policy at hand has scored."""
+    """Measure each loss on the completions, as scored by the current policy."""
     scored = study.rescored
     if scored is None:
         return None
@@ -90,24 +91,24 @@ def measure(study: PoolStudy) -> OffPolicy | None:
 
 
 def sentences(result: OffPolicy, study: Study) -> list[str]:
-    """Return sentences on the distance from the writer's policy, and on efficiency."""
+    """Return sentences on the distance between the two policies and on relative efficiency."""
     efficiencies = efficiency_sentences(result.losses, _wrote(result), _compared(result))
     if result.question == "penalty":
         return efficiencies
     kl = result.kl
     return [
-        f"{result.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats a token from "
-        f"{result.written_by}: weighted by their ratios tokens count as "
-        f"{share_text(result.effective_tokens)} of as many, completions by the products of theirs "
-        f"as {share_text(result.effective_completions)}.",
+        f"{result.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats per token from "
+        f"{result.written_by}: with importance weights the effective sample size is "
+        f"{share_text(result.effective_tokens)} by tokens and "
+        f"{share_text(result.effective_completions)} by completions.",
         *efficiencies,
     ]
 
 
 def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
-    """Return tables of relative efficiency; a terminal shows the table of the first losses.
+    """Return tables of relative efficiency; the terminal shows only the first.
 
-    Further losses are those of published claims.
+    The later losses are those that published claims refer to.
     """
     shown = []
     for result in results_by_study.values():
@@ -117,9 +118,9 @@ def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
 
 
 def draw(folder: Path, results_by_study: Mapping[Study, OffPolicy], lines: Sequence[str]) -> None:
-    """Draw the relative efficiency of each loss's rollout against G, `off_policy.{pdf,svg,png}`."""
+    """Draw the relative efficiency of each loss against G, to `off_policy.{pdf,svg,png}`."""
     for result in results_by_study.values():
-        title = f"written by {result.written_by}, at {result.policy}"
+        title = f"written by {result.written_by}, current policy {result.policy}"
         draw_efficiencies(folder, "off_policy", title, result.losses, lines)
 
 
@@ -136,7 +137,7 @@ def share_text(share: Interval) -> str:
 def _wrote(result: OffPolicy) -> str:
     if result.question == "penalty":
         return " with its penalty"
-    return f" that {result.written_by} wrote"
+    return f" on rollouts that {result.written_by} wrote"
 
 
 def _compared(result: OffPolicy) -> str:
@@ -149,19 +150,19 @@ def _compared(result: OffPolicy) -> str:
 
 def _notes(result: OffPolicy) -> list[str]:
     notes = [
-        f"Relative efficiency: rollouts of {_compared(result)} that do as much as one of the loss; "
-        "95 % intervals for new questions, paired among losses and G."
+        f"Relative efficiency: number of rollouts of {_compared(result)} that are worth one "
+        "rollout of the loss; 95 % intervals for new questions, paired across losses and G."
     ]
     if result.penalised:
         notes.append(
-            f"A penalty is from {result.reference} and part of a loss; what is measured is the "
-            "gradient of the reward alone."
+            f"The loss includes a KL penalty towards {result.reference}; the target is the "
+            "gradient of the expected reward without the penalty."
         )
     return notes if result.question == "penalty" else [*notes, DRIFT_NOTE]
 
 
 def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
-    """Return a table with a row per study and loss at G = 8 or the nearest, by policy distance."""
+    """Return a table with a row per study and loss at the G nearest to 8, sorted by distance."""
     study_keys = distinguishing_keys([study.run.keys for study in results_by_study])
     rows, data, all_rows = [], [], []
     for study, result in by_distance(results_by_study).items():
@@ -188,8 +189,9 @@ def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
     table = Table(
         name="lag",
         title="Relative efficiency of rollouts that another policy wrote",
-        columns=["written by\nat", "nats a token", "effective share by\ntokens, completions",
-                 "loss", "G", "efficiency", "cos with the gradient", "share of noise"],
+        columns=["written by,\ncurrent policy", "nats\nper token",
+                 "effective share by\ntokens, completions", "loss", "G", "efficiency",
+                 "cosine with\nthe gradient", "share of\nnoise"],
         rows=rows,
         notes=[LAG_NOTE, DRIFT_NOTE, NOISE_NOTE, described(all_rows)],
         data=data,
@@ -199,12 +201,12 @@ def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
 
 
 def by_distance(results_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPolicy]:
-    """Sort studies by the distance of the policy at hand from the one that wrote the rollouts."""
+    """Sort studies by the distance of the current policy from the one that wrote the rollouts."""
     return dict(sorted(results_by_study.items(), key=lambda item: item[1].kl.estimate))
 
 
 def answer(results_by_study: Mapping[Study, OffPolicy]) -> str:
-    """State the relative efficiency of each loss at the nearest and at the farthest policy."""
+    """State the relative efficiency of each loss for the nearest and the farthest policy."""
     nearest, *further = by_distance(results_by_study).values()
     lines: dict[str, list[str]] = {}
     for result in [nearest, *further[-1:]]:

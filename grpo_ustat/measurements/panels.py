@@ -1,4 +1,4 @@
-"""Panels of figures: their titles, and their places where several studies stand side by side."""
+"""Titles of figure panels, and their arrangement for several studies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from grpo_ustat.pages.tables import count_text
 
 
 def study_title(study: Study) -> str:
-    """Return policy, accuracy or mean reward, correlation and pool of a figure's only study."""
+    """Return the title of a single-study figure: policy, mean reward, correlation and pool size."""
     policy, corr = study.result.policy, study.need(ASSUMPTION2).corr
-    relation = "all rewards of a question equal"
+    relation = "all rewards of each question are equal"
     if corr.is_known:
         relation = f"corr(q, Z) = {corr.estimate:.2f}"
     return (
@@ -24,7 +24,7 @@ def study_title(study: Study) -> str:
 
 
 def panel_title(study: Study) -> str:
-    """Return policy, accuracy or mean reward, data set and pool of one of several studies."""
+    """Return a panel title for one of several studies: policy, mean reward, data set, pool size."""
     run, policy = study.run, study.result.policy
     mean, low, high = policy.mean_reward
     seed = f", seed {run.config['seed']}" if run.config["seed"] else ""
@@ -35,13 +35,13 @@ def panel_title(study: Study) -> str:
 
 
 def pool_text(study: Study) -> str:
-    """Return the size of a study's pool."""
+    """Describe the size of a study's pool."""
     result = study.result
     return f"{count_text(result.questions, 'question')} x {result.pool_completions} completions"
 
 
 def panel_grid(studies: Iterable[Study]) -> list[list[Study]]:
-    """Arrange studies in lines of panels, each line of one data set, in the studies' order."""
+    """Arrange studies in rows of panels, in order; each row shows a single data set."""
     by_dataset: dict[str | None, list[Study]] = {}
     for study in studies:
         by_dataset.setdefault(study.run.dataset, []).append(study)

@@ -1,4 +1,4 @@
-"""Published recipes judged on one policy: the relative efficiency of a whole loss at its G."""
+"""Relative efficiency of published recipes (a loss and its G) on one policy."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.study_parts import PolicyFacts
 from grpo_ustat.terminal.streams import percentage
 
-# Largest of the group sizes among which the best is looked for.
+# Upper limit of the search for the best group size.
 MAX_SIZE = 1024
 TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10)
-# Ratio of rollouts from which on it is printed in times, not in percent.
+# A ratio of rollouts above this value is printed as "N times" instead of in percent.
 MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
 SIZE_NOTE = (
-    "By its group size alone: the error of leave_one_out at its best G over that at the recipe's "
-    "G, by the scaling law, without the rest of the recipe."
+    "Efficiency of the group size only: error of leave_one_out at its best G divided by its error "
+    "at the recipe's G, from the scaling law; the rest of the recipe is ignored."
 )
 TOGETHER_NOTE = (
-    "All intervals are for new questions and hold together in 95 % of studies: those of losses by "
-    "Bonferroni's correction, those of group sizes since all follow from one interval of C3/C1."
+    "All intervals are simultaneous 95 % intervals for new questions. Intervals of losses have a "
+    "Bonferroni correction; intervals of group sizes all follow from one interval of C3/C1."
 )
-NOT_MEASURED, BY_SIZE = "not measured", "by its group size alone"
+NOT_MEASURED, BY_SIZE = "not measured", "efficiency of the group size only"
 
 
 class Judged(NamedTuple):
-    """The relative efficiency of a recipe, in rollouts of the unbiased gradient at its best G."""
+    """Relative efficiency of a recipe against the unbiased gradient at its best G."""
 
     row: LossEfficiency
-    # Of its group size, without the rest of its loss.
+    # Relative efficiency of the recipe's group size, without the rest of its loss.
     by_size: Interval
 
     @property
     def whole_loss(self) -> Interval:
-        """The relative efficiency of its whole loss; not known if it is not measured or decided."""
+        """Relative efficiency of the whole loss; unknown if it was not measured or not decided."""
         return self.row.efficiency_best_g or NOTHING
 
     @property
     def is_by_size(self) -> bool:
-        """True if nothing is known of its whole loss."""
+        """True if the efficiency of the whole loss is unknown."""
         return not self.whole_loss.is_known
 
     @property
     def efficiency(self) -> Interval:
-        """The relative efficiency of its whole loss, or of its group size if that is not known."""
+        """Relative efficiency of the whole loss, or of the group size if the former is unknown."""
         return self.by_size if self.is_by_size else self.whole_loss
 
 
 def measure(study: PoolStudy) -> list[LossEfficiency]:
-    """Measure every recipe, for new questions, by its name."""
+    """Measure the relative efficiency of each recipe for new questions."""
     rows = recipe_efficiencies(
         study.pool, study.max_completion_length, study.group_sizes, study.rollouts, study.draws,
         study.seed,
@@ -89,18 +89,18 @@ def recipe_efficiencies(
     draws: int,
     seed: int,
 ) -> list[LossRow]:
-    """Measure the relative efficiency of each recipe, for new questions, by the recipe's name.
+    """Return the relative efficiency of each recipe for new questions; losses are named by recipe.
 
-    An update holds whole groups: its n is the largest multiple of the recipe's G up to `rollouts`.
-    The unbiased estimate that it is judged against has the same n. Its error depends only on n and
-    G, so that its best G, of `group_sizes` and of the recipes, need not divide n. The m recipes
-    that are measured have intervals of 1 - .025/m each (Bonferroni), so that all hold together in
-    97.5 %.
+    An update contains whole groups: its n is the largest multiple of the recipe's G up to
+    `rollouts`. The unbiased estimate that the recipe is compared with has the same n. The error of
+    this estimate depends only on n and G, so its best G need not divide n; the candidates are
+    `group_sizes` and the group sizes of the recipes. The intervals of the m measured recipes have
+    level 1 - .025/m each (Bonferroni), so that their simultaneous level is 97.5 %.
 
     Args:
-        max_completion_length: tokens after which a completion is cut.
-        rollouts: n of the study.
-        draws, seed: see `loss_efficiencies`.
+        max_completion_length: Number of tokens after which a completion is cut.
+        rollouts: Number of rollouts of the study, n.
+        draws, seed: See `loss_efficiencies`.
     """
     rows: dict[str, LossRow] = {}
     # Recipes by n.
@@ -135,7 +135,7 @@ def recipe_efficiencies(
 
 
 def judged_recipes(rows: Sequence[LossEfficiency], study: Study) -> list[Judged]:
-    """Return the recipes of a policy, by group size; none if nothing is known of any."""
+    """Return the recipes with their efficiencies; an empty list if no efficiency is known."""
     is_measured = any(row.is_measured for row in rows)
     level = 1 - CHANCE if is_measured else CONFIDENCE
     scaling = study.need(SCALING)
@@ -144,12 +144,13 @@ def judged_recipes(rows: Sequence[LossEfficiency], study: Study) -> list[Judged]
 
 
 def group_size_efficiency(scaling: Scaling, group_size: int, level: float) -> Interval:
-    """Compute the error of leave_one_out at its best G over that at this one.
+    """Return the error of leave_one_out at its best G divided by its error at `group_size`.
 
-    It is the same for any number of rollouts, and NaN where G* is not decided.
+    The ratio does not depend on the number of rollouts. It is NaN if G* is not decided.
 
     Args:
-        level: of the intervals of all G together, see `ScalingLaw.extra_error`.
+        level: Simultaneous confidence level of the intervals over all G; see
+            `ScalingLaw.extra_error`.
     """
     law = scaling.law
     if not scaling.is_decided or not law.has_errors:
@@ -160,7 +161,7 @@ def group_size_efficiency(scaling: Scaling, group_size: int, level: float) -> In
 
 
 def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
-    """Return a table of each study with a row per recipe; none if nothing is known of any."""
+    """Return a table per study with a row per recipe; no table if no efficiency is known."""
     judged = [judged_recipes(rows, study) for study, rows in rows_by_study.items()]
     return [_table(recipes) for recipes in judged if recipes]
 
@@ -179,28 +180,29 @@ def _table(recipes: Sequence[Judged]) -> Table:
         for recipe in recipes
     ]
     counts = sorted({row.rollouts for row in rows if row.is_measured})
-    update = f", of {' or '.join(map(str, counts))} rollouts in whole groups" if counts else ""
+    update = f" ({' or '.join(map(str, counts))} rollouts in whole groups)" if counts else ""
     kept = [
-        f"{row.loss}: {efficiency_text(row.kept)} of the groups drawn count, the others are not in "
-        "its efficiency."
+        f"{row.loss}: an update uses {efficiency_text(row.kept)} of the sampled groups; the cost "
+        "of the others is not counted."
         for row in rows
         if row.kept is not None
     ]
     names = [row.loss for row in rows if row.loss in RECIPES]
     typed = [f"{name.split(' (')[0]}: {' '.join(RECIPES[name].overrides)}" for name in names]
     notes = [
-        "Efficiency: rollouts of the unbiased leave-one-out gradient at its best G that do as much "
-        f"as one of the recipe, at a batch's first update{update}. {SIZE_NOTE} {TOGETHER_NOTE}",
+        "Efficiency: number of rollouts of the unbiased leave-one-out gradient at its best G that "
+        f"are worth one rollout of the recipe, at the first update on a batch{update}. {SIZE_NOTE} "
+        f"{TOGETHER_NOTE}",
         *kept,
         *not_measured(rows),
-        f"What to type after grpo-ustat mse for a loss at every G: {'; '.join(typed)}.",
+        f"To measure a loss at every G, add to grpo-ustat mse: {'; '.join(typed)}.",
     ]
-    columns = ["recipe", "its loss", "G", "efficiency", BY_SIZE, "verdict"]
+    columns = ["recipe", "loss", "G", "efficiency", BY_SIZE, "verdict"]
     return Table("Published recipes on this policy", columns, cells, notes)
 
 
 def verdict(efficiency: Interval) -> str:
-    """Return the rollouts for the same error against the best unbiased ones, in words.
+    """Describe the number of rollouts needed for the same error, relative to the best unbiased G.
 
     >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
     ('25 % more rollouts', '20 % fewer rollouts')
@@ -211,7 +213,7 @@ def verdict(efficiency: Interval) -> str:
     """
     if not efficiency.is_known:
         return "not decided"
-    # The best itself, up to rounding.
+    # The recipe is the best unbiased estimate, up to rounding.
     if max(abs(x - 1) for x in efficiency) < ROUNDING:
         return "the best"
     if efficiency.high < 1 and efficiency.estimate < 1 / MANY_TIMES:
@@ -226,7 +228,7 @@ def verdict(efficiency: Interval) -> str:
 def draw(
     folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each recipe, with intervals, `recipes.{pdf,svg,png}`."""
+    """Draw the relative efficiency of each recipe with intervals, to `recipes.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
         recipes = [recipe for recipe in judged_recipes(rows, study) if recipe.efficiency.is_known]
         _draw(folder, recipes, study.result.policy, lines)
@@ -268,9 +270,11 @@ def _draw(
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
         title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
         axes.set_title(title, loc="left")
-        meanings = ["Lines: 95 % intervals that hold together."]
+        meanings = ["Lines: simultaneous 95 % intervals."]
         if any(recipe.is_by_size for recipe in recipes):
-            meanings.append(f"Open circles: {BY_SIZE}, since the whole loss is not known.")
+            meanings.append(
+                f"Open circles: {BY_SIZE}, because the efficiency of the whole loss is unknown."
+            )
         note(figure, [*meanings, *lines])
         save(figure, folder, "recipes")
 
@@ -281,6 +285,6 @@ RECIPE_EFFICIENCIES = Measurement(
     measure,
     tables=tables,
     figure=Figure("recipes", "Relative efficiency of published recipes", draw),
-    # Its table is of one policy.
+    # The table applies to one policy only.
     joint=Joint(),
 )

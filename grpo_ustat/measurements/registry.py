@@ -1,4 +1,4 @@
-"""All measurements of a study, in the order of its page."""
+"""All measurements of a study, in the order in which its page shows them."""
 
 from __future__ import annotations
 
@@ -54,37 +54,38 @@ OURS: tuple[Measurement[Any], ...] = (
 
 
 def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
-    """Return our measurements, and the named ones of other packages."""
+    """Return the built-in measurements and the named ones of other packages."""
     return [*OURS, *map(_load, names)]
 
 
 def _load(name: str) -> Measurement[Any]:
-    """Load the measurement that an installed package offers by this name.
+    """Load the measurement that an installed package registers under this name.
 
-    An entry point is refused if it cannot be loaded, is no `Measurement` of its name, or has the
-    name of a key that every result has.
+    Raises:
+        ConfigError: if the entry point cannot be loaded, is not a `Measurement` with this name, or
+            has the name of an existing key of `result.json`.
     """
     if name in {measurement.name for measurement in OURS} | keys_of(StudyResult).keys():
         raise ConfigError(
-            f"study.measurements={name}: result.json has a key {name} already, so the package "
-            "must choose another name"
+            f"study.measurements={name}: result.json already has a key {name}; the package must "
+            "choose another name"
         )
     try:
         offered = entry_points(group=MEASUREMENTS)[name].load()
     except Exception as error:
-        # Errors of any kind: the package's own code is run.
+        # Loading runs the package's code, which may raise any exception.
         reason = single_line(f"{type(error).__name__}: {error}", 200)
         raise ConfigError(f"study.measurements={name} cannot be loaded: {reason}") from error
     if not isinstance(offered, Measurement) or offered.name != name:
         raise ConfigError(
-            f"study.measurements={name} is {offered!r:.80}: it must be a Measurement of name "
+            f"study.measurements={name} is {offered!r:.80}: it must be a Measurement with the name "
             f"{name!r}"
         )
     return offered
 
 
 def finished_study(run: RunRecord) -> Study | None:
-    """Return the study of a run; None while it is unfinished, or damaged, which is noted."""
+    """Return the study of a run; None if it is unfinished or damaged (a note reports damage)."""
     if run.result is None:
         return None
     study = Study(run)
@@ -96,18 +97,18 @@ def finished_study(run: RunRecord) -> Study | None:
         if measurement.always and study.of(measurement) is None
     ]
     if absent:
-        run.add_note(f"{RESULT} is damaged and not shown: it has no {absent[0]}")
+        run.add_note(f"{RESULT} is damaged and not shown: {absent[0]} is missing")
     return None if absent else study
 
 
 def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
-    """Return the record of every measurement of the pool, by name."""
+    """Return the records of all measurements of the pool, by name."""
     records = {measurement.name: measurement.measure(study) for measurement in measurements(names)}
     return {name: record for name, record in records.items() if record is not None}
 
 
 def sentences(study: Study, of: Sequence[Measurement[Any]]) -> list[str]:
-    """Return the sentences of some measurements of a study."""
+    """Return the sentences of the given measurements for a study."""
     return [
         line
         for measurement in of
@@ -117,7 +118,7 @@ def sentences(study: Study, of: Sequence[Measurement[Any]]) -> list[str]:
 
 
 def tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
-    """Return the tables of some measurements of a study."""
+    """Return the tables of the given measurements for a study."""
     return [
         table
         for measurement in of
@@ -127,7 +128,7 @@ def tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
 
 
 def printed_tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
-    """Return the tables of some measurements that a terminal shows."""
+    """Return the tables of the given measurements that are printed on the terminal."""
     printed = [measurement for measurement in of if measurement.prints]
     return [table for table in tables(study, printed) if not table.page_only]
 
@@ -140,11 +141,11 @@ def draw_figures(folder: Path, study: Study) -> None:
 
 
 def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[Table]:
-    """Return the tables of a report, each with a name for its files and the records as its data.
+    """Return the tables of a report, each with a file name and with the records as data.
 
     Args:
-        studies: all of them; studies of one pool with equal results are shown once.
-        study_keys: configuration keys in which the pools differ.
+        studies: All studies of the report; studies of one pool with equal results are shown once.
+        study_keys: Configuration keys in which the pools differ.
     """
     report = [
         table for measurement, records in _joint(studies) for table in measurement.tables(records)
@@ -165,7 +166,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
 
 
 def report_answers(studies: Sequence[Study]) -> list[str]:
-    """Return the sentences of a report on all studies."""
+    """Return the sentences of a report that summarise all studies."""
     return [
         joint.answer(records)
         for joint, records in _joint(studies)
@@ -174,7 +175,7 @@ def report_answers(studies: Sequence[Study]) -> list[str]:
 
 
 def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[str]) -> None:
-    """Draw the figures of a report, with lines below each."""
+    """Draw the figures of a report, each with the given lines of text below."""
     for joint, records in _joint(studies):
         first = next(iter(joint.tables(records)), None)
         if joint.draw is not None and first is not None and first.figure_notes is not None:
@@ -182,14 +183,14 @@ def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[
 
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
-    """Yield the joint view of each measurement in a report, with the records of its studies."""
+    """Yield each measurement's joint view in a report, with the records of the studies."""
     for measurement in measurements_of(studies):
         if measurement.joint is not None and (records := measurement.of(studies)):
             yield measurement.joint, records
 
 
 def measurements_of(studies: Sequence[Study]) -> list[Measurement[Any]]:
-    """Return our measurements and the asked ones of packages that are installed here."""
+    """Return the built-in measurements and the requested ones of installed packages."""
     asked = [name for study in studies for name in study.run.value("study.measurements") or []]
     offered = entry_points(group=MEASUREMENTS).names if asked else set()
     return measurements([name for name in dict.fromkeys(asked) if name in offered])

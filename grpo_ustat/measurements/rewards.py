@@ -1,4 +1,4 @@
-"""Each reward function by itself, on the same completions: C1, C2, C3, G*, and correlations."""
+"""C1, C2, C3 and G* of each reward function on the same completions, and their correlations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SUM_NAME = "weighted sum"
 COLUMNS = {"mean": "mean reward", "c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
 MEASURED = ("c1", "c2", "c3", "gstar", "a_v", "grad_sq")
 PAIRS_NOTE = (
-    "Within prompts. Below 0: completions that one function rewards more, the other tends to "
-    "reward less."
+    "Correlations are within prompts. A negative value means that completions with a higher reward "
+    "from one function tend to have a lower reward from the other."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """One reward function by itself, or the weighted sum of all, whose weight is null."""
+    """Statistics of one reward function, or of the weighted sum of all (weight null)."""
 
     name: str
     weight: float | None
@@ -39,7 +39,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCorrelation:
-    """The correlation of two reward functions within prompts."""
+    """Correlation of two reward functions within prompts."""
 
     first: str
     second: str
@@ -47,9 +47,10 @@ class RewardCorrelation:
 
 
 def measure_functions(study: PoolStudy) -> list[RewardFunction] | None:
-    """Measure each function in its own scale, and their weighted sum; None where there is one.
+    """Measure each unweighted reward function and the weighted sum of all.
 
-    Statistics are NaN if a function never varies within a prompt.
+    Statistics are NaN for a function that never varies within a prompt. The result is None if
+    there is only one function.
     """
     pool = study.pool
     if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
@@ -70,7 +71,7 @@ def measure_functions(study: PoolStudy) -> list[RewardFunction] | None:
 
 
 def function_pool(pool: ScorePool, f: int) -> ScorePool:
-    """Return the same completions, judged only by function f."""
+    """Return the same completions with the rewards of function f only."""
     assert pool.rewards_PNF is not None and pool.centred_sums_PFR is not None
     return replace(
         pool,
@@ -87,7 +88,7 @@ def _measured(of_pool: ClosedForm) -> dict[str, Interval]:
 
 
 def measure_correlations(study: PoolStudy) -> list[RewardCorrelation] | None:
-    """Measure the correlation of every pair of functions that vary, for new questions."""
+    """Measure the correlation of each pair of varying reward functions, for new questions."""
     rewards_PNF = study.pool.rewards_PNF
     if rewards_PNF is None or rewards_PNF.shape[-1] == 1:
         return None
@@ -103,7 +104,7 @@ def measure_correlations(study: PoolStudy) -> list[RewardCorrelation] | None:
 
 
 def function_tables(rows_by_study: Mapping[Study, list[RewardFunction]]) -> list[Table]:
-    """Return a table with a row per function and one of the sum."""
+    """Return a table with a row per function and a row for the weighted sum."""
     cells = {
         study: [
             [row.name, "" if row.weight is None else three_digits(row.weight)]
@@ -114,9 +115,9 @@ def function_tables(rows_by_study: Mapping[Study, list[RewardFunction]]) -> list
     }
     scopes = sorted({interval_scope(study.result.questions) for study in rows_by_study})
     note = (
-        "Each function alone, before its weight, on the same completions. A weight w multiplies "
-        "C1, C2 and C3 by w^2 and does not change G*. The last line is the weighted sum, on which "
-        "training works, but with gdpo. 95 % intervals; those of the mean "
+        "Each row has the unweighted rewards of one function on the same completions. A weight w "
+        "multiplies C1, C2 and C3 by w^2 and does not change G*. The last row is the weighted "
+        "sum, which training uses (except gdpo). 95 % intervals; intervals of the mean reward: "
         f"{' or '.join(scopes)}."
     )
     columns = ["function", "weight", *COLUMNS.values()]
@@ -124,7 +125,7 @@ def function_tables(rows_by_study: Mapping[Study, list[RewardFunction]]) -> list
 
 
 def correlation_tables(rows_by_study: Mapping[Study, list[RewardCorrelation]]) -> list[Table]:
-    """Return a table with a row per pair of functions."""
+    """Return a table with a row per pair of reward functions."""
     cells = {
         study: [[row.first, row.second, interval_text(row.correlation)] for row in rows]
         for study, rows in rows_by_study.items()

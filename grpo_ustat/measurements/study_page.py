@@ -17,7 +17,7 @@ from grpo_ustat.runs.record import RunRecord
 
 
 def title(run: RunRecord) -> str:
-    """Return model, data set and seed."""
+    """Return a title with model, data set and seed."""
     names = (run.value(key) for key in ("model.name", "dataset.name", "seed"))
     return "Gradient MSE study of {} on {}, seed {}".format(*names)
 
@@ -30,20 +30,20 @@ def answer(run: RunRecord) -> str:
         scored = len({part.name.split("-")[0] for part in parts})
         questions = run.value("study.questions") or run.value("dataset.study_size")
         return (
-            f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
-            "is drawn."
+            f"Unfinished: completions of {scored} of {questions} questions are scored; no curve "
+            "has been drawn yet."
         )
     return study_answer(study, study.rollouts)
 
 
 def following(run: RunRecord) -> str:
-    """Return the command to type next; "" while the study is unfinished."""
+    """Return the next command; "" if the study is unfinished."""
     study = finished_study(run)
     return "" if study is None else next_step(study)
 
 
 def further_findings(study: Study) -> list[str]:
-    """Return further findings; none where all rewards of every question are equal."""
+    """Return sentences on further results; none if all rewards of each question are equal."""
     if not rewards_vary(study):
         return []
     return measured_sentences(
@@ -52,7 +52,7 @@ def further_findings(study: Study) -> list[str]:
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Return settings and cost."""
+    """Return the settings and costs of a study."""
     study, value = finished_study(run), run.value
     if study is None:
         return []
@@ -65,21 +65,21 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ),
         ("Mean length", f"{policy.mean_length:.1f} tokens"),
         ("Questions", result.questions),
-        ("Completions of each question", result.pool_completions),
-        ("Methods of measuring errors", ", ".join(map(str, value("study.methods") or ()))),
+        ("Completions per question", result.pool_completions),
+        ("Methods for the errors", ", ".join(map(str, value("study.methods") or ()))),
         *([("Parameters of the gradient", f"{metric.parameters}; {metric.norm}"),
            ("Inner products between questions", metric.between_questions)]
           if metric else []),
         ("Sampling", f"temperature {value('temperature')}, at most "
                      f"{value('max_completion_length')} tokens"),
-        ("Completions sampled in all", cost.rollouts),
+        ("Completions sampled in total", cost.rollouts),
         ("Tokens sampled", cost.tokens),
         ("Answers that could not be judged", cost.judge_timeouts + cost.judge_failures),
     ]  # fmt: skip
 
 
 def tables(run: RunRecord) -> list[Table]:
-    """Return tables of what was measured; none where all rewards are equal."""
+    """Return the tables of all measurements; none if all rewards are equal."""
     study = finished_study(run)
     if study is None or run.result is None or study.result.equal_rewards is not None:
         return []
@@ -87,7 +87,7 @@ def tables(run: RunRecord) -> list[Table]:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return findings beside the answer, each warning apart."""
+    """Return sentences shown beside the answer; each warning is a separate item."""
     study = finished_study(run)
     if study is None:
         return []
@@ -107,7 +107,10 @@ def notes(run: RunRecord) -> list[str]:
     return [
         *details,
         *warnings,
-        *(f"WARNING: {count} questions left out: {why}" for why, count in result.left_out.items()),
+        *(
+            f"WARNING: {count} questions were left out: {why}"
+            for why, count in result.left_out.items()
+        ),
     ]
 
 
@@ -116,7 +119,7 @@ COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of ro
 
 
 def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
-    """Return the figures of our measurements, those that lead or the others."""
+    """Return the figures of the built-in measurements whose `leads` has the given value."""
     figures = [
         measurement.figure
         for measurement in OURS

@@ -1,4 +1,4 @@
-"""The error saved by unequal group sizes at the same number of rollouts."""
+"""Error saved by unequal group sizes at the same number of rollouts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, percent
 
-# Share of the error; plans that save less do not help.
+# Share of the error. A plan that saves less does not help.
 HELPFUL_SAVING = 0.05
 NOTE = (
-    "Error at the same number of rollouts over that of equal groups, less 1: planned from one "
-    "half of the pool, judged on the other, both ways; at least 2 completions a prompt. In "
-    "brackets 95 % intervals for other prompts, of all plans of a column together. In sample "
-    "the plan follows the errors of its own estimates, so it saves less than that."
+    "Change of the error relative to equal groups with the same number of rollouts. Each plan is "
+    "made from one half of the pool and evaluated on the other, in both directions, with at least "
+    "2 completions per prompt. Brackets: 95 % intervals for new prompts, simultaneous over the "
+    "plans of a column. The in-sample row uses the same estimates for planning and evaluation, so "
+    "a real plan saves less."
 )
 
 
 def measure(study: PoolStudy) -> list[AllocationSaving] | None:
-    """Compute the change of the error by every plan, where published claims are judged."""
+    """Compute the change of the error for each plan, if the study tests published claims."""
     return allocation_savings(study.pool) if "verdicts" in study.asked else None
 
 
 def sentences(rows: list[AllocationSaving], study: Study) -> list[str]:
-    """Return a sentence on the best plan at a mean G of 8; none for too small a pool."""
+    """Return a sentence on the best plan at a mean G of 8; none if the pool is too small."""
     of_size = [row for row in rows if row.group_size == USUAL_SIZE and row.change.is_known]
     if not of_size:
         return []
@@ -38,7 +39,7 @@ def sentences(rows: list[AllocationSaving], study: Study) -> list[str]:
 
 
 def tables(rows_by_study: Mapping[Study, list[AllocationSaving]]) -> list[Table]:
-    """Return a table with a row per plan, and a column per mean G."""
+    """Return a table with a row per plan and a column per mean G."""
     sizes = sorted({row.group_size for rows in rows_by_study.values() for row in rows})
     columns = ["plan", *(f"mean G = {size}" for size in sizes)]
     cells = {study: _rows(rows, sizes) for study, rows in rows_by_study.items() if rows}
@@ -53,12 +54,12 @@ def _rows(rows: Sequence[AllocationSaving], sizes: Sequence[int]) -> list[list[s
     in_sample = {row.group_size: row.in_sample for row in rows if row.in_sample is not None}
     if in_sample:
         changes = [percent(in_sample[size]) if size in in_sample else "-" for size in sizes]
-        cells.append(["the best sizes, in sample", *changes])
+        cells.append(["best sizes, in sample", *changes])
     return cells
 
 
 def _change_text(row: AllocationSaving | None) -> str:
-    """Format a change in percent with its interval; `-` where it is not known."""
+    """Format a change in percent with its interval; `-` if it is not known."""
     if row is None or not row.change.is_known:
         return "-"
     change, low, high = map(percent, row.change)

@@ -1,9 +1,10 @@
-"""Published claims judged on one policy: each is a number and the bounds between which it holds.
+"""Tests of published claims on one policy.
 
-A verdict is given only if the number's interval lies entirely inside or entirely outside the
-bounds, at a level that is corrected for all claims of a study together (Holm 1979): at most 5 % of
-all studies give a wrong verdict. Claims of several studies are not corrected together. The bounds
-are ours, since claims are made in words: rollouts within `TOLERANCE` of each other count as equal.
+Each claim is represented by a number and by the bounds between which the claim holds. A verdict is
+given only if the interval of the number lies entirely inside or entirely outside the bounds. The
+level is corrected for all claims of a study (Holm 1979), so that at most 5 % of studies give a
+wrong verdict. There is no correction over several studies. The papers give no thresholds, so this
+project chose the bounds: numbers of rollouts within `TOLERANCE` of each other count as equal.
 """
 
 from __future__ import annotations
@@ -37,60 +38,62 @@ HOLDS, FAILS, UNDECIDED, UNMEASURED = WORDS = (
 )  # fmt: skip
 Word = Annotated[str, WORDS]
 LARGE_SIZE = 64
-# Share of rollouts, or of an error.
+# Tolerance, as a share of a number of rollouts or of an error.
 TOLERANCE = 0.1
-# Rollouts of a step, and its group sizes, of arXiv 2510.01135.
+# Rollouts per step and group sizes in arXiv 2510.01135.
 STEP, SPLITS = 8192, (16, 32, 64)
 # top-p of RAGEN-2.
 VARIANCE_SHARE = 0.9
-NO_DIRECTION = "its direction is not known from these questions"
+NO_DIRECTION = "these questions do not determine its direction"
 FILTERED = Loss("filtered", "leave_one_out", {}, "sum", 1,
                 rows=RowFilter(reward_variance_share=VARIANCE_SHARE))  # fmt: skip
 BY_MEAN = Loss("mean over each completion's tokens", "leave_one_out", {}, "grpo", 1)
-# Size from which on a bound is a whole number.
+# Bounds of at least this size are printed as whole numbers.
 ROUND = 100
-# Least p-value that is written out.
+# Smallest p-value that is printed as a number.
 MIN_P_VALUE = 1e-6
 NOTE = (
-    "95 % intervals for new questions, each by itself. A verdict is given if the number lies "
-    "entirely inside or outside the bounds; those of this study are corrected together (Holm, 5 % "
-    "of studies), several studies are not. Bounds are ours: claims are made in words, and rollouts "
-    "within 10 % of each other are taken to be alike."
+    "95 % intervals for new questions, not simultaneous. A verdict is given if the number lies "
+    "significantly inside or outside the bounds, with Holm's correction over the claims of this "
+    "study (at most 5 % of studies give a wrong verdict) but not over several studies. The papers "
+    "give no thresholds, so we chose the bounds: numbers of rollouts within 10 % of each other "
+    "count as equal."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimVerdict:
-    """A published claim judged on this policy."""
+    """Result of testing a published claim on this policy."""
 
-    # In words.
+    # The claim in words.
     claim: str
-    # The paper that makes the claim.
+    # Paper that makes the claim.
     source: str
-    # The number that represents the claim, in words.
+    # Description of the number that represents the claim.
     measured: str
-    # With its interval, for new questions.
+    # This number, with its interval for new questions.
     number: Sometimes[Interval] = None
-    # The number is between `least` and `most` if the claim holds; null: no bound.
+    # The claim holds if the number is between `least` and `most`; null means no bound.
     least: NumberOrNull
     most: NumberOrNull
-    # Of the hypothesis that it is on the other side, corrected for all rows.
+    # p-value of the hypothesis that the number is on the other side of the bounds, with Holm's
+    # correction over all rows.
     holm_p: Sometimes[float] = None
     verdict: Word
     # Further numbers, in a sentence.
     beside: Sometimes[str] = None
-    # Why nothing is measured.
+    # Reason why the number was not measured.
     reason: Sometimes[str] = None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim before the correction for all of them; the fields of `ClaimVerdict`."""
+    """A claim before the correction over all claims; for the fields see `ClaimVerdict`."""
 
     claim: str
     source: str
     measured: str
-    # The number's interval by level; None where it is not measured.
+    # Returns the interval of the number for a level; None if the number was not measured.
     interval_at: Callable[[float], Interval] | None = None
     least: float = -math.inf
     most: float = math.inf
@@ -99,12 +102,12 @@ class Judged:
 
 
 def measure(study: PoolStudy) -> list[ClaimVerdict] | None:
-    """Judge every claim by its number, for new questions, if a study is asked to."""
+    """Test each claim for new questions, if the study requests `verdicts`."""
     return claim_verdicts(study) if "verdicts" in study.asked else None
 
 
 def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
-    """Judge every claim; losses at the measured G next to 8 in ratio."""
+    """Test each claim; losses are compared at the measured G nearest to 8 on a log scale."""
     size = min(study.group_sizes, key=lambda group_size: abs(math.log(group_size / USUAL_SIZE)))
     judged = [
         *_of_prompts(study.population, size),
@@ -138,14 +141,14 @@ def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
 
 
 def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
-    """Measure the part of the noise that comes from the choice of prompts."""
+    """Measure the share of the noise that comes from the choice of prompts."""
     at = population.law.equal_noise_size()
-    beside = f"a half at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
+    beside = f"the share is 0.5 at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
     return [
         Judged(
             f"the noise is that of a prompt's completions, G = {group_size}",
             "Critical Batch Size, HiLD at ICML 2026",
-            f"share of the noise from which prompts are drawn, G = {group_size}",
+            f"share of the noise that comes from the choice of prompts, G = {group_size}",
             partial(population.law.prompt_share, group_size),
             most=0.5,
             beside=beside,
@@ -155,48 +158,50 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
 
 
 def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the bias of the advantages of hard prompts, which a claim calls too low."""
+    """Measure the bias of the advantages of hard prompts, which a paper claims are too low."""
     claim = Judged(
         "in mixed groups hard prompts get too low advantages",
         "arXiv 2601.08521",
-        f"mean of a mixed group of {size} less the prompt's chance, where another was all wrong",
+        f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts with "
+        "another group that is all wrong",
         least=0.0,
     )
     if not is_binary(pool.rewards_PN):
         return [replace(claim, reason="rewards are not 0 or 1")]
     if pool.rewards_PN.shape[1] // 2 <= size:
         needed = (
-            f"groups of {size} need budget.pool_completions={2 * size + 2}, or so many in a file"
+            f"groups of {size} need {2 * size + 2} completions per question: use "
+            f"budget.pool_completions={2 * size + 2}, or log as many"
         )
         return [replace(claim, reason=needed)]
     bins = mixed_groups_after(pool.rewards_PN, size)
     if "hard" not in bins:
-        few = "too few prompts have mixed groups beside one that is all wrong"
+        few = "too few prompts have both mixed groups and an all-wrong group"
         return [replace(claim, reason=few)]
     longer = "; ".join(f"{name} {_text(groups.longer())}" for name, groups in bins.items())
     beside = (
-        f"mixed groups have a longer gradient ({longer}) exactly as they are rarer, so an update "
-        "weighs every prompt alike"
+        f"mixed groups have longer gradients ({longer}) in proportion to their rarity, so an "
+        "update gives each prompt the same weight"
     )
     return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
 
 
 def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
-    """Measure the reward-variance filter, and the mean over each completion's tokens."""
+    """Measure the reward-variance filter and the mean over the tokens of each completion."""
     pool, rollouts = study.pool, study.rollouts
     where = f"n = {rollouts}, G = {size}"
     claims = {
         FILTERED: Judged(
             "a filter by reward variance raises signal over noise",
             "RAGEN-2, arXiv 2604.06268",
-            "relative efficiency of a sampled rollout, "
-            f"groups of {VARIANCE_SHARE} of the reward variance, {where}",
+            "relative efficiency of a sampled rollout if only the groups with "
+            f"{VARIANCE_SHARE} of the reward variance count, {where}",
             least=1.0,
         ),
         BY_MEAN: Judged(
             "the mean over a completion's tokens harms",
             "Dr. GRPO, arXiv 2503.20783",
-            f"relative efficiency of a rollout with the mean in place of the sum, {where}",
+            f"relative efficiency of a rollout with the mean instead of the sum, {where}",
             most=1 - TOLERANCE,
         ),
     }
@@ -214,7 +219,7 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
             continue
         unbiased = {size: errors[UNBIASED, size].error_D}
         efficiency = relative_efficiency(error, size, unbiased, pool.metrics)
-        beside = f"cos^2 of its direction {_text(efficiency.direction, 3)}"
+        beside = f"cos^2 with the gradient: {_text(efficiency.direction, 3)}"
         if loss is FILTERED:
             questions, completions = pool.rewards_PN.shape
             batches = drawn_batches(
@@ -222,7 +227,7 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
             )
             share = counted_share(pool, loss, list(batches))
             beside += (
-                f"; {share:.2f} of the rollouts count, so the efficiency of one of these is "
+                f"; {share:.2f} of the rollouts count, so the efficiency per counted rollout is "
                 f"{efficiency.efficiency_same_g.estimate / share:.2f}"
             )
         at = partial(relative, unbiased[size], error, pool.metrics)
@@ -231,7 +236,7 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
 
 
 def _of_the_step(population: ClosedForm) -> list[Judged]:
-    """Measure a step of 8192 rollouts, and its splits into groups."""
+    """Measure a step of 8192 rollouts and its splits into groups."""
     law, source = population.law, "arXiv 2510.01135"
     best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
     splits = ", ".join(
@@ -241,7 +246,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
         Judged(
             f"a step of {STEP} rollouts is about right",
             source,
-            f"rollouts at which half of a step is noise, n_c({SPLITS[0]})",
+            f"number of rollouts at which half of a step is noise, n_c at G = {SPLITS[0]}",
             lambda level: law.noise_scale(SPLITS[0], level=level),
             least=STEP / 2,
             most=2 * STEP,
@@ -252,18 +257,18 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
             f"extra error of {STEP // worst} x {worst} over {STEP // best} x {best}",
             lambda level: law.extra_error(worst, best, level),
             most=TOLERANCE,
-            beside=f"against the best of them {splits}",
+            beside=f"extra error over the best of them: {splits}",
         ),
     ]
 
 
 def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
-    """Measure rollouts of an earlier policy or another sampler, and the level of their ratios."""
+    """Measure rollouts of an earlier policy or another sampler, by the level of their ratios."""
     drift = rescored.drift
     shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
         drift.completions
     )
-    beside = f"{shares}; {drift.kl.estimate:.2g} nats a token apart"
+    beside = f"{shares}; KL divergence {drift.kl.estimate:.2g} nats per token"
     losses = rescored.judged
     if not losses:
         return []
@@ -277,7 +282,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         )
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
-        """Return the efficiency, by level, of the second loss against the first."""
+        """Return a function of the level: the efficiency of the second loss against the first."""
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
         if not both or not all(error.kappa_known for error in both):
             return None
@@ -301,29 +306,29 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         if efficiency_at is not None and drift.completions.low > 0:
             joined, reason = partial(_over, efficiency_at, drift.completions_at), None
         elif efficiency_at is not None:
-            reason = "a few completions decide the effective share"
+            reason = "the effective share depends on a few completions"
         rows.append(
             Judged(
                 "the effective sample size is their efficiency",
                 "VCPO, arXiv 2602.17616",
-                "relative efficiency of a stale rollout weighted by tokens' ratios over the "
+                "relative efficiency of a stale rollout weighted by token ratios, divided by the "
                 "effective share of completions",
                 joined, least=2 / 3, most=3 / 2, beside=shares, reason=reason,
             )
         )  # fmt: skip
     others = {
-        "sequence": ("geometric mean", "the geometric mean of a completion's ratios"),
-        "whole_sequence": ("product", "the product of a completion's ratios"),
+        "sequence": ("geometric mean", "the geometric mean of the token ratios"),
+        "whole_sequence": ("product", "the product of the token ratios"),
     }
     if rescored.question == "gap":
-        others = {"sequence": ("truncated", "the completion's truncated ratio")}
+        others = {"sequence": ("truncated", "the truncated ratio of the completion")}
         efficiency_at = against(losses["token"], losses["none"])
         rows.append(
             Judged(
                 "a sampler's gap has to be corrected",
                 "TRL's vllm_importance_sampling_correction",
-                f"relative efficiency of a rollout without ratios, in those weighted by tokens', "
-                f"G = {size}",
+                f"relative efficiency of rollouts without ratios against rollouts weighted by "
+                f"token ratios, G = {size}",
                 efficiency_at, most=1 - TOLERANCE, beside=beside,
                 reason=None if efficiency_at else absent,
             )
@@ -334,8 +339,8 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             Judged(
                 f"ratios of the sequence ({word}) beat those of tokens",
                 "trl#4493, NeMo-RL#2269",
-                f"relative efficiency of a rollout weighted by {name}, in those weighted by "
-                f"tokens', G = {size}",
+                f"relative efficiency of rollouts weighted by {name} against rollouts weighted by "
+                f"token ratios, G = {size}",
                 efficiency_at, least=1.0, beside=beside, reason=None if efficiency_at else absent,
             )
         )  # fmt: skip
@@ -345,27 +350,27 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
 def _over(
     efficiency_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
 ) -> Interval:
-    """Divide an efficiency by a share, the ends of their intervals joined."""
+    """Divide an efficiency by a share and combine the ends of both intervals."""
     value, low, high = efficiency_at(_of_two(level))
     share = share_at(_of_two(level))
     return Interval(value / share.estimate, low / share.high, high / share.low)
 
 
 def _of_two(level: float) -> float:
-    """Return the level of each of two intervals that hold together at a level (Bonferroni)."""
+    """Return the level of each of two intervals for a simultaneous level (Bonferroni)."""
     return (1 + level) / 2
 
 
 def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
-    """Measure the error saved by replacing groups of equal rewards."""
+    """Measure the error saved by replacing groups whose rewards are all equal."""
     claim = Judged(
         "replacing groups of equal rewards saves rollouts",
         "DAPO, arXiv 2503.14476",
-        f"share of the error saved at the same number generated, G = {size}",
+        f"share of the error saved at the same number of generated rollouts, G = {size}",
         least=TOLERANCE,
     )
     if size > pool.rewards_PN.shape[1]:
-        return replace(claim, reason=f"groups of {size} are too large")
+        return replace(claim, reason=f"groups of {size} are larger than the pool's")
     zero_variance_P = zero_variance_share(pool.rewards_PN, size)
     most = pool.rewards_PN.shape[1] // size
 
@@ -379,11 +384,11 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
 
 
 def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the correlations of p(1-p) and of length with the noise."""
+    """Measure the correlation of p(1-p), and of the length, with the noise."""
     count, completions = pool.rewards_PN.shape
     of_variance = Judged(
         "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
-        f"correlation of the reward's variance and the noise of a group of {size} over prompts",
+        f"correlation over prompts of the reward variance and the noise of a group of {size}",
         least=0.9,
     )  # fmt: skip
     of_length = Judged(
@@ -391,7 +396,7 @@ def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
         "rank correlation of length and squared score norm within a prompt", least=0.5,
     )  # fmt: skip
     if count < MIN_PROMPTS or completions < MIN_COMPLETIONS:
-        few = f"use {MIN_PROMPTS} questions or more with {MIN_COMPLETIONS} completions"
+        few = f"use at least {MIN_PROMPTS} questions with {MIN_COMPLETIONS} completions each"
         return [replace(claim, reason=few) for claim in (of_variance, of_length)]
     halves, _ = halves_of(pool)
     variance_2SP = halves["variance"]
@@ -432,12 +437,12 @@ def _percent(extra: Interval) -> str:
 
 
 def _hundredths(extra: Interval) -> list[float]:
-    """Round to whole percent, without a negative 0."""
+    """Round to whole percent, never to -0."""
     return [round(100 * x) + 0.0 if math.isfinite(x) else x for x in extra]
 
 
 def tables(rows_by_study: Mapping[Study, list[ClaimVerdict]]) -> list[Table]:
-    """Return a table of each study with a row per claim; on a terminal without its sentences."""
+    """Return a table per study with a row per claim; the terminal omits its long texts."""
     return [_table(rows) for rows in rows_by_study.values()]
 
 
@@ -455,8 +460,17 @@ def _table(rows: list[ClaimVerdict]) -> Table:
         ]
         for row in rows
     ]
-    columns = ["claim", "source", "measured", "number", "holds", "p (Holm)", "verdict", "beside it"]
-    sentences = ("source", "measured", "p (Holm)", "beside it")
+    columns = [
+        "claim",
+        "source",
+        "measured",
+        "number",
+        "holds if",
+        "p (Holm)",
+        "verdict",
+        "details",
+    ]
+    sentences = ("source", "measured", "p (Holm)", "details")
     return Table(
         "Published claims on this policy", columns, cells, [NOTE], headings=True,
         sentences=sentences,
@@ -464,7 +478,7 @@ def _table(rows: list[ClaimVerdict]) -> Table:
 
 
 def p_text(p_value: float | None) -> str:
-    """Format a p-value; `-` for a claim that is not measured.
+    """Format a p-value; `-` for a claim that was not measured.
 
     >>> p_text(0.0312), p_text(2e-9), p_text(None)
     ('0.031', 'below 1e-6', '-')
@@ -475,7 +489,7 @@ def p_text(p_value: float | None) -> str:
 
 
 def bounds_text(least: float | None, most: float | None) -> str:
-    """Format the bounds between which a claim holds; None and NaN are no bound.
+    """Format the bounds between which a claim holds; None and NaN mean no bound.
 
     >>> bounds_text(0.5, math.nan), bounds_text(None, 0.9), bounds_text(0.67, 1.5)
     ('above 0.5', 'below 0.9', '0.67 to 1.5')
@@ -495,7 +509,7 @@ VERDICTS = Measurement(
     measure,
     tables=tables,
     prints=True,
-    # Claims of several studies are not corrected together.
+    # Holm's correction applies within a study, so a report has no joint table.
     joint=Joint(),
     leads=True,
 )

@@ -1,1 +1,1 @@
-"""Room of `mse`: score pools, statistics from them, Monte Carlo, and the study that runs them."""
+"""The command `mse`: score pools, Monte Carlo, and the study that uses both."""

@@ -1,1 +1,1 @@
-"""The page of one run: its tables, figures and sentences."""
+"""Pages of runs and reports, with their tables, figures and sentences."""

@@ -1,4 +1,4 @@
-"""Caveats on a run's numbers, a sentence each, for its summary and for its terminal."""
+"""Caveats on the numbers of a run, one sentence each, for its summary and the terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from grpo_ustat.terminal.streams import percentage
 
 # The beginning of each warning within a summary.
 WARNING = " WARNING: "
-# Share of completions from which on a run says at once that they were cut.
+# A run reports at once that completions were cut if the share is at least this.
 OFTEN_CUT_SHARE = 0.1
 
 
 def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
-    """Split a run's summary into the text before its warnings, and each of these.
+    """Split the summary of a run into the text before its warnings and a list of the warnings.
 
     >>> summary_and_warnings("Best G is 8. WARNING: few questions. WARNING: heavy tails.")
     ('Best G is 8.', ['WARNING: few questions.', 'WARNING: heavy tails.'])
@@ -30,41 +30,44 @@ def is_warning(note: str) -> bool:
 
 
 def often_cut(clipped_ratio: float) -> bool:
-    """Return True if so many completions were cut that a run should say so at once."""
+    """Return True if enough completions were cut that the run should report it at once."""
     return clipped_ratio >= OFTEN_CUT_SHARE
 
 
 def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
-    """Return a sentence on a share of cut completions, with the setting that helps.
+    """Return a sentence on the share of cut completions and on the setting to change.
 
     >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
     '31 % of the first 256 completions were cut at max_completion_length=96'
     """
     return (
         f"{percentage(clipped_ratio)} of {of} completions were cut at max_completion_length="
-        f"{max_completion_length} and rarely hold an answer: try max_completion_length="
-        f"{2 * max_completion_length}, or set prompt.stop to what ends an answer"
+        f"{max_completion_length} and rarely contain an answer: try max_completion_length="
+        f"{2 * max_completion_length}, or set prompt.stop to the text that ends an answer"
     )
 
 
 def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | None) -> str:
-    """Return a warning if many completions `of` something were cut: they rarely hold an answer.
+    """Return a warning if many completions were cut, because they rarely contain an answer.
 
-    Without a length, they were cut elsewhere.
+    Args:
+        of: Words before "completions" that say which completions were counted.
+        max_completion_length: Number of tokens at which they were cut; None if another program
+            cut them.
     """
     if clipped_ratio <= 0.05:
         return ""
-    where = f" at max_completion_length={max_completion_length}: raise it"
+    where = f" at max_completion_length={max_completion_length}: raise this limit"
     if max_completion_length is None:
-        where = " where they were made: let them be longer there"
+        where = " by the program that generated them: raise its length limit"
     return (
         f" WARNING: {percentage(clipped_ratio)} of the {of} completions were cut{where}, unless "
-        "that is the point."
+        "this is intended."
     )
 
 
 def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
-    """Return a warning if answers could not be judged: they earned nothing, right or wrong."""
+    """Return a warning if answers could not be judged; such answers have reward 0."""
     if not timeouts + failures:
         return ""
     return (
@@ -74,13 +77,13 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
 
 
 def heavy_warning(completions: Tails, questions: Tails) -> str:
-    """Return a warning if intervals are likely to cover less than 90 %, see `Tails.heavy`.
+    """Return a warning if intervals are likely to cover less than 90 %; see `Tails.heavy`.
 
-    Intervals for new questions come first. There is none where no value carries a variance, as
-    where all rewards are equal.
+    Intervals for new questions are checked first. There is no warning if no value contributes to
+    the variance, for example if all rewards are equal.
 
     Args:
-        completions, questions: the tails over which intervals are, of each kind.
+        completions, questions: Tails of the values over completions and over questions.
     """
     for tails, units, more in (
         (questions, "questions", "study.questions"),
@@ -92,32 +95,32 @@ def heavy_warning(completions: Tails, questions: Tails) -> str:
 
 
 def zero_scores_sentence(pool: ScorePool) -> str:
-    """Return a sentence on the number of scores that are exactly 0, with a leading space, or ""."""
+    """Return a sentence, after a space, on the number of scores that are exactly 0; "" if none."""
     zero, count = int((pool.sq_norm_PN == 0).sum()), pool.sq_norm_PN.size
     if not zero:
         return ""
     return (
-        f" {zero} of {count} scores are exactly 0: there the model is so certain of every token "
-        "that the others' probabilities are lost in rounding; such completions move no weight."
+        f" {zero} of {count} scores are exactly 0: for these completions the probability of every "
+        "token rounds to 1, so they do not change the weights."
     )
 
 
 def packages_sentence(packages: dict[str, int], installed: str) -> str:
-    """Return a sentence on completions that other versions of the packages scored, or "".
+    """Return a sentence on completions scored with other package versions; "" if there are none.
 
-    It says how to have only one version.
+    The sentence also says how to obtain a pool with a single version.
 
     >>> packages_sentence({"torch 2.13.0": 32}, "torch 2.13.0")
     ''
 
     Args:
-        packages: numbers of completions by the versions that scored them.
+        packages: Numbers of completions by the package versions that scored them.
     """
     other = {name: count for name, count in packages.items() if name != installed}
     if not other:
         return ""
-    counts = " and ".join(f"{count} of them with {name}" for name, count in sorted(other.items()))
+    counts = " and ".join(f"{count} with {name}" for name, count in sorted(other.items()))
     return (
-        f" The pool's {sum(packages.values())} completions were not all scored with {installed}, "
-        f"which is installed, but {counts}: another pool=DIR has one version alone."
+        f" The pool's {sum(packages.values())} completions were not all scored with the installed "
+        f"{installed}, but {counts}: use a new pool=DIR for a single version."
     )

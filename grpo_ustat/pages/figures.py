@@ -1,4 +1,4 @@
-"""Common parts of all figures: fonts, colours, markers, lines below, and files (PDF, SVG, PNG)."""
+"""Common parts of figures: fonts, colours, markers, notes, and files (PDF, SVG, PNG)."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
 matplotlib.use("Agg")
-# fontTools reports every glyph table.
+# fontTools logs every glyph table.
 logging.getLogger("fontTools").setLevel(logging.WARNING)
 
-# Okabe-Ito colours, and markers that differ in grey too.
+# Okabe-Ito colours; the markers also differ, for prints in grey.
 STYLE = {
     "none": ("#D55E00", "s", "vanilla (no baseline)"),
     "leave_one_out": ("#0072B2", "o", "GRPO (leave_one_out)"),
     "group_mean": ("#56B4E9", "v", "group mean (biased)"),
     "oracle": ("#009E73", "D", "oracle"),
 }
-# Tol's muted scheme.
+# Tol's muted colour scheme.
 OTHER_COLOURS = (
     "#CC6677", "#332288", "#DDCC77", "#117733", "#882255", "#44AA99", "#999933", "#AA4499",
     "#88CCEE",
 )  # fmt: skip
 OTHER_MARKERS = "^PX<>*pdh"
-# Inches that a page has for a figure: all are drawn at the size at which they are printed.
+# Width of all figures in inches, which is also their printed width.
 WIDTH = 6.4
-# Points of letters, none of them smaller.
+# Font sizes in points; no text is smaller.
 SMALL, LARGE = 8, 9
-# The salt makes files of the same numbers equal.
+# The fixed salt makes files with the same numbers identical.
 FONTS: dict[Any, Any] = {
     "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "grpo_ustat",
     "font.size": LARGE, "axes.titlesize": SMALL, "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "figure.titlesize": SMALL,
 }  # fmt: skip
-# Characters of small letters that fill the width of a figure.
+# Number of characters in the small font that fill the width of a figure.
 LINE_CHARACTERS = 92
 MAX_PANELS_WIDE = 3
-# Inches of a line of panels.
+# Height of a row of panels in inches.
 PANEL_HEIGHT, SINGLE_PANEL_HEIGHT = 2.7, 3.8
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
-# Characters of a line, and lines of a text.
+# Maximum number of characters per line and of lines per text.
 MAX_CHARACTERS, MAX_LINES = 200, 40
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
-    """Return colour, marker and label of a baseline, the same in every figure.
+    """Return the colour, marker and label of a baseline, which are the same in all figures.
 
-    Our baselines have a pair of colour and marker each. A user's baseline, which need not be
-    installed where it is drawn, has a pair that its name selects and that none of ours has.
+    Each built-in baseline has a fixed pair of colour and marker. A user's baseline may be missing
+    from the machine that draws it, so a hash of its name selects the pair, from pairs that no
+    built-in baseline uses.
     """
     if name in STYLE:
         return STYLE[name]
     others = [other for other in BASELINES if other not in STYLE]
     count = len(OTHER_COLOURS)
-    # Markers are shifted against the colours each time that the colours begin again.
+    # Each time the colours start again, the markers are shifted against the colours.
     shifts = -(-len(others) // count)
     if name in others:
         shift, place = divmod(others.index(name), count)
@@ -83,12 +84,12 @@ def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
 
 
 def legend_label(name: str) -> str:
-    """Return a name as a legend shows it: matplotlib leaves out names that begin with `_`."""
+    """Return a label for a legend; matplotlib would drop labels that begin with `_`."""
     return f" {name}" if name.startswith("_") else name
 
 
 def series_style(name: str, place: int) -> tuple[str, str]:
-    """Return colour and marker of a series: of a baseline by its name, else by its place."""
+    """Return the colour and marker of a series: by name for a baseline, otherwise by index."""
     baseline = name.split("baseline=")[-1]
     if name.startswith("baseline=") and baseline in BASELINES:
         return baseline_style(baseline, unbiased=True)[:2]
@@ -96,14 +97,14 @@ def series_style(name: str, place: int) -> tuple[str, str]:
 
 
 def line_style(place: int) -> tuple[str, str]:
-    """Return colour and marker of the i-th of lines that have no names of their own."""
+    """Return the colour and marker of the i-th line, for lines that are not baselines."""
     styles = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
     styles += zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)
     return styles[place % len(styles)]
 
 
 def panel_rows(count: int) -> list[int]:
-    """Return the number of panels in each line of a figure: three at most, none of them empty.
+    """Return the number of panels in each row of a figure: at most three, without empty places.
 
     >>> [panel_rows(count) for count in range(1, 8)]
     [[1], [2], [3], [2, 2], [3, 2], [3, 3], [3, 2, 2]]
@@ -116,17 +117,17 @@ def panel_rows(count: int) -> list[int]:
 def panel_figure(
     rows: Sequence[int], heights: Sequence[float] = (1.0,)
 ) -> tuple[Figure, list[list[list[Axes]]]]:
-    """Return a figure and its panels by line; each line fills the width.
+    """Return a figure and its panels by row; each row fills the width.
 
     Args:
-        rows: number of panels in each line.
-        heights: of the axes of a panel from above, in heights of a line of panels.
+        rows: Number of panels in each row.
+        heights: Heights of the axes of a panel from top to bottom, relative to the row height.
 
     Returns:
-        The figure, and the axes of each panel from above.
+        The figure, and for each row and panel the axes from top to bottom.
     """
     inches = SINGLE_PANEL_HEIGHT if max(rows) == 1 else PANEL_HEIGHT
-    # A title above the panels, and lines below them.
+    # The extra 0.6 inches are for a title above the panels and notes below them.
     size = (WIDTH, 0.6 + inches * sum(heights) * len(rows))
     figure = plt.figure(figsize=size, layout="constrained")
     columns = math.lcm(*rows)
@@ -147,20 +148,20 @@ def fitted(text: str, count: int) -> str:
     """Break lines of a text that are wider than a panel.
 
     Args:
-        count: panels in a line of the figure.
+        count: Number of panels in a row of the figure.
     """
     return broken(text, LINE_CHARACTERS // count - 2)
 
 
 def legend_above(figure: Figure) -> None:
-    """Add a legend of all panels above them, each label once; none where there is no line."""
+    """Add a legend above the panels, with each label once; no legend if there are no labels."""
     labels: dict[str, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
         labels |= dict(zip(names, handles, strict=True))
     if not labels:
         return
-    # A line and the space between two labels take the width of some letters.
+    # The legend's line and the gap between labels are about as wide as 8 characters.
     longest = max(map(len, labels)) + 8
     figure.legend(
         list(labels.values()), list(labels), loc="outside upper left", frameon=False,
@@ -171,12 +172,12 @@ def legend_above(figure: Figure) -> None:
 def spaced_ticks(
     candidates: Sequence[float], least: float, most: float, share: float
 ) -> list[float]:
-    """Return 1 and those candidates along a logarithmic axis whose numbers do not overlap.
+    """Return ticks for a logarithmic axis whose labels do not overlap: 1 and some candidates.
 
     Args:
-        candidates: numbers to choose from, the first ones first.
-        least, most: ends of the axis.
-        share: of the axis that lies between two numbers at least.
+        candidates: Numbers to choose from; earlier numbers have priority.
+        least, most: Ends of the axis.
+        share: Minimum distance between two ticks, as a share of the axis.
     """
     gap, ticks = (most / least) ** share, [1.0]
     for x in candidates:
@@ -186,14 +187,18 @@ def spaced_ticks(
 
 
 def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Set group sizes along a logarithmic axis, each named."""
+    """Set a logarithmic axis of group sizes with a labelled tick at each size."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
 
 
 def note(figure: Figure, lines: Sequence[str], width: float = WIDTH) -> None:
-    """Add small lines below a figure of so many inches."""
+    """Add lines of small text below a figure.
+
+    Args:
+        width: Width of the figure in inches.
+    """
     words = "\n".join(textwrap.fill(visible(line), LINE_CHARACTERS) for line in lines)
     figure.supxlabel(words, fontsize=SMALL * width / WIDTH, x=0.02, ha="left")
 
@@ -201,12 +206,12 @@ def note(figure: Figure, lines: Sequence[str], width: float = WIDTH) -> None:
 def show_names_as_texts(figure: Figure) -> None:
     """Make all texts of a figure plain.
 
-    Formulas are read only in numbers along its axes, long lines are cut, and invisible characters
+    Only numeric tick labels are parsed as formulas. Long lines are cut, and invisible characters
     are spelt out.
     """
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
-            # That of Axes.set_xticks with names.
+            # Axes.set_xticks with labels installs this formatter.
             named = isinstance(axis.get_major_formatter(), FuncFormatter)
             for tick in axis.get_major_ticks() if named else ():
                 tick.label1.set_parse_math(False)
@@ -223,7 +228,7 @@ def show_names_as_texts(figure: Figure) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure as PDF, SVG and PNG, laid out once for all three, and close it."""
+    """Write a figure as PDF, SVG and PNG with the same layout, and close it."""
     show_names_as_texts(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine(None)

@@ -1,4 +1,4 @@
-"""Learning curves: reward, held-out accuracy or mean reward, zero-variance groups and lengths."""
+"""Learning curves of reward, held-out accuracy or mean reward, zero-variance groups and lengths."""
 
 from __future__ import annotations
 
@@ -31,69 +31,69 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
 
-# Columns of metrics.jsonl, under TRL's names.
+# Columns of metrics.jsonl under TRL's names, with their axis labels.
 CURVES = {
     "reward": "reward",
-    "frac_reward_zero_std": "zero-variance groups, share",
-    "completions/mean_length": "length, tokens",
-    "completions/clipped_ratio": "completions cut, share",
+    "frac_reward_zero_std": "share of zero-variance groups",
+    "completions/mean_length": "mean length (tokens)",
+    "completions/clipped_ratio": "share of cut completions",
 }
 GSTAR, ERROR = "monitor/gstar", "monitor/mse"
-# Columns where `monitor.gradient_mse_every` is set.
+# Columns that exist if `monitor.gradient_mse_every` is set.
 MONITORED = {
     GSTAR: "best group size G* of the gradient",
-    ERROR: "MSE of leave_one_out's gradient",
+    ERROR: "MSE of the leave_one_out gradient",
 }
 LABELS = CURVES | MONITORED
 EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
-# Points of a line, except of evaluations.
+# Maximum number of points per line, except for evaluations.
 MAX_POINTS = 40
-# Quantities in [0, 1].
+# Quantities between 0 and 1.
 SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")
 UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
-    " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
-    "have no upper end, or a far one."
+    " G*: 95 % bars over seeds; with one seed, over the prompts of the step. A bar that extends "
+    "beyond the axis has a distant upper end or none."
 )
-# The end to which an interval without an upper end is drawn.
+# An interval without an upper end is drawn up to this value.
 NO_UPPER_END = 1e9
-# The seeds of more lines would hide the lines.
+# With more lines, the lines of single seeds would hide the means.
 MAX_LINES_WITH_SEEDS = 6
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The steps of one run."""
+    """Metrics and evaluations of one run."""
 
-    # Runs of one series differ only in their seed and are averaged.
+    # Runs of a series differ only in their seeds and are averaged.
     series: str
     # Rows of metrics.jsonl.
     metrics: Sequence[dict[str, Any]]
-    # Rows of eval.csv of one decoding.
+    # Rows of eval.csv for one decoding.
     evals: Sequence[dict[str, Any]]
 
 
 def draw_learning(folder: Path) -> None:
-    """Draw `learning.{pdf,svg,png}` of a run folder; a failure is a warning, and never more."""
+    """Draw `learning.{pdf,svg,png}` of a run folder; a failure only causes a warning."""
     try:
         run = RunRecord(folder)
         learning_figure(folder, "learning", [Learning("", run.metrics, run.evals)])
     except Exception as error:
-        # The picture is a view of the run's files: no failure of it may end the run.
+        # The figure only shows files of the run, so its failure must not end the run.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        warn(f"{folder}/learning.* could not be drawn, the run goes on without it: {reason}")
+        warn(f"{folder}/learning.* could not be drawn; the run continues without it: {reason}")
 
 
 def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Draw a panel per quantity, `<name>.{pdf,svg,png}`.
+    """Draw a panel per quantity, to `<name>.{pdf,svg,png}`.
 
-    Each series has a bold line, and thin ones for its seeds.
+    Each series has a bold line for its mean and thin lines for its seeds.
 
     Args:
-        runs: one, or several, of one or several series.
+        runs: Runs of one or several series.
 
     Returns:
-        The numbers drawn, see `learning_rows`.
+        Numbers drawn; see `learning_rows`.
     """
     rows = learning_rows(runs)
     quantities = [evaluation_name(runs), *CURVES]
@@ -118,45 +118,47 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return lines for below the figure that explain lines and bands.
+    """Return notes for a figure that explain its lines and bands.
 
     Args:
-        rows: see `learning_rows`.
+        rows: See `learning_rows`.
     """
     steps = max((row["steps"] for row in rows), default=1)
-    points = f" Points are means of {steps} steps, but for evaluations." if steps > 1 else ""
+    points = f" Points are means over {steps} steps, except evaluations." if steps > 1 else ""
     monitored = any(row["quantity"] == GSTAR for row in rows)
     gstar = GSTAR_NOTE * monitored
     missing = Counter(row["quantity"] for row in rows if row["mean"] is None)
     for quantity, count in missing.items():
         why = "it is not decided" if quantity == GSTAR else "metrics.jsonl has no number"
         points += (
-            f" Gaps of {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
+            f" Gaps in {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
         )
     if any(row["seeds"] > 1 for row in rows):
-        thin = ", thin lines single seeds"
+        thin = " Thin lines: single seeds."
         if len({row["series"] for row in rows}) > MAX_LINES_WITH_SEEDS:
-            thin = ", bands 95 % intervals over seeds, conditional on these questions (t)"
+            thin = " Bands: 95 % t intervals over seeds, conditional on these questions."
         return [
-            f"Bold lines: means over seeds, at the steps that all runs of a series have{thin}."
+            f"Bold lines: means over seeds, at the steps that all runs of a series share.{thin}"
             f"{gstar}{points}"
         ]
     name = next((row["quantity"] for row in rows if row["quantity"] in EVALUATIONS.values()), "")
-    band = f"; band: 95 % interval of {name}, generalising to new questions" * bool(name)
+    band = f"; band: 95 % interval of {name} for new questions" * bool(name)
     return [f"One seed{band}.{gstar}{points}"]
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Average every quantity of a series at each step over seeds, with an interval.
+    """Average each quantity of a series over seeds at each step, with an interval.
 
-    Steps are those that every run of the series has: a mean over other seeds at every step would
-    show the seeds, not the steps. A run without any row of a quantity is left out of it. Of long
-    runs each point is the mean of several steps, taken in each run first.
+    Only steps that every run of the series has are used, because means over different seeds at
+    different steps would show differences between seeds. A run without any row of a quantity is
+    excluded from its mean. In long runs each point is a mean over several steps, taken within each
+    run first.
 
     Returns:
-        Rows of `series`, `quantity`, `step` (the last averaged), `steps` (how many), `mean`,
-        `low`, `high` (None with one seed, but for evaluations and for G* of one step) and `seeds`.
-        A `mean` of None is a gap: the runs have no number there, or their G* is not decided.
+        Rows of `series`, `quantity`, `step` (last step averaged), `steps` (number of steps),
+        `mean`, `low`, `high` and `seeds`. With one seed, `low` and `high` are None except for
+        evaluations and for G* of a single step. A `mean` of None is a gap: the runs have no number
+        at this step, or their G* is not decided.
     """
     block, evaluation = _block(runs), evaluation_name(runs)
     rows = []
@@ -185,14 +187,15 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def evaluation_name(runs: Sequence[Learning]) -> str:
-    """Return the name of the runs' evaluations, held-out accuracies or mean rewards."""
+    """Return the name of the evaluated quantity: held-out accuracy or held-out mean reward."""
     return EVALUATIONS[joint_quantity(row["quantity"] for run in runs for row in run.evals)]
 
 
 def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Return the curve of every run of a series of several runs.
+    """Return the curves of single runs, for series with several runs.
 
-    Rows have `series`, `quantity`, `steps` and `values`, the last two lists over the run's points.
+    Rows have `series`, `quantity`, `steps` and `values`; the last two are lists over the points of
+    the run.
     """
     block = _block(runs)
     counts = Counter(run.series for run in runs)
@@ -207,18 +210,18 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def _block(runs: Sequence[Learning]) -> int:
-    """Return the number of steps that one point averages over."""
+    """Return the number of steps averaged in each point."""
     longest = max((row["step"] for run in runs for row in run.metrics), default=0)
     return max(1, -(-longest // MAX_POINTS))
 
 
-# Value and its interval, None where unknown.
+# Estimate and the ends of its interval; an unknown end is None.
 Estimate = tuple[float, float | None, float | None]
 UNKNOWN: Estimate = (math.nan, None, None)
 
 
 def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
-    """Return a run's quantity at each evaluation, or its mean at the last step of each block."""
+    """Return a run's quantity by step: at each evaluation, or averaged over each block of steps."""
     if quantity in EVALUATIONS.values():
         return {row["step"]: (row["mean_reward"], row["low"], row["high"]) for row in run.evals}
     if quantity == GSTAR:
@@ -227,7 +230,7 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
             if len(rows) > 1:
                 curve[step] = _joint_gstar([[row] for row in rows])
             else:
-                # A single step has an interval of its own.
+                # metrics.jsonl has an interval for each single step.
                 best, low, high = (rows[0].get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
                 curve[step] = math.nan if best is None else best, low, high
         blocks_known = {(step - 1) // block for step in curve}
@@ -249,7 +252,7 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
 
 
 def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
-    """Return the rows of each block of steps that have C1, C2 and C3, by the block's last step."""
+    """Return the rows with C1, C2 and C3 of each block of steps, by the last such step."""
     blocks: dict[int, list[dict[str, Any]]] = {}
     for row in run.metrics:
         if all(row.get(f"monitor/{name}") is not None for name in CONSTANTS):
@@ -258,10 +261,10 @@ def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
 
 
 def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
-    """Compute G* from the mean constants of several parts, seeds or steps, with its interval.
+    """Compute G* from mean constants over several parts (seeds or steps), with an interval.
 
-    The interval is over the parts. A mean of their G* would be biased, for `1 + sqrt(C3/C1)` is no
-    linear function.
+    The interval is over the parts. A mean of the parts' G* would be biased, because
+    `1 + sqrt(C3/C1)` is not linear.
     """
     means_4N = np.stack([monitored_constants(rows).mean(axis=1) for rows in parts], axis=1)
     ratio = ScalingLaw.of_steps(means_4N).constants_ratio()
@@ -275,15 +278,15 @@ def _panel(
     seeds: Sequence[dict[str, Any]],
     names: Sequence[str],
 ) -> None:
-    """Draw one quantity: a line for every series with thin lines for its seeds, or else its band.
+    """Draw one quantity: a line per series, with thin lines for its seeds or with a band.
 
-    The axis is limited to possible values: a share lies in [0, 1], a length above 0, a reward
-    anywhere.
+    Bands are clipped to possible values: shares lie in [0, 1], lengths are not negative, rewards
+    have no limits.
 
     Args:
-        rows: see `learning_rows`.
-        seeds: see `seed_rows`; empty: bands.
-        names: of the series.
+        rows: See `learning_rows`.
+        seeds: See `seed_rows`; if empty, bands are drawn.
+        names: Names of the series.
     """
     quantity = rows[0]["quantity"] if rows else ""
     least, most = (-math.inf if quantity in UNBOUNDED else 0), (1 if quantity in SHARES else None)
@@ -293,7 +296,7 @@ def _panel(
         of_series = [row for row in seeds if row["series"] == name]
         for row in of_series:
             axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
-        # A missing mean is a gap of the line.
+        # A missing mean leaves a gap in the line.
         means = [math.nan if row["mean"] is None else row["mean"] for row in line]
         axes.plot(
             [row["step"] for row in line], means, color=colour,
@@ -311,7 +314,7 @@ def _panel(
             axes.fill_between(
                 [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
             )
-    # The axis has powers of two, from below the intervals to well above most estimates.
+    # Ticks are powers of two, from below the intervals to well above most estimates.
     if quantity == GSTAR:
         lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
         means = [row["mean"] for row in rows if row["mean"] is not None]
@@ -330,9 +333,9 @@ def _panel(
 
 
 def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: float) -> None:
-    """Draw the interval of G* at every step, a little to the right of it.
+    """Draw the interval of G* at each step, shifted to the right.
 
-    An interval without an upper end leaves the picture.
+    An interval without an upper end extends beyond the axis.
     """
     for row in line:
         if row["low"] is not None:
@@ -344,7 +347,7 @@ def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: 
 
 
 def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
-    """Return C1, C2, C3 and ||grad J||^2 of monitored steps, rows of `metrics.jsonl`, [4, S]."""
+    """Return C1, C2, C3 and ||grad J||^2 of S monitored steps (rows of metrics.jsonl), [4, S]."""
     values_4S = [[row.get(f"monitor/{name}") for row in rows] for name in CONSTANTS_AND_GRADIENT]
     return np.array(values_4S, float)
 
@@ -352,13 +355,13 @@ def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:
-    """Return `noise_text` of a training run, averaged over the last half of its monitored steps.
+    """Return `noise_text` for the monitored steps in the second half of a training run.
 
-    It is "" if that half has fewer than 4 steps.
+    The result is "" if there are fewer than 4 such steps.
 
     Args:
-        metrics: rows of `metrics.jsonl`.
-        rollouts: n of the run's steps.
+        metrics: Rows of `metrics.jsonl`.
+        rollouts: Number of rollouts per step of the run, n.
     """
     keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
     rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]
@@ -367,4 +370,4 @@ def training_noise_sentence(
         return ""
     law = ScalingLaw.of_steps(monitored_constants(recent))
     text = noise_text(law.noise_scale(group_size), rollouts)
-    return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
+    return text and f"{text} (Mean over steps {recent[0]['step']} to {recent[-1]['step']}.)"

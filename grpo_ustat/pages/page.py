@@ -1,9 +1,9 @@
-"""One self-contained HTML page: the answer, figures, tables and completions; no network.
+"""Self-contained HTML page with the answer, figures, tables and completions; it needs no network.
 
-What models wrote is hostile. Every text goes through jinja2's autoescape, or into a block of JSON
-that no parser leaves, and from there into the page only as text. The page's own style and script
-are the only ones that its Content-Security-Policy lets run. A figure is an image of the page: in an
-image no script runs and nothing is loaded, whatever the SVG holds.
+Model output is treated as hostile. Every text passes through jinja2's autoescape, or through a JSON
+block that it cannot close; the script inserts text from this block only as text. The
+Content-Security-Policy allows only the page's own style and script. A figure is embedded as an
+image, in which browsers run no script and load nothing, whatever the SVG contains.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from grpo_ustat.terminal.streams import single_line, visible
 
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
-# Pixels of a picture that leaves room for another beside it.
+# Maximum width in pixels of a figure that leaves room for another beside it.
 WIDEST_HALF = 800
-# Points.
+# Maximum width of a figure in points.
 WIDEST_PICTURE = 100_000
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture."""
+    """A figure."""
 
-    # Above it, and its name for those who do not see it.
+    # Title above the figure, also its alternative text.
     title: str
     # Text of an SVG with a viewBox in points, as matplotlib writes it.
     svg: str
-    # Below it.
+    # Text below the figure.
     caption: str = ""
-    # Path, relative to the page, of the CSV that it shows; None: it shows none.
+    # Path of the CSV file with the figure's numbers, relative to the page; None if there is none.
     data: str | None = None
 
     @cached_property
     def width(self) -> int:
-        """Width in pixels at the size that it was drawn for.
+        """Width in pixels at the intended size.
 
         Raises:
-            ValueError: it is no picture.
+            ValueError: If the text is not an SVG with a viewBox.
         """
         try:
             root = ElementTree.fromstring(self.svg)
@@ -71,12 +71,12 @@ class Figure:
 
     @property
     def is_wide(self) -> bool:
-        """True if it is wider than a phone can show by shrinking it."""
+        """True if the figure is too wide for another beside it."""
         return self.width > WIDEST_HALF
 
     @property
     def address(self) -> str:
-        """Picture itself as a `data:` address."""
+        """The figure as a `data:` URL."""
         encoded = base64.b64encode(self.svg.encode(errors="replace")).decode()
         return f"data:image/svg+xml;base64,{encoded}"
 
@@ -84,9 +84,12 @@ class Figure:
 def read_figure(
     file: Path, title: str, caption: str = "", data: str | None = None
 ) -> tuple[Figure | None, str]:
-    """Read the picture of a run, an SVG: it and an empty text, or None and why it is not shown.
+    """Read an SVG figure of a run.
 
     For `title`, `caption` and `data` see `Figure`.
+
+    Returns:
+        The figure and "", or None and the reason why it cannot be shown.
     """
     try:
         figure = Figure(title, file.read_text(), caption, data)
@@ -98,43 +101,43 @@ def read_figure(
 
 @dataclass(frozen=True)
 class Completions:
-    """Texts that models wrote, to be searched and filtered by reward."""
+    """Completions that a page lets users search and filter by reward."""
 
-    # With the keys `prompt`, `completion` and `reward`; others, such as `run`, `step`, `advantage`,
-    # `length`, `ended`, `prompt_id`, `answer` or `extracted`, are shown too. All rows have the same
-    # keys.
+    # Rows with the keys `prompt`, `completion` and `reward`. Further keys, such as `run`, `step`,
+    # `advantage`, `length`, `ended`, `prompt_id`, `answer` or `extracted`, are also shown. All rows
+    # have the same keys.
     rows: Sequence[Mapping[str, Any]]
-    # A sentence on which completions these are, of how many.
+    # Sentence on the selection of these completions.
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page; the provenance follows the notes."""
+    """Content of a page."""
 
-    # Of the run or the report.
+    # Title of the run or report.
     title: str
-    # To the question asked of the runs, a line for each kind of runs.
+    # Main result, with a line for each kind of run.
     answer: str
-    # Mostly a command to copy into a shell; "" shows none.
+    # Next step, usually a shell command; "" if there is none.
     next_step: str = ""
-    # Warnings, and lines on what is missing.
+    # Warnings, and lines on missing parts.
     notes: Sequence[str] = ()
-    # Names and values of what was run.
+    # Names and values that describe the run.
     facts: Sequence[tuple[str, Cell]] = ()
-    # The picture and the table of the main result, side by side below the answer and before the
-    # next step; None where there are none.
+    # Figure and table of the main result, side by side between the answer and the next step; None
+    # if missing.
     lead: Figure | None = None
     overview: Table | None = None
-    # Further ones, below.
+    # Further figures and tables, shown below.
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
-    # None where there are none.
+    # None if there are no completions.
     completions: Completions | None = None
-    # Nested ones, by the run's name: one is shown whole; of several, the differing keys and the
-    # shared ones are shown.
+    # Nested configurations by run name. A single configuration is shown completely; for several,
+    # the page shows the keys that differ and the keys that they share.
     configurations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Time, machine and command; "" where they are not known.
+    # Time, machine and command, shown after the notes; "" if unknown.
     provenance: str = ""
 
 
@@ -142,7 +145,7 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
     """Return the keys whose values differ between runs, `key -> run -> value`.
 
     Args:
-        configurations: nested ones, by the run's name.
+        configurations: Nested configurations by run name.
 
     >>> differences({"a": {"seed": 0, "model": {"name": "x"}}, "b": {"seed": 1, "model": {}}})
     {'seed': {'a': 0, 'b': 1}, 'model.name': {'a': 'x', 'b': None}}
@@ -160,9 +163,7 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
 
 
 def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the configuration of a single run, or the keys on which several runs agree.
-
-    The former is as it is, the latter are dotted.
+    """Return the nested configuration of a single run, or the dotted keys that several runs share.
 
     >>> shared_configuration({"a": {"seed": 0, "x": {"y": 1}}, "b": {"seed": 1, "x": {"y": 1}}})
     {'x.y': 1}
@@ -174,10 +175,10 @@ def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dic
 
 
 def render(page: Page) -> str:
-    """Return the page's HTML; equal pages give equal text.
+    """Return the HTML of a page; equal pages give equal text.
 
     Raises:
-        ValueError: completions have not the same keys, or a figure is no SVG.
+        ValueError: If completions have different keys, or a figure is not an SVG.
     """
     style, script = _asset("page.css"), _asset("page.js")
     difference = differences(page.configurations)
@@ -193,17 +194,17 @@ def render(page: Page) -> str:
         completions=Markup(completions_json(page.completions)) if page.completions else None,
         configuration=visible(configuration),
     )
-    # The text is the same in every encoding.
+    # ASCII text is the same in all common encodings.
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:
-    """Return a line on the time, machine and command by which a run or a page was made.
+    """Return a line with the time, machine and command that produced a run or a page.
 
     Args:
-        what: the participle that begins it.
-        time: in ISO format, UTC.
-        host, command: None where not known.
+        what: First word of the line, a participle such as "made".
+        time: Time in ISO format, UTC.
+        host, command: Machine and command; None if unknown.
 
     >>> provenance_line("made", "2026-03-01T04:20:59+00:00", "node7", "grpo-ustat mse")
     'made 2026-03-01 04:20 UTC on node7 by `grpo-ustat mse`'
@@ -214,7 +215,7 @@ def provenance_line(what: str, time: str, host: str | None, command: str | None)
 
 
 def _printed(page: Page) -> Iterator[str]:
-    """Yield all texts of a page except completions, configuration and differences."""
+    """Yield all texts of a page except completions, configurations and differences."""
     yield from (page.title, page.answer, *page.notes)
     yield from (str(text) for fact in page.facts for text in fact)
     for table in filter(None, (page.overview, *page.tables)):
@@ -226,7 +227,7 @@ def _printed(page: Page) -> Iterator[str]:
 
 
 def _explained(text: str) -> Markup:
-    """Return the text, escaped, with the meaning of each symbol where it is pointed at."""
+    """Return the escaped text, with the meaning of each symbol as a tooltip."""
     pieces = (
         escape(piece)
         if meaning is None
@@ -237,9 +238,9 @@ def _explained(text: str) -> Markup:
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table with a row for every run and a column for every key whose values differ.
+    """Return a table with a row per run and a column per key whose values differ.
 
-    It is the other way round where there are more keys than runs.
+    If there are more keys than runs, rows and columns are exchanged.
     """
     runs = list(dict.fromkeys(run for values in difference.values() for run in values))
     rows = [
@@ -252,17 +253,17 @@ def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def completions_json(completions: Completions) -> str:
-    """Encode rows as JSON that is safe within a `script` element: ASCII without `<`, `>` and `&`.
+    """Encode rows as JSON that is safe in a `script` element: ASCII without `<`, `>` and `&`.
 
-    A prompt that many completions share is written once.
+    A prompt that several completions share is written once.
 
     Raises:
-        ValueError: the rows have not the same keys.
+        ValueError: If the rows have different keys.
     """
     keys = list(completions.rows[0]) if completions.rows else []
     for row in completions.rows:
         if list(row) != keys:
-            raise ValueError(f"completions have not the same keys: {keys} and {list(row)}")
+            raise ValueError(f"completions have different keys: {keys} and {list(row)}")
 
     def json_value(value: Any) -> Any:
         if isinstance(value, str):
@@ -283,9 +284,9 @@ def completions_json(completions: Completions) -> str:
 
 
 def _content_policy(style: str, script: str) -> str:
-    """Return the page's Content-Security-Policy.
+    """Return the Content-Security-Policy of the page.
 
-    A browser may apply the page's style, run its script and show its own images, nothing else.
+    It allows only the page's own style, script and embedded images.
     """
 
     def source(text: str) -> str:
@@ -319,7 +320,7 @@ def _template() -> Template:
     )  # fmt: skip
 
     def beside(path: str) -> str:
-        """Return a link to a file beside the page, never to another place."""
+        """Return a relative link to a file in the folder of the page."""
         return "./" + quote(path.replace("\\", "/").lstrip("/"))
 
     environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}

@@ -1,6 +1,6 @@
-"""The page of a run folder, `report.html`: the folder's content, finished or not.
+"""Page of a run folder, `report.html`, for finished and unfinished runs.
 
-It is made only from files, so the same folder makes the same page wherever it is read.
+The page is made only from the files of the folder, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -33,53 +33,54 @@ from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import duration_text
 from grpo_ustat.terminal.console import warn
 
-PREDICTED_CAPTION = "Predictions are lines, measurements markers with 95 % intervals"
+PREDICTED_CAPTION = "Lines: predictions; markers: measurements with 95 % intervals"
 
 
 def nothing_follows(run: RunRecord) -> str:
-    """Return no command to type next."""
+    """Return "", for commands without a next step."""
     return ""
 
 
 def no_overview(run: RunRecord) -> Table | None:
-    """Return no table of the main result."""
+    """Return None, for commands without a table of the main result."""
     return None
 
 
 @dataclass(frozen=True)
 class RunView:
-    """The parts of a page that depend on the command whose run it shows."""
+    """Parts of a page that depend on the command of the run."""
 
     title: Callable[[RunRecord], str]
-    # The answer in one sentence, of an unfinished run its progress.
+    # Returns the answer in one sentence, or the progress of an unfinished run.
     answer: Callable[[RunRecord], str]
-    # Settings and costs by name.
+    # Returns names and values of settings and costs.
     facts: Callable[[RunRecord], list[tuple[str, Cell]]]
     tables: Callable[[RunRecord], list[Table]]
-    # Sentences beside the answer.
+    # Returns sentences shown beside the answer.
     notes: Callable[[RunRecord], list[str]]
-    # Of the figures that the command draws, by the name of the file: title, caption, data.
+    # Title, caption and data file of each figure that the command draws, by file name.
     figures: Mapping[str, tuple[str, str, str | None]]
-    # The command to type next; "" where there is none.
+    # Returns the next command; "" if there is none.
     following: Callable[[RunRecord], str] = nothing_follows
-    # The table of the main result, and the name of its picture; "" where there is none.
+    # Returns the table of the main result; `lead` is the name of its figure, "" if there is none.
     overview: Callable[[RunRecord], Table | None] = no_overview
     lead: str = ""
 
 
 def leave_page(folder: RunFolder, view: RunView, result: dict[str, Any] | None = None) -> None:
-    """Write the run's `report.html`; a failure is a warning, and never costs the run.
+    """Write `report.html` of a run; a failure only causes a warning.
 
     Args:
-        result: content of `result.json`, which is written last of all; None while it is unfinished.
+        result: Content of `result.json`, which is written after the page; None if the run is
+            unfinished.
     """
     try:
         final = result and result | {"config_hash": folder.config_hash}
         folder.write(NAME, render(run_page(folder.path, view, final, datetime.now(UTC))))
     except Exception as error:
-        # The page is a view of the run's files: no failure of it may end the run.
+        # The page only shows files of the run, so its failure must not end the run.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        warn(f"{folder.path / NAME} could not be made, the run goes on without it: {reason}")
+        warn(f"{folder.path / NAME} could not be written; the run continues without it: {reason}")
 
 
 def run_page(
@@ -91,8 +92,8 @@ def run_page(
     """Return the page of a run folder of `train`, `mse` or `gap`.
 
     Args:
-        result: content of `result.json`, where that is not written yet.
-        now: the end of the launch under way; None where none is.
+        result: Content of `result.json`, if the file has not been written yet.
+        now: End of the current launch; None if no launch is running.
     """
     run = RunRecord(folder, result=result)
     figures = _figures(run, view.figures)
@@ -101,8 +102,8 @@ def run_page(
     final = run.result or {}
     if final.get("pool_completions"):
         sentence += (
-            f" The pool holds {final['pool_completions']} of each of {final.get('questions')} "
-            "questions."
+            f" The pool has {final['pool_completions']} completions for each of "
+            f"{final.get('questions')} questions."
         )
     facts: list[tuple[str, Cell]] = []
     if run.command != "gap":
@@ -129,7 +130,7 @@ def run_page(
         title=view.title(run),
         answer=view.answer(run),
         next_step=view.following(run),
-        # The run's own notes are complete once all files are read.
+        # `run.notes` is complete only after all files have been read.
         notes=[*view.notes(run), *run.notes],
         facts=[*facts, *_provenance(run, now)],
         lead=lead,
@@ -145,7 +146,7 @@ def run_page(
 def _figures(
     run: RunRecord, catalogue: Mapping[str, tuple[str, str, str | None]]
 ) -> dict[str, Figure]:
-    """Return every SVG of the folder by its name, those that our runs draw first."""
+    """Return all SVG figures of the folder by name, starting with the ones in the catalogue."""
     files = {file.stem: file for file in sorted(run.folder.glob("*.svg"))}
     figures: dict[str, Figure] = {}
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):
@@ -161,7 +162,7 @@ def _figures(
 
 
 def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
-    """Return wall and worker time, starts, commit, versions and fingerprint."""
+    """Return wall and worker time, number of starts, commit, versions and configuration hash."""
     result = run.result or {}
     cost = result.get("cost") or {}
     wall, own_time = history.wall_seconds(run.launches, now), []
@@ -170,7 +171,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
     elif "seconds_generate" in cost:
         own_time = [
             (
-                "Worker time, summed over workers",
+                "Total worker time",
                 f"{cost['seconds_generate']:.1f} s generating, "
                 f"{cost['seconds_score']:.1f} s scoring",
             )
@@ -197,7 +198,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """Return at most so many places of `count`, evenly spaced, with the first and the last.
+    """Return up to `most` evenly spaced indices into `count` items, including first and last.
 
     >>> spaced(3, 5), spaced(9, 3)
     ([0, 1, 2], [0, 4, 8])

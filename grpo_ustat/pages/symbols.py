@@ -1,7 +1,8 @@
-"""The symbols that pages print, each with its meaning, and the names of baselines there.
+"""Symbols that pages print, with their meanings, and the displayed names of baselines.
 
-One dictionary for every page: `grpo_ustat.pages.page` shows the meanings of those symbols that a
-page prints below its answer, and again where a symbol is pointed at. `docs/glossary.md` has more.
+All pages share one dictionary. `grpo_ustat.pages.page` lists the meanings of the symbols on a page
+below its answer, and shows a meaning when the pointer is over a symbol. `docs/glossary.md` defines
+further terms.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import re
 from collections.abc import Iterable, Iterator
 
 SYMBOLS = {
-    "G*": "the best group size: that of the smallest gradient error at a fixed n",
-    "G": "group size: completions of one prompt",
-    "n": "rollouts of a step, n = B G",
-    "B": "prompts of a step",
+    "G*": "best group size: the one with the smallest gradient error at a fixed n",
+    "G": "group size: number of completions per prompt",
+    "n": "number of rollouts per step, n = B G",
+    "B": "number of prompts per step",
     "MSE": "mean squared error: mean squared distance of the gradient estimate from the gradient",
-    "C1": "variance of the gradient between prompts; its part of the MSE is C1/B",
-    "C2": "variance within a prompt, of a gradient with the oracle as baseline; part C2/(B G)",
-    "C3": "extra variance of the group mean as baseline; part C3/(B G (G-1))",
+    "C1": "variance of the gradient between prompts; it contributes C1/B to the MSE",
+    "C2": "variance of the gradient within a prompt, with the oracle as baseline; it contributes "
+    "C2/(B G) to the MSE",
+    "C3": "extra variance due to the group mean as baseline; it contributes C3/(B G (G-1)) to the "
+    "MSE",
     "corr(q, Z)": "correlation of squared score norm and reward, averaged over prompts",
-    "A_0": "E[q Z^2], the size of the gradient's noise without a baseline (vanilla)",
-    "A_V": "E[q (Z - V)^2], the size of the gradient's noise with the oracle as baseline",
-    "A_b*": "E[q (Z - b*)^2], the same with b* = E[q Z]/E[q], the best baseline of the prompt "
-    "alone",
+    "A_0": "E[q Z^2], the size of the gradient noise without a baseline (vanilla)",
+    "A_V": "E[q (Z - V)^2], the size of the gradient noise with the oracle as baseline",
+    "A_b*": "E[q (Z - b*)^2], the size of the gradient noise with the best baseline that depends "
+    "only on the prompt, b* = E[q Z]/E[q]",
     "q": "squared norm of a completion's score, the gradient of its log-probability",
     "Z": "reward of a completion",
     "V": "expected reward of a prompt",
@@ -34,7 +37,7 @@ SYMBOLS = {
     "eta_t": "learning rate of step t",
     "T": "number of steps",
 }
-# A symbol is no part of a word, a number or a path.
+# A symbol must not be part of a word, a number or a path.
 _START, _END = r"(?<![\w.\\^*-])(?<![a-z.]{2}/)", r"(?![\w*])"
 PATTERN = re.compile(
     "|".join(
@@ -42,14 +45,14 @@ PATTERN = re.compile(
         for symbol in sorted(SYMBOLS, key=len, reverse=True)
     )
 )
-# Words for an alarm, by its key in result.json.
+# Descriptions of alarms, by their keys in result.json.
 ALARM_WORDS = {"zero_variance": "zero-variance groups"}
-# Words shown to a reader in place of the value that is typed.
+# Displayed names of baselines that differ from their configuration values.
 BASELINE_WORDS = {"none": "vanilla (no baseline)"}
 
 
 def parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """Split a text into pieces, each with the meaning of its symbol, or None if it is no symbol.
+    """Split a text into pieces, each with the meaning of its symbol or None if it is not a symbol.
 
     >>> [piece for piece, meaning in parts("MSE at G = 4, G* and corr(q, Z) in GB") if meaning]
     ['MSE', 'G', 'G*', 'corr(q, Z)']
@@ -63,18 +66,18 @@ def parts(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def legend(texts: Iterable[str]) -> dict[str, str]:
-    """Return the meanings of the symbols that any of the texts has, in the dictionary's order.
+    """Return the meanings of the symbols that occur in any of the texts, in dictionary order.
 
     >>> legend(["Best G is about 4.1"])
-    {'G': 'group size: completions of one prompt'}
+    {'G': 'group size: number of completions per prompt'}
     """
     used = {match[0] for text in texts for match in PATTERN.finditer(text)}
-    # These symbols are printed within it.
+    # The symbol corr(q, Z) contains q and Z.
     if "corr(q, Z)" in used:
         used |= {"q", "Z"}
     return {symbol: meaning for symbol, meaning in SYMBOLS.items() if symbol in used}
 
 
 def baseline_word(name: str) -> str:
-    """Return the name of a baseline as a person reads it: its own name, except for `none`."""
+    """Return the displayed name of a baseline; only `none` differs from its configuration value."""
     return BASELINE_WORDS.get(name, name)

@@ -1,4 +1,4 @@
-"""A table with its data: on the terminal, on a page, as CSV, as LaTeX, as Markdown."""
+"""Tables with their data, for the terminal, pages, CSV, LaTeX and Markdown."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from grpo_ustat.terminal.streams import visible
 
 Cell = str | int | float | bool | None
 MISSING = "–"
-# Characters of a cell on a terminal; longer ones are cut.
+# Maximum number of characters per cell on a terminal; longer texts are cut.
 MAX_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
-# Characters between two columns on a terminal, and the least width of a table there.
+# Number of characters between two columns on a terminal, and the minimum width of a table.
 GAP, MIN_WIDTH = 2, 64
-# What no line of a cell breaks: an interval, and a number with its percent sign.
+# Line breaks must not split an interval or a number and its percent sign.
 UNBROKEN = re.compile(r"\[[^\]\[]*?[\])]|(?<=\d) %")
 GLUE = "\0"
-# Baselines side by side on a terminal of 80 characters.
+# Maximum number of baselines side by side on a terminal with 80 columns.
 MAX_BASELINES = 4
-# The kind of a column of sentences.
+# LaTeX type of a column of sentences.
 LATEX_SENTENCES = r"p{0.3\linewidth}"
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
@@ -54,38 +54,38 @@ LATEX_SYMBOLS = {
 }  # fmt: skip
 MATH_SYMBOLS = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, LATEX_SYMBOLS))})(?!\w)")
 HTML_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-# The last two alternatives are for bare links.
+# The last two alternatives prevent automatic links.
 MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table with its notes and its data.
 
     Raises:
-        ValueError: a row has not as many cells as there are columns.
+        ValueError: If the number of cells in a row differs from the number of columns.
     """
 
     title: str
     columns: Sequence[str]
-    # A cell for every column; None is missing. The lines of a text belong together; on a page a
-    # text such as `0.35 [0.18, 0.57]` sorts by its first number.
+    # Cells by row, one per column; None if missing. A cell may have several lines. On a page, a
+    # text such as `0.35 [0.18, 0.57]` is sorted by its first number.
     rows: Sequence[Sequence[Cell]]
-    # Below it: the scope of intervals, the meaning of marks, missing numbers and the reasons.
+    # Notes below the table: scope of intervals, meaning of marks, missing numbers with reasons.
     notes: Sequence[str] = ()
-    # Of its files, `<name>.csv` and `<name>.tex`.
+    # Base name of the files `<name>.csv` and `<name>.tex`.
     name: str = ""
-    # Its numbers for the CSV file; a key that a row lacks is an empty field.
+    # Rows of the CSV file; a missing key becomes an empty field.
     data: Sequence[dict[str, Any]] = ()
-    # For below the figure of the same name; None where there is no such figure.
+    # Notes below the figure of the same name; None if there is no such figure.
     figure_notes: Sequence[str] | None = None
-    # True if the first column holds headings, blank where they repeat those above.
+    # True if the first column has headings; repeated headings are left blank.
     headings: bool = False
-    # Columns that hold sentences, for which a terminal has no room.
+    # Columns of sentences, which a terminal omits.
     sentences: Sequence[str] = ()
-    # True if a terminal leaves it out.
+    # True if a terminal omits the table.
     page_only: bool = False
-    # True if a page shows only its title until a reader opens it.
+    # True if a page shows only the title until the reader opens the table.
     folded: bool = False
 
     def __post_init__(self) -> None:
@@ -100,8 +100,9 @@ class Table:
     ) -> Iterator[RenderableType]:
         """Yield the table for a terminal, without the columns of sentences.
 
-        No word, number or interval is broken: columns that have no room follow in a further part,
-        beside the first column. A table without rows is a line of its title and its notes.
+        Words, numbers and intervals are not broken. Columns that do not fit follow in a further
+        part, which repeats the first column. A table without rows is printed as a line with its
+        title and notes.
         """
         if not self.rows:
             yield wrapped(f"{self.title}: {' '.join(self.notes)}", options.max_width)
@@ -132,10 +133,10 @@ class Table:
             yield ""
 
     def _parts(self, room: int) -> list[dict[int, int]]:
-        """Return the width of each column that a terminal shows, by its index, in each part.
+        """Return the widths of the columns in each part on a terminal, by column index.
 
         Args:
-            room: characters of a line.
+            room: Number of characters per line.
         """
         texts = {
             i: [_terminal_text(row[i]) for row in (self.columns, *self._text_rows())]
@@ -151,7 +152,7 @@ class Table:
             for i, column in texts.items()
         }
         (heading, *others), parts = texts, []
-        # The first column stands beside each other one: only a word longer than that is broken.
+        # Every part repeats the first column, so it may have to break long words.
         beside = min(max((least[i] for i in others), default=0), room // 2)
         part = {heading: min(least[heading], room - GAP - beside)}
         for i in others:
@@ -162,30 +163,31 @@ class Table:
             part[i] = least[i]
         parts.append(part)
         for part in parts:
-            # The column that lacks most has each further character.
+            # Each spare character goes to the column that lacks most.
             for _ in range(room - sum(part.values()) - (len(part) - 1) * GAP):
                 i = max(part, key=lambda i: longest[i] - part[i])
                 part[i] += longest[i] > part[i]
         return parts
 
     def csv(self) -> str:
-        """Return its data as CSV."""
+        """Return the data of the table as CSV."""
         keys = dict.fromkeys(key for row in self.data for key in row)
         return csv_text([dict.fromkeys(keys) | row for row in self.data])
 
     def latex(self) -> str:
-        r"""Return a floating `table` for a paper, as wide as the page at most.
+        r"""Return a floating LaTeX `table` that is at most as wide as the line.
 
         It needs the packages booktabs and graphicx.
 
-        A cell is one line, its interval small after its value. Headings of several lines that
-        repeat, such as the names of a study, are a line of their own above their rows. No row
-        begins with `[` or `*`, which LaTeX would read as an option of the `\\` before it.
+        Each cell is one line, with the interval in small print after the value. Repeated headings
+        with several lines, such as the names of a study, become a separate line above their rows.
+        No row begins with `[` or `*`, because LaTeX would read it as an option of the preceding
+        `\\`.
         """
         headings = [row[0] for row in self.rows]
         grouped = self.headings and len(set(headings)) < len(headings)
         grouped = grouped and any("\n" in str(heading) for heading in headings)
-        # The first column that is shown.
+        # Index of the first column shown.
         first = int(grouped)
         kinds = ["r"] * len(self.columns)
         kinds[0] = "l"
@@ -223,12 +225,12 @@ class Table:
         ])  # fmt: skip
 
     def markdown(self) -> str:
-        """Return columns and rows in Markdown, on one line each."""
+        """Return the header and rows in Markdown, one line each."""
         lines = ["| " + " | ".join(map(plain, row)) + " |" for row in (self.columns, *self.rows)]
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
 
     def numeric_columns(self) -> list[bool]:
-        """Return for each column, for a page, True if all cells with a value sort by a number."""
+        """Return True for each column whose cells, except missing ones, all sort by a number."""
         columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
         return [
             bool(self.rows)
@@ -242,7 +244,7 @@ class Table:
         write_whole(folder / f"{self.name}.tex", self.latex())
 
     def _text_rows(self) -> list[list[str]]:
-        """Return cells as texts; a heading that repeats the one above is blank."""
+        """Return all cells as texts; a heading that repeats the one above is blank."""
         rows = [[x if isinstance(x, str) else cell_text(x) for x in row] for row in self.rows]
         if not self.headings:
             return rows
@@ -254,12 +256,12 @@ class Table:
 
 
 def _terminal_text(cell: str) -> str:
-    """Return a cell's text for a terminal: cut, with invisible characters spelt out."""
+    """Return the text of a cell for a terminal, cut and with invisible characters spelt out."""
     return visible(excerpt(cell, MAX_CHARACTERS)).expandtabs()
 
 
 def _words(text: str) -> list[str]:
-    """Split a text where its lines may end.
+    """Split a text at the places where lines may be broken.
 
     >>> _words("tiny, bare 0.5 [0.2, 0.8] 12 %")
     ['tiny,', 'bare', '0.5', '[0.2, 0.8]', '12 %']
@@ -272,7 +274,7 @@ def _glued(text: str) -> str:
 
 
 def broken(text: str, width: int) -> str:
-    """Break the lines of a text that are longer than a width, between words if that is possible.
+    """Break lines of a text that are longer than a width, between words if possible.
 
     >>> print(broken("0.5 [0.2, 0.8]", 10))
     0.5
@@ -285,7 +287,7 @@ def broken(text: str, width: int) -> str:
 
 
 def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Table:
-    """Return a table of rows by key; columns without any value are left out."""
+    """Return a table of rows with a column per key; columns without any value are omitted."""
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
     cells = [[as_cell(row.get(key)) for key in columns] for row in rows]
@@ -293,7 +295,7 @@ def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Ta
 
 
 def as_cell(value: Any) -> Cell:
-    """Convert a value of a configuration or of a file to one that a cell can hold."""
+    """Convert a value from a configuration or a file to a cell."""
     return value if isinstance(value, Cell) else json.dumps(value, default=str)
 
 
@@ -311,7 +313,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def sort_value(cell: Cell) -> float | None:
-    """Return the number that a cell sorts by: its value, or the number at the start of its text.
+    """Return the sort key of a cell: its value, or the number at the start of its text.
 
     >>> sort_value("0.35 [0.18, 0.57]"), sort_value("12 %"), sort_value(3)
     (0.35, 12.0, 3.0)
@@ -327,9 +329,9 @@ def sort_value(cell: Cell) -> float | None:
 
 
 def tex(text: str) -> str:
-    r"""Escape a text for LaTeX, symbols of the statistics in math mode.
+    r"""Escape a text for LaTeX, with statistical symbols in math mode.
 
-    A character that its fonts lack is shown as its number.
+    A character without a LaTeX equivalent is shown as its code point.
 
     >>> tex("n_0 = 5 %, ~"), tex("-0.5 ± 1 ≤ x\x00\n中")
     ('n\\_0 = 5 \\%, \\textasciitilde{}', '$-$0.5 $\\pm$ 1 $\\le$ x\\textbackslash{}x00 U+4E2D')
@@ -354,9 +356,7 @@ def _tex_letter(letter: str) -> str:
 
 
 def tex_cell(cell: str) -> str:
-    r"""Join a cell's lines to one LaTeX cell.
-
-    The lines below its value, or its half interval, are small.
+    r"""Join the lines of a cell into one LaTeX cell; all lines after the first are small.
 
     >>> print(tex_cell("23.1\n[21.3, 25.0]"), tex_cell("0.378*"))
     23.1 {\scriptsize [21.3, 25.0]} 0.378*
@@ -368,14 +368,15 @@ def tex_cell(cell: str) -> str:
 def _latex_row(cells: Sequence[str]) -> str:
     r"""Return a row of LaTeX.
 
-    `{}` guards a row that begins with `[` or `*`, which the row before would read as its option.
+    A leading `{}` protects a row that begins with `[` or `*`, which LaTeX would otherwise read as
+    an option of the preceding row.
     """
     text = " & ".join(cells)
     return ("{}" if text.lstrip()[:1] in ("[", "*") else "") + text + r" \\"
 
 
 def plain(value: Any) -> str:
-    r"""Return a value as one line of text that Markdown leaves as it is; None as an empty one.
+    r"""Escape a value as one line of plain text for Markdown; None becomes an empty text.
 
     >>> print(plain("<b>[x](http://y)</b> | a_b"))
     &lt;b&gt;\[x\]\(http\://y\)&lt;/b&gt; \| a\_b
@@ -386,7 +387,7 @@ def plain(value: Any) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Return a block of code for Markdown that no backticks of the text end.
+    """Return a Markdown code block whose fence is longer than any run of backticks in the text.
 
     >>> print(fenced("a ``` b", "text"))
     ````text
@@ -399,10 +400,10 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    r"""Return rows of equal keys as CSV; None becomes an empty field.
+    r"""Return rows with equal keys as CSV; None becomes an empty field.
 
-    A text that a spreadsheet would run begins with `'`, which `files.csv_rows` takes away again;
-    invisible characters are spelt out.
+    A text that a spreadsheet would execute gets a leading `'`, which `files.csv_rows` removes.
+    Invisible characters are spelt out.
 
     >>> print(csv_text([{"name": "=1+1", "low": -0.5, "text": "-0.5"}]), end="")
     name,low,text
@@ -423,12 +424,12 @@ def _csv_cell(value: Any) -> Any:
 
 
 def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows of equal keys; None becomes an empty field."""
+    """Write rows with equal keys as CSV; None becomes an empty field."""
     folder.write(name, csv_text(rows))
 
 
 def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
-    """Return the first so many lines, and the number of further ones.
+    """Return the first `most` lines and a line with the number of omitted lines.
 
     >>> shorten(["a", "b", "c"], 1, "runs.csv")
     ['a', 'and 2 more, see runs.csv']
@@ -438,7 +439,7 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
 
 
 def enumeration(names: Sequence[str], word: str = "and") -> str:
-    """Join names by commas, the last one by a word.
+    """Join names with commas, and the last name with a word.
 
     >>> enumeration(["a"]), enumeration(["a", "b", "c"])
     ('a', 'a, b and c')
@@ -447,7 +448,9 @@ def enumeration(names: Sequence[str], word: str = "and") -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format three significant digits, trailing zeros kept; thousands without an exponent.
+    """Format a number with three significant digits, including trailing zeros.
+
+    Thousands have no exponent.
 
     >>> [three_digits(x) for x in (0.001234, -0.5, 62.4, 2647.0, 1234567.0, math.inf)]
     ['0.00123', '-0.500', '62.4', '2650', '1.23e+06', 'infinity']
@@ -460,7 +463,7 @@ def three_digits(value: float) -> str:
 
 
 def number_text(value: float | str) -> str:
-    """Format a number with four significant digits; a text stays as it is.
+    """Format a number with four significant digits; return a text unchanged.
 
     >>> number_text(0.123456), number_text("<= 1"), number_text(-0.0)
     ('0.1235', '<= 1', '0')
@@ -469,7 +472,7 @@ def number_text(value: float | str) -> str:
 
 
 def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | None:
-    """Format a number with its interval after it, in `<prefix>low` and `<prefix>high`."""
+    """Format a number of a row, followed by its interval in `<prefix>low` and `<prefix>high`."""
     values = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
     return closed_interval_text(
         Interval(*(x if isinstance(x, int | float) else math.nan for x in values))
@@ -477,7 +480,7 @@ def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | N
 
 
 def closed_interval_text(value: Interval) -> str | None:
-    """Format an estimate to three digits with both ends of its interval; None: it is unknown.
+    """Format an estimate with three digits and its closed interval; None if it is unknown.
 
     >>> closed_interval_text(Interval(2.0, 1.0, 3.0))
     '2.00 [1.00, 3.00]'
@@ -492,7 +495,7 @@ def closed_interval_text(value: Interval) -> str | None:
 
 
 def interval_text(value: Interval) -> str:
-    """Format an estimate to three digits with its interval; `-` where it is not known.
+    """Format an estimate with three digits and its interval; `-` if there is no interval.
 
     The interval may have no upper end.
 
@@ -507,12 +510,12 @@ def interval_text(value: Interval) -> str:
 
 
 def open_interval(row: Mapping[str, Any], name: str) -> str:
-    """Format an estimate of a row of a file, see `interval_text`."""
+    """Format an estimate in a row of a file; see `interval_text`."""
     return interval_text(row_interval(row, name))
 
 
 def percent(share: float) -> str:
-    """Format a signed share in percent, without decimals.
+    """Format a signed share in percent without decimals.
 
     >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
     ('+9 %', '0 %', '+1230 %', 'no upper end')
@@ -524,7 +527,7 @@ def percent(share: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Format a number of things.
+    """Format a count with its noun.
 
     >>> count_text(1, "question"), count_text(20, "question")
     ('1 question', '20 questions')
@@ -533,10 +536,10 @@ def count_text(count: int, noun: str) -> str:
 
 
 def interval_scope(questions: int) -> str:
-    """Describe the scope of a study's intervals for new questions, by its number of questions.
+    """Describe the scope of a study's intervals, given its number of questions.
 
-    A few questions tell nothing of others, see `intervals.pool_mean_reward`.
+    A few questions say nothing about others; see `intervals.pool_mean_reward`.
     """
     if questions < MIN_QUESTIONS:
-        return "of these questions"
-    return "generalising to new questions"
+        return "for these questions"
+    return "for new questions"

@@ -1,1 +1,1 @@
-"""Tables, figures and one page of any set of run folders together: the command `report`."""
+"""The command `report`: tables, figures and a page that combine any set of run folders."""

@@ -1,4 +1,4 @@
-"""`grpo-ustat report`: the results of any runs, together."""
+"""`grpo-ustat report`: a joint report on any set of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from grpo_ustat.launch.command import Command, Run
 
 
 def load_run() -> Run:
-    """Return the function that reports the runs that a configuration names into a folder."""
+    """Return the function that writes a report on the configured runs to a folder."""
     from grpo_ustat.report.aggregate import report_runs
 
     return lambda config, folder: report_runs(config.patterns, folder, config.steps)
@@ -17,7 +17,7 @@ COMMAND = Command("report", load_run)
 
 
 def main() -> None:
-    """Console entry."""
+    """Run the console script."""
     run_command(COMMAND)
 
 

@@ -1,8 +1,9 @@
-"""Held-out accuracy or mean reward of training runs: cells over seeds, compared with the best.
+"""Held-out accuracy or mean reward of training runs, averaged over seeds and compared.
 
-Cells are compared within a family. In the table by steps a family is what was swept, of one line
-and step (the G of the paper's Figure 5). In the table of budgets it is every (n, G) of one series
-at one step (the paper's Table 2). In the table of settings it is the settings of one n, G and step.
+A cell is a mean over seeds. The cells of a family are compared with the best of them. In the table
+by steps, a family consists of the swept values of one line and step (the G of the paper's
+Figure 5). In the table of budgets, it consists of all (n, G) of one series at one step (the paper's
+Table 2). In the table of settings, it consists of the settings with one n, G and step.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.runs.record import RunRecord
 
 Keys = tuple[str, ...]
-# Keys of a family of cells, and of a cell in it.
+# Keys that identify a family of cells, and keys that identify a cell within the family.
 BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)
 BY_LINE: tuple[Keys, Keys] = ("line", "step"), ("x",)
 BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
-FEW_SEEDS = "(4 of 5): how many seeds of how many."
-# Mark of a mean that is significantly less than the largest one.
+FEW_SEEDS = "(4 of 5): number of seeds of this cell and the largest number of seeds."
+# Mark of a mean that is significantly less than the largest mean.
 LESS = "*"
 
 AccuracyCell = dict[str, Any]
@@ -37,11 +38,11 @@ AccuracyCell = dict[str, Any]
 def accuracy_rows(
     runs: Sequence[RunRecord], series_keys: Sequence[str], axis: Axis
 ) -> list[dict[str, Any]]:
-    """Make a row for every run and step.
+    """Return a row for each run and step.
 
     Args:
-        runs: training runs.
-        series_keys: configuration keys in which the series differ.
+        runs: Training runs.
+        series_keys: Configuration keys in which the series differ.
     """
     return [
         {
@@ -61,28 +62,29 @@ def accuracy_rows(
 def accuracy_cells(
     rows: Sequence[dict[str, Any]], family: tuple[Keys, Keys] = BY_STEP, pooled: bool = False
 ) -> list[AccuracyCell]:
-    """Make one row per cell: the mean over its seeds, and its difference from the family's best.
+    """Return a row per cell with its mean over seeds and its difference from the family's best.
 
-    `low` and `high` are over seeds, given the questions (t, seeds - 1 degrees of freedom); with one
-    seed they are the run's own, over questions; `over` names the kind. `questions_low` and
-    `questions_high` are over questions, given the seeds: the average of the runs' own intervals. It
-    is not shorter than the interval of the mean, because a mean's standard deviation is at most the
+    `low` and `high` are the ends of an interval over seeds, given the questions (t, seeds - 1
+    degrees of freedom). With one seed they are the ends of the run's interval over questions.
+    `over` names the kind of interval. `questions_low` and `questions_high` are over questions,
+    given the seeds: they are averages over the intervals of the runs. The averaged interval is not
+    shorter than the interval of the mean, because the standard deviation of a mean is at most the
     mean of the runs' standard deviations.
 
-    `best` marks the largest mean of a family. The difference from it is paired on the seeds that
-    both have. With one seed it is the difference of two independent samples of questions, wider
-    than a paired one and without the variation of training. `distinct` is True if its interval lies
-    below 0. The k - 1 differences of a family are each at 1 - 0.05 / (k - 1) (Bonferroni), so that
-    a truly best cell is separated from the largest mean, whichever that is, in at most 2.5 % of
-    families (Hsu 1984, of comparisons with the best). The best is chosen on the same seeds.
-    `decided` is True if any cell of the family is distinct: if none is, the largest mean is no best
-    one.
+    `best` marks the largest mean of a family. The difference from it is paired on shared seeds.
+    With one seed it is the difference of two independent samples of questions, whose interval is
+    wider than a paired one and does not include the variation of training. `distinct` is True if
+    the interval lies below 0. The k - 1 differences of a family each have the level
+    1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is declared different from the largest
+    mean in at most 2.5 % of families (Hsu 1984, comparisons with the best), although the largest
+    mean is chosen on the same seeds. `decided` is True if any cell of the family is distinct;
+    otherwise the largest mean does not identify a best cell.
 
     Args:
-        rows: see `accuracy_rows`.
-        family: `BY_STEP`, `BY_LINE`, `BY_BUDGET` or `BY_SETTING`.
-        pooled: differences of a family share one variance, see `residual_variance`, of
-            `difference_dof` degrees of freedom; else each has its own.
+        rows: See `accuracy_rows`.
+        family: One of `BY_STEP`, `BY_LINE`, `BY_BUDGET` and `BY_SETTING`.
+        pooled: If True, the differences of a family share one variance with `difference_dof`
+            degrees of freedom (see `residual_variance`); if False, each has a separate variance.
     """
     within, by = family
     families: dict[tuple, dict[tuple, dict[int, dict]]] = {}
@@ -119,23 +121,24 @@ def accuracy_cells(
 
 
 def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
-    """Give cells intervals over seeds from one variance, pooled over the cells of a line and step.
+    """Replace intervals over seeds by intervals from a variance pooled over a line and step.
 
-    Cells with several seeds are pooled: the half-width is `t_dof s / sqrt(seeds)`, with `dof` the
-    sum of their seeds - 1.
+    The variance s^2 is pooled over cells with several seeds. The half-width is
+    `t_dof s / sqrt(seeds)`, where `dof` is the sum of (seeds - 1) over these cells.
 
-    Two seeds of one cell have t_1 = 12.7, six such cells together t_6 = 2.4. The cells' variances
-    are taken to be equal. If they are not, the intervals of noisier cells are too short and others
-    too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
-    cover 94 % on average, 88 % for the noisiest cell and 99 % for the quietest (40 000 draws).
+    Pooling gives shorter intervals: one cell with two seeds has t_1 = 12.7, and six such cells
+    together have t_6 = 2.4. It assumes equal variances. If they differ, intervals are too short for
+    noisier cells and too long for others: with standard deviations from 1 to 2 over six cells of
+    three seeds, coverage is 94 % on average, 88 % for the noisiest cell and 99 % for the least
+    noisy one (40 000 draws).
 
     Args:
-        cells: of `BY_LINE`; cells of a single seed stay as they are, with `dof` None.
+        cells: Cells of `BY_LINE`. Cells with a single seed are unchanged and have `dof` None.
     """
     groups: dict[tuple, list[AccuracyCell]] = {}
     for cell in cells:
         groups.setdefault((cell["line"], cell["step"]), []).append(cell)
-    # Variance of a run, and its degrees of freedom.
+    # Variance of a single run with its degrees of freedom, by line and step.
     laws = {}
     for key, group in groups.items():
         several = [cell for cell in group if cell["sd"] is not None]
@@ -156,7 +159,7 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
 
 
 def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
-    """Return the mean of runs by seed, with its interval.
+    """Return the mean over the runs of several seeds, with its interval.
 
     >>> runs = {i: {"mean_reward": x, "n": 500} for i, x in enumerate((0.5, 0.6, 0.7))}
     >>> _ = [run.update(quantity="accuracy") for run in runs.values()]
@@ -172,24 +175,25 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
 
 
 def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
-    """Clip the interval of an accuracy to [0, 1]; return a mean reward's interval as it is."""
+    """Clip the interval of an accuracy to [0, 1]; leave that of a mean reward unchanged."""
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         return interval
     return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """Estimate the variance of a run's mean that neither its cell nor its seed explains.
+    """Estimate the variance of a run's mean that is explained neither by its cell nor its seed.
 
-    The result is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))` and its degrees of
-    freedom, from a randomised block design with the S seeds that all C cells of several seeds have;
-    None with fewer than two of either.
-
-    A difference of two cells over S seeds has twice this variance over S: with two cells it is that
-    of their own differences. The cells' residuals are taken to have one variance.
+    The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, from a randomised
+    block design with the C cells that have several seeds and the S seeds that they share. It
+    assumes equal residual variances. The difference of two cells over S seeds has the variance
+    2/S times this estimate; with only two cells, this is the variance of the paired differences.
 
     Args:
-        cells: runs by seed, of every cell.
+        cells: Runs by seed, for each cell.
+
+    Returns:
+        Variance and degrees of freedom; None if C < 2 or S < 2.
 
     >>> runs = [[0.5, 0.75], [0.25, 1.0]]
     >>> cells = [{seed: {"mean_reward": x} for seed, x in enumerate(own)} for own in runs]
@@ -217,9 +221,10 @@ def difference(
     See `accuracy_cells`.
 
     Args:
-        runs, best: runs of the two cells, by seed.
-        level: coverage.
-        law: see `residual_variance`; None: the variance of the two cells' differences.
+        runs, best: Runs of the two cells, by seed.
+        level: Confidence level.
+        law: Variance and degrees of freedom from `residual_variance`; None to use the variance of
+            the two cells' differences.
     """
     shared = sorted(runs.keys() & best.keys())
     if len(shared) > 1:
@@ -239,12 +244,12 @@ def difference(
 def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> float:
     """Return the variance of rounding an accuracy to a multiple of 1/n: 1 / (12 n^2).
 
-    n is the smallest number of questions. The variance is 0 for a mean reward, whose steps are
-    unknown.
+    n is the smallest number of questions. For a mean reward the result is 0, because its resolution
+    is unknown.
 
     Args:
-        rows: rows of runs or of cells.
-        questions: column with the number of questions.
+        rows: Rows of runs or cells.
+        questions: Column with the number of questions.
     """
     rows = list(rows)
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
@@ -255,8 +260,8 @@ def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> 
 def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
     """Return the mean and its t interval.
 
-    Few values of few questions are often all equal, which does not mean a variance of 0: the
-    variance is never taken to be less than the variance of their rounding.
+    A few accuracies on a few questions are often all equal although their variance is not 0.
+    Therefore the variance is at least the variance of their rounding.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -268,11 +273,11 @@ def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> I
 def accuracy_table(
     cells: Sequence[AccuracyCell], data: Sequence[AccuracyCell], axis: Axis
 ) -> Table:
-    """Make a table with a row per line and step, and a column per value of the axis.
+    """Return a table with a row per line and step and a column per value of the axis.
 
     Args:
-        cells: of `BY_LINE`, of the steps to show.
-        data: of all steps.
+        cells: Cells of `BY_LINE` at the steps to show.
+        data: Cells of all steps.
     """
     name = joint_quantity(cell["quantity"] for cell in [*cells, *data])
     present = {cell["x"] for cell in cells}
@@ -292,10 +297,10 @@ def accuracy_table(
 
 
 def budget_table(cells: Sequence[AccuracyCell]) -> Table:
-    """Make the paper's Table 2: a row per series and budget, a column per group size.
+    """Return the paper's Table 2, with a row per series and budget and a column per group size.
 
     Args:
-        cells: of `BY_BUDGET`.
+        cells: Cells of `BY_BUDGET`.
     """
     name = joint_quantity(cell["quantity"] for cell in cells)
     sizes = sorted({cell["group_size"] for cell in cells})
@@ -303,7 +308,7 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
     places = [(budget_name(cell), sizes.index(cell["group_size"]), cell) for cell in cells]
     return Table(
         name="budget",
-        title=f"Held-out {name} by rollouts a step (n) and group size (G)",
+        title=f"Held-out {name} by rollouts per step (n) and group size (G)",
         columns=["", *names],
         rows=_grid(places, names),
         notes=notes(cells, LESS, "the (n, G) of a series"),
@@ -313,12 +318,12 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def settings_table(cells: Sequence[AccuracyCell]) -> Table:
-    """Make a table with a row per setting and its difference from the largest mean.
+    """Return a table with a row per setting, with its difference from the largest mean.
 
-    Settings of one n and G stand below each other and are compared among themselves.
+    Settings with the same n and G are grouped and compared with each other.
 
     Args:
-        cells: of `BY_SETTING`.
+        cells: Cells of `BY_SETTING`.
     """
     rows = []
     quantity = joint_quantity(cell["quantity"] for cell in cells)
@@ -342,7 +347,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         rows.append([heading, name, _cell_text(cell, most), difference, verdict])
     return Table(
         name="settings",
-        title=f"Held-out {quantity} by setting, and its difference from the largest mean",
+        title=f"Held-out {quantity} by setting, and difference from the largest mean",
         columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
         notes=notes(cells, LESS, "the settings of one n and G"),
@@ -352,7 +357,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def budget_name(cell: AccuracyCell) -> str:
-    """Return a cell's budget and series in words."""
+    """Name the budget and series of a cell."""
     return " ".join(filter(None, (f"n={cell['rollouts']}", cell["series"])))
 
 
@@ -362,9 +367,8 @@ def _grid(
     """Return the rows of a table.
 
     Args:
-        places: each cell with the heading of its row, to which its step is added, and the index of
-            its column.
-        columns: names of the columns.
+        places: Row heading (without the step), column index and cell, for each cell.
+        columns: Names of the columns.
     """
     most = max(cell["seeds"] for *_, cell in places)
     rows: dict[str, list[str]] = {}
@@ -375,10 +379,10 @@ def _grid(
 
 
 def _cell_text(cell: AccuracyCell, most: int) -> str:
-    """Format a mean with its interval below, and the number of seeds if some are missing.
+    """Format a mean above its interval, with the number of seeds if some are missing.
 
-    A mean that is significantly less than the largest one has a mark, and one that is not compared
-    with it a question mark if others are.
+    A mean that is significantly less than the largest mean is marked. A mean that could not be
+    compared gets a question mark if another one is significantly less.
     """
     mark = LESS if cell["distinct"] else ""
     if cell["decided"] and cell["distinct"] is None and not cell["best"]:
@@ -388,50 +392,50 @@ def _cell_text(cell: AccuracyCell, most: int) -> str:
 
 
 def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
-    """Write lines for captions: the source of intervals and the meaning of the mark.
+    """Return notes on the source of the intervals and the meaning of the mark.
 
     Args:
-        cells: the cells shown.
-        mark: of a mean that is significantly less than the largest one.
-        among: the cells that are compared with each other, in words.
+        cells: Cells shown.
+        mark: Mark of a mean that is significantly less than the largest mean.
+        among: Words for the cells that are compared with each other.
     """
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
     if len({cell["quantity"] for cell in cells}) > 1:
-        lines.append("Mean reward: where all rewards are 0 or 1, the accuracy.")
+        lines.append("The mean reward is an accuracy if all rewards are 0 or 1.")
     compared = [cell for cell in cells if cell["distinct"] is not None]
     if compared:
         kinds = {cell["shared_seeds"] > 1 for cell in compared}
         pairing = {(True,): "paired on shared seeds", (False,): "not paired"}.get(
-            tuple(kinds), "paired on shared seeds; of one seed not paired"
+            tuple(kinds), "paired on shared seeds; not paired with one seed"
         )
         if any(cell["difference_dof"] for cell in compared):
-            pairing += ", one variance for all that are compared"
-        simultaneous = f"intervals of differences ({pairing}) are 95 % simultaneous (Bonferroni)"
+            pairing += ", pooled variance"
+        simultaneous = f"Differences have simultaneous 95 % intervals (Bonferroni; {pairing})"
         if any(cell["decided"] for cell in compared):
             lines.append(
-                f"{mark}: significantly less than the largest mean among {among}; {simultaneous}, "
-                "the largest chosen on the same data."
+                f"{mark}: significantly less than the largest mean among {among}. {simultaneous}; "
+                "the largest mean is chosen on the same data."
             )
         else:
-            lines.append(f"No significant difference between {among}; {simultaneous}.")
+            lines.append(f"No significant difference between {among}. {simultaneous}.")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
-        lines.append("Where fewer than two seeds are shared nothing is compared (?).")
+        lines.append("Runs that share fewer than two seeds are not compared (shown as '?').")
     if len({cell["seeds"] for cell in cells}) > 1:
         lines.append(FEW_SEEDS)
     return lines
 
 
 def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
-    """Write one line for within the figure: the meaning of dots, bars and hollow markers.
+    """Return a line for a figure that explains dots, bars and hollow markers.
 
     Args:
-        cells: of `BY_LINE`, see `pooled_cells`.
-        among: the cells that are compared with each other, in words.
+        cells: Cells of `BY_LINE`; see `pooled_cells`.
+        among: Words for the cells that are compared with each other.
     """
     dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
-    bars = "bars: 95 % intervals generalising to new questions, one seed"
+    bars = "bars: 95 % intervals for new questions, one seed"
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         bars = f"dots: seeds; bars: 95 % intervals over seeds, pooled variance (t, {dof} dof)"
@@ -444,9 +448,9 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Describe the population of the intervals of the means; of both kinds if there are both."""
+    """Describe the population of the intervals of the means, for one or both kinds of intervals."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
-    over_questions = "generalising to new questions, without the variation of training (one seed"
+    over_questions = "for new questions, without the variation of training (one seed"
     if not counts:
         return f"{over_questions})"
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -454,7 +458,7 @@ def _interval_source(cells: Sequence[AccuracyCell]) -> str:
     dofs = sorted({cell["dof"] for cell in cells if cell.get("dof") is not None})
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
-        seeds += f", from their variance pooled over a line's cells of a step (t, {dof} degrees of "
+        seeds += f", with a variance pooled over the cells of a line and step (t, {dof} degrees of "
         seeds += "freedom)"
     single = [cell for cell in cells if cell["seeds"] == 1]
     if not single:

@@ -1,4 +1,4 @@
-"""Conclusions from accuracies or mean rewards at several group sizes and settings, in sentences."""
+"""Sentences on accuracies or mean rewards at several group sizes and settings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpo_ustat.runs.record import RunRecord, key_label
 def at_last(
     rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
 ) -> list[dict[str, Any]]:
-    """Select, for each series, its rows at the last of the steps that most (n, G) have reached.
+    """Select the rows of each series at one step: the last one that the most (n, G) reached.
 
     Args:
-        rows: see `accuracy.accuracy_rows`.
-        steps: the steps to choose from.
-        within: column whose values each have their own last step.
+        rows: See `accuracy.accuracy_rows`.
+        steps: Steps to choose from.
+        within: Column that defines the series; each of its values has a separate step.
     """
     last_rows = []
     for name in dict.fromkeys(row[within] for row in rows):
@@ -37,12 +37,12 @@ def at_last(
 
 
 def best_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """Name the best cell of each series, and which others are significantly less.
+    """Name the best cell of each series and the cells that are significantly less.
 
-    If no difference is significant, the sentence gives the range of all cells.
+    If no difference is significant, the sentence gives the range over all cells.
 
     Args:
-        cells: of `accuracy.BY_BUDGET`.
+        cells: Cells of `accuracy.BY_BUDGET`.
     """
     several = len({cell["rollouts"] for cell in cells}) > 1
     sentences = []
@@ -59,11 +59,11 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
             not_different = [cell for cell in of_series if cell["distinct"] is False]
             sentence = (
                 f"held-out {name} at step {step} is largest at {_cell_names([best], several)}, "
-                f"{text}; significantly less at {_cell_names(less, several)}"
+                f"{text}; it is significantly less at {_cell_names(less, several)}"
             )
             if not_different:
                 sentence += (
-                    f", not significantly different at {_cell_names(not_different, several)}"
+                    f" and not significantly different at {_cell_names(not_different, several)}"
                 )
         else:
             lowest, highest = (_cell_names([cell], several) for cell in (least, best))
@@ -77,7 +77,7 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
 
 
 def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
-    """Name cells by group size, and by n if a series has several; name more than four by number."""
+    """Name cells by group size, and also by n if it varies; give only the count of more than 4."""
     if len(cells) > 4:
         return f"{len(cells)} others"
     if several:
@@ -86,10 +86,10 @@ def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
 
 
 def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """Say if the settings of an n and G differ significantly.
+    """State whether the settings with the same n and G differ significantly.
 
     Args:
-        cells: of `accuracy.BY_SETTING`.
+        cells: Cells of `accuracy.BY_SETTING`.
     """
     families: dict[tuple, list[AccuracyCell]] = {}
     for cell in cells:
@@ -119,7 +119,7 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
             )
     decided = sum(family[0]["decided"] for family in several)
     if len(sentences) > 3:
-        return f"Settings differ significantly at {decided} of {len(several)} (n, G)."
+        return f"Settings differ significantly at {decided} of {len(several)} pairs (n, G)."
     return " ".join(sentences)
 
 
@@ -128,11 +128,11 @@ def _mean_text(cell: AccuracyCell) -> str:
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """List every (n, G) of a series that lacks seeds which others of the series have, a line each.
+    """Return a line for each (n, G) that lacks seeds which other cells of the series have.
 
     Args:
-        runs: training runs.
-        keys: configuration keys in which the series differ.
+        runs: Training runs.
+        keys: Configuration keys in which the series differ.
     """
     grids: dict[str, set[tuple[int, int, int]]] = {}
     for run in runs:

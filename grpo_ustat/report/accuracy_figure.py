@@ -1,4 +1,4 @@
-"""Figure of held-out accuracy or mean reward against what was swept."""
+"""Figure of held-out accuracy or mean reward against the swept setting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_ustat.report.settings import Axis, value_text
 from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
-# Of a value along an axis.
+# Maximum number of characters of a value along an axis.
 MAX_CHARACTERS = 60
 
 
@@ -40,17 +40,17 @@ def accuracy_figure(
     notes: Sequence[str],
     gstar: Interval | None = None,
 ) -> None:
-    """Draw the paper's Figure 5: held-out accuracy, or mean reward, against what was swept.
+    """Draw the paper's Figure 5: held-out accuracy or mean reward against the swept setting.
 
-    There is a panel per step and a line per series; each seed is a small dot.
+    The figure has a panel per step and a line per series. Each seed is a small dot.
 
     Args:
-        folder, name: the file is `<folder>/<name>.{pdf,svg,png}`.
-        cells: of `accuracy.BY_LINE`.
-        rows: rows of the single runs, see `accuracy.accuracy_rows`.
-        axis: axis along which the cells are placed.
-        notes: lines under the figure.
-        gstar: the best group size of the gradient's error and its interval, a vertical band.
+        folder, name: Folder and base name of the files `<folder>/<name>.{pdf,svg,png}`.
+        cells: Cells of `accuracy.BY_LINE`.
+        rows: Rows of single runs; see `accuracy.accuracy_rows`.
+        axis: Axis of the swept setting.
+        notes: Lines under the figure.
+        gstar: Best group size for the gradient error with its interval, drawn as a vertical band.
     """
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
@@ -84,7 +84,7 @@ def _accuracy_panel(
     lines: Sequence[str],
     axis: Axis,
 ) -> None:
-    """Draw one step: means with intervals, hollow if significantly less than the largest."""
+    """Draw means with intervals at one step; a mean significantly below the largest is hollow."""
     positions = [axis.position(value) for value in axis.values]
     span = max(positions) - min(positions) or 1.0
 
@@ -94,7 +94,7 @@ def _accuracy_panel(
             return x * 2**share
         return x + share * span / max(len(positions) - 1, 1)
 
-    # The colours are those of learning curves.
+    # Use the same colours as in the learning curves.
     by_value = len(lines) == 1 and not axis.is_numeric
     for i, name in enumerate(axis.values if by_value else lines):
         line = [cell for cell in cells if cell["x" if by_value else "line"] == name]
@@ -105,7 +105,7 @@ def _accuracy_panel(
         title = f"{axis.key.removesuffix('.name')}={name}" if by_value else name
         place = 0 if by_value else i
         colour, marker = series_style(title, i)
-        # The bars of lines stand side by side.
+        # The bars of different lines are drawn side by side.
         places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]
         if any(cell["seeds"] > 1 for cell in line):
             axes.plot(
@@ -114,7 +114,7 @@ def _accuracy_panel(
                 markeredgewidth=0,
             )  # fmt: skip
         heights = [cell["mean_reward"] for cell in line]
-        # Rounding may put a mean outside its interval at 0 and at 1.
+        # Rounding may put a mean slightly outside its interval at 0 or 1.
         below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]
         above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]
         axes.errorbar(
@@ -142,7 +142,7 @@ def _accuracy_panel(
 
 
 def _gstar_band(axes: Axes, gstar: Interval) -> None:
-    """Draw a grey band over the interval of G*, dashed at its estimate, within the sizes shown."""
+    """Draw the interval of G* as a grey band with a dashed line at the estimate."""
     left, right = axes.get_xlim()
     axes.axvspan(
         max(gstar.low, left), max(left, min(gstar.high, right)), color="#999999", alpha=0.3,

@@ -1,8 +1,8 @@
-"""A report: tables, figures and their data of any runs, in one folder.
+"""Report of any set of runs: tables, figures and their data in one folder.
 
-`grpo-ustat report` makes one from the folders that it is given, a sweep with `report.name` makes
-one of its own runs. Runs that differ in more than group size, seed and budget are shown separately;
-missing, damaged and repeated runs are named.
+`grpo-ustat report` reports the runs in the given folders. A sweep with `report.name` reports its
+own runs. Runs that differ in more than group size, seed and budget are shown separately. Missing,
+damaged and repeated runs are listed.
 """
 
 from __future__ import annotations
@@ -70,40 +70,40 @@ TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
-# Steps with a panel each, if none are asked for.
+# Maximum number of steps shown, each with a panel, if no steps are requested.
 MAX_STEPS = 8
-# Lines on the terminal on what is missing.
+# Maximum number of notes printed on the terminal.
 MAX_LINES = 12
-# Bytes; file systems end names at 255.
+# Maximum length in bytes; file systems limit names to 255 bytes.
 LONGEST_SLUG = 80
-# Lines of several G and settings in one figure of learning.
+# Maximum number of lines in a figure of learning curves if both G and settings vary.
 MAX_CURVES = 4
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
-    """Report the runs that the patterns match."""
+    """Write a report on the runs that match the patterns."""
     if (folder / CONFIG).exists() or (folder / CODE).exists():
-        raise ConfigError(f"{folder} is a run's folder: choose another with name=NAME")
+        raise ConfigError(f"{folder} is the folder of a run: choose another with name=NAME")
     run_set = without_unreadable(read_runs(entries_in(patterns)))
-    # In the order in which they were typed.
+    # Runs are shown in the order in which they were started.
     run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))
     report = Report(folder, run_set, steps)
     if report.is_empty:
         reasons = [*(run.unfinished for run in report.runs), *report.run_set.damaged]
         raise ConfigError(
-            f"runs={','.join(patterns)}: nothing to show yet: {'; '.join(reasons[:3])}"
+            f"runs={','.join(patterns)} has nothing to show yet: {'; '.join(reasons[:3])}"
         )
     evaluated = sorted({row["step"] for run in report.training for row in run.evals})
     if steps is not None and evaluated and not set(steps) & set(evaluated):
-        raise ConfigError(f"steps={steps}: evaluated are {evaluated}")
+        raise ConfigError(f"steps={steps}: the runs were evaluated at steps {evaluated}")
     write_report(report)
 
 
 def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | None) -> None:
-    """Report the runs of a sweep, in its order."""
+    """Write a report on the runs of a sweep, in the order of the sweep."""
     report = Report(folder, without_unreadable(read_runs(entries)), steps)
     if report.is_empty:
-        tell(f"No run of {folder.name} has anything to report.")
+        tell(f"No run of {folder.name} has results to report.")
     else:
         write_report(report)
 
@@ -111,7 +111,7 @@ def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | 
 def write_report(report: Report) -> None:
     """Write tables, figures and page, then print the answers, the main tables and the notes."""
     report.folder.mkdir(parents=True, exist_ok=True)
-    # An earlier report may have parts that this one has not.
+    # Delete the files of an earlier report, which may have parts that this report lacks.
     if (report.folder / NAME).is_file():
         for file in report.folder.iterdir():
             if TABLE_FILE.fullmatch(file.name):
@@ -125,7 +125,7 @@ def write_report(report: Report) -> None:
     if report.studies:
         _add_studies(report)
     report.answers += [
-        f"{run.policy} on {run.dataset}, in no table and no figure: "
+        f"{run.policy} on {run.dataset} (not in tables and figures): "
         f"{decision_sentence(Study(run), study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
@@ -156,24 +156,21 @@ def write_report(report: Report) -> None:
 
 
 def without_unreadable(run_set: RunSet) -> RunSet:
-    """Keep the runs that can be shown by themselves, and name the others among the damaged.
-
-    One damaged folder thus does not stop the report of the rest.
-    """
+    """Split runs into readable and damaged, so that a damaged folder does not stop the report."""
     runs, damaged = [], list(run_set.damaged)
     for run in run_set.runs:
         try:
             _tables_of_one(run)
             runs.append(run)
         except Exception as error:
-            # Errors of any kind: anybody can have written what a folder holds.
+            # Unknown content of a folder can raise any exception.
             reason = single_line(f"{type(error).__name__}: {error}", 200)
-            damaged.append(f"{run.label}: it cannot be shown ({reason})")
+            damaged.append(f"{run.label}: cannot be shown ({reason})")
     return RunSet(runs, damaged, run_set.absent, run_set.twins)
 
 
 def _tables_of_one(run: RunRecord) -> None:
-    """Make the tables of a report of this run only, and its row among all runs."""
+    """Make all tables of a report that contains only this run, to check that this works."""
     report = Report(run.folder, RunSet([run], [], [], []), None)
     runs_table(report)
     if report.theorems:
@@ -194,28 +191,28 @@ def _tables_of_one(run: RunRecord) -> None:
 
 
 def run_set_notes(run_set: RunSet) -> list[str]:
-    """List what is incomplete and what is left out, a line each."""
+    """Return a line for each run that is incomplete, damaged or left out, and on versions."""
     lines = [f"unfinished: {run.unfinished}" for run in run_set.runs if run.unfinished]
     lines += [f"missing: {line}" for line in run_set.absent]
     lines += [f"damaged: {line}" for line in run_set.damaged]
     lines += [f"damaged: {run.label}: {note}" for run in run_set.runs for note in run.notes]
-    lines += [f"twice: {line}" for line in run_set.twins]
+    lines += [f"duplicate: {line}" for line in run_set.twins]
     commits = Counter((run.commit or "unknown")[:8] for run in run_set.runs)
     if len(commits) > 1:
         counts = ", ".join(f"{name} ({count} runs)" for name, count in commits.items())
-        lines.append(f"the runs are of several commits: {counts}")
+        lines.append(f"the runs used different commits: {counts}")
     packages = [run.code.get("versions") or {} for run in run_set.runs]
     for package in dict.fromkeys(name for versions in packages for name in versions):
         of = Counter(str(versions.get(package, "unknown")) for versions in packages)
         if len(of) > 1:
             counts = ", ".join(f"{name} ({count} runs)" for name, count in of.items())
-            lines.append(f"the runs are of several versions of {package}: {counts}")
+            lines.append(f"the runs used different versions of {package}: {counts}")
     return lines
 
 
 def _add_studies(report: Report) -> None:
     measured = [Study(run) for run in report.studies]
-    # Errors are of the pool, whatever the loss.
+    # Errors depend only on the pool, so each pool is shown once.
     studies = [members[0] for members in by_pool(measured)]
     keys = distinguishing_keys([study.run.keys for study in studies], ignored=())
     table = group_size.joint_table(studies, keys)
@@ -241,7 +238,9 @@ def _add_training(report: Report) -> None:
     keys = distinguishing_keys([run.keys for run in runs])
     if keys:
         series = {key_label(run.keys, keys) for run in runs}
-        report.notes.append(f"{len(series)} series, apart and never averaged, by {', '.join(keys)}")
+        report.notes.append(
+            f"{len(series)} series, which are never averaged, differ in {', '.join(keys)}"
+        )
     report.notes += missing_cells(runs, keys)
     axis = swept_axis(runs, keys)
     rows = accuracy.accuracy_rows(runs, keys, axis)
@@ -251,7 +250,7 @@ def _add_training(report: Report) -> None:
 
 
 def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> None:
-    """Add accuracy or mean reward by step, and by setting and by budget at the last step."""
+    """Add accuracy or mean reward by step, and by budget and setting at the last step."""
     name = joint_quantity(row["quantity"] for row in rows).replace(" ", "_")
     evaluated = sorted({row["step"] for row in rows})
     steps = evaluated if report.steps is None else list(report.steps)
@@ -261,7 +260,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     if report.steps is None and len(evaluated) > MAX_STEPS:
         steps = [evaluated[place] for place in spaced(len(evaluated), MAX_STEPS)]
         report.notes.append(
-            f"{MAX_STEPS} of {len(evaluated)} evaluated steps shown, all in {name}.csv"
+            f"{MAX_STEPS} of {len(evaluated)} evaluated steps are shown; {name}.csv has all"
         )
 
     def compared(of: Sequence[dict[str, Any]], family: tuple) -> list[AccuracyCell]:
@@ -290,14 +289,16 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
 
 
 def _add_best_group_size(report: Report) -> None:
-    """Add the comparison of the G of least error before training with the G that trains best.
+    """Compare the G with the least error before training with the G that trains best.
 
-    If they cannot be compared, a note gives the reason.
+    If the comparison is not possible, a note gives the reason.
     """
     try:
         comparison = best_group_size(report.training, report.studies)
     except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        report.notes.append(f"whether G* trains best cannot be said: {single_line(error, 200)}")
+        report.notes.append(
+            f"the report does not test whether G* trains best: {single_line(error, 200)}"
+        )
         return
     report.tables += comparison.tables()
     report.answers.append(comparison.answer)
@@ -305,9 +306,9 @@ def _add_best_group_size(report: Report) -> None:
 
 
 def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
-    """Return G* and its interval of the policy from which all training runs start, with a line.
+    """Return G* of the policy from which all training runs start, and a line that describes it.
 
-    They are present if a study among the runs has measured that policy.
+    G* is None if no study among the runs measured this policy.
     """
 
     def start(run: RunRecord) -> list[Any]:
@@ -319,7 +320,7 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
             gstar = Study(run).need(SCALING).gstar
             text = best_size(*gstar)
             if start(run) == starts[0] and text is not None:
-                return gstar, [f"Grey: G* = {text} of the gradient before training."]
+                return gstar, [f"Grey band: G* = {text} of the gradient before training."]
     return None, []
 
 
@@ -328,8 +329,8 @@ def _add_learning(
 ) -> None:
     """Add a figure and a table per budget and data set, with a line per group size and setting.
 
-    If there are many lines, there is a figure for each value along the axis and for each line of
-    the other figures.
+    If group sizes and settings give more than `MAX_CURVES` lines, there is a separate figure for
+    each setting and for each group size.
     """
     budgets: dict[str, list[RunRecord]] = {}
     for run in runs:
@@ -340,7 +341,7 @@ def _add_learning(
     for budget, members in budgets.items():
         several_sizes = len({run.config["group_size"] for run in members}) > 1
         members = sorted(members, key=lambda run: run.config["group_size"])
-        # Size and setting of each run.
+        # Group size and setting of each run.
         labels = []
         for run in members:
             setting = setting_labels(run, keys, axis)["setting"]
@@ -369,7 +370,7 @@ def _add_learning(
 
 
 def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Make a table of every quantity at the first and the last step of each line."""
+    """Return a table of each quantity at the first and last step of each line."""
     quantities = list(dict.fromkeys(row["quantity"] for row in rows))
     means: dict[str, dict[str, list[float]]] = {}
     for row in rows:

@@ -1,17 +1,18 @@
 r"""Comparison of the group size that estimates the gradient best with the one that trains best.
 
-At a fixed number n of rollouts a step the error of the gradient is
+At a fixed number n of rollouts per step, the error of the gradient is
 
     n MSE(G) = G C1 + C2 + C3/(G-1) = C1 ( G + (G*-1)^2/(G-1) ) + C2      G* = 1 + sqrt(C3/C1)
 
-smallest at G* for every n, and the paper bounds the sub-optimality gap by it (section 6 of the
-theory, Lemma 6 and Theorem 7). Here C1, C2, C3 of the policy from which training starts are
-compared with held-out accuracy, or mean reward, of training runs that differ only in G, n and seed.
+It is smallest at G* for every n, and the paper bounds the sub-optimality gap by it (section 6 of
+the theory, Lemma 6 and Theorem 7). This module compares the prediction from C1, C2 and C3 of the
+policy from which training starts with held-out accuracy or mean reward of training runs that differ
+only in G, n and seed.
 
-The outcome was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
-which has less noise of evaluation than only the last one; the last one is reported, too.
-A G is significantly different from the best if the simultaneous 95 % interval of their difference,
-paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
+The outcome was fixed before any of the compared runs: it is the mean of a run's evaluations after
+step 0, which has less evaluation noise than the last evaluation. The last evaluation is also
+reported. A G is significantly different from the best if the simultaneous 95 % interval of their
+difference, paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign
 from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord, distinguishing_keys
 
-# Outcomes of a run; claims are about the first.
+# Outcomes of a run; the claims use the first.
 MEAN, LAST = "mean of the evaluations", "last evaluation"
-# Seeds with every G; with fewer, differences are not compared.
+# Minimum number of seeds for which every G was trained.
 MIN_SEEDS = 3
 POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
 CELL_KEYS = (
@@ -63,9 +64,9 @@ OUTCOMES = {MEAN: mean_evaluation, LAST: last_evaluation}
 
 @dataclass(frozen=True)
 class Start:
-    """The scaling law at the policy from which training starts."""
+    """Scaling law of the policy from which training starts."""
 
-    # The study that measured it.
+    # Study that measured the policy.
     run: RunRecord
     law: ScalingLaw
     # 1 + sqrt(C3/C1), with its interval.
@@ -73,48 +74,48 @@ class Start:
 
     @property
     def gstar_text(self) -> str:
-        """G* with its interval."""
+        """G* and its interval as text."""
         estimate, low, high = self.gstar
         return f"{estimate:.1f} [{low:.1f}, {high:.1f}]"
 
     def error_at(self, size: int) -> float:
-        """Return the predicted n MSE(G)."""
+        """Return the predicted error, n MSE(G)."""
         return self.law.n_mse(size)
 
     def nearest(self, sizes: Sequence[int]) -> int:
-        """Return the G of least predicted error among some."""
+        """Return the G with the least predicted error among the given sizes."""
         return nearest(self.gstar.estimate, sizes)
 
 
 @dataclass(frozen=True)
 class BudgetResult:
-    """Training results of every G at one n."""
+    """Training results for each G at one n."""
 
-    # n.
+    # Number of rollouts per step, n.
     rollouts: int
-    # Seeds with which every G was trained.
+    # Seeds for which every G was trained.
     seeds: list[int]
-    # By outcome, a cell for each G, ascending.
+    # Cells of all G in ascending order, by outcome.
     cells: dict[str, list[AccuracyCell]]
-    # `MEAN` of each seed and G.
+    # Outcome `MEAN` for each seed and G.
     mean_SG: np.ndarray
 
     @property
     def quantity(self) -> str:
-        """Quantity that the cells average, an accuracy or a mean reward."""
+        """Name of the averaged quantity: accuracy or mean reward."""
         return joint_quantity(cell["quantity"] for cell in self.cells[MEAN])
 
     @property
     def sizes(self) -> list[int]:
-        """Every G, ascending."""
+        """Group sizes in ascending order."""
         return [cell["group_size"] for cell in self.cells[MEAN]]
 
     def best(self, outcome: str = MEAN) -> int:
-        """Return the G of the largest mean."""
+        """Return the G with the largest mean."""
         return next(cell["group_size"] for cell in self.cells[outcome] if cell["best"])
 
     def indistinct(self, outcome: str = MEAN) -> list[int]:
-        """Return the best G and those that are not significantly different from it."""
+        """Return the best G and all G that are not significantly different from it."""
         return [cell["group_size"] for cell in self.cells[outcome] if not cell["distinct"]]
 
     def distinct(self, outcome: str = MEAN) -> list[int]:
@@ -122,10 +123,11 @@ class BudgetResult:
         return [cell["group_size"] for cell in self.cells[outcome] if cell["distinct"]]
 
     def p_values(self, outcome: str = MEAN) -> dict[int, float]:
-        """Return the p-value of the hypothesis, for each G, that it is the best one.
+        """Return the p-value of the hypothesis that a G is the best one, for each G.
 
-        It is of the difference from the best mean, two-sided paired t, Bonferroni over the
-        differences, and at most 5 % if the G differs significantly from the best.
+        It is the p-value of a two-sided paired t test of the difference from the best mean, with a
+        Bonferroni correction over the differences. It is at most 5 % if the G is significantly
+        different from the best.
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
         others = max(len(cells) - 1, 1)
@@ -140,34 +142,35 @@ class BudgetResult:
         return p_values
 
     def verdict(self, predicted: int, outcome: str = MEAN) -> str:
-        """Judge if a predicted G trains best.
+        """Return the verdict on whether a predicted G trains best.
 
-        It is not decided if no G is significantly different from the best.
+        The verdict is "not decided" if no G is significantly different from the best.
         """
         distinct = self.distinct(outcome)
         return verdict_of(predicted not in distinct if distinct else None)
 
 
 def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) -> BudgetResult:
-    """Compare every G at one n, by both outcomes, on the seeds that have every G.
+    """Compare all G at one n by both outcomes, on the seeds for which every G was trained.
 
     Args:
-        grid: runs by n, G and seed.
-        rollouts: n.
+        grid: Runs by n, G and seed.
+        rollouts: Number of rollouts per step, n.
     """
     sizes = sorted({size for _, size, _ in grid})
     seeds = sorted({seed for n, _, seed in grid if n == rollouts})
     seeds = [seed for seed in seeds if all((rollouts, size, seed) in grid for size in sizes)]
     if len(seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, {MIN_SEEDS} are needed"
+            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, but {MIN_SEEDS} are "
+            "needed"
         )
     rows = []
     for seed, size in product(seeds, sizes):
         run = grid[rollouts, size, seed]
         row = {"series": "", "rollouts": rollouts, "group_size": size, "seed": seed}
         row |= {key: run.evals[-1][key] for key in ("quantity", "low", "high", "n")}
-        # An outcome takes the place of the step in `accuracy_cells`.
+        # `accuracy_cells` groups by step, so the outcome is stored as the step.
         for outcome, value_of in OUTCOMES.items():
             rows.append(row | {"step": outcome, "mean_reward": value_of(run)})
     cells = accuracy_cells(rows)
@@ -182,21 +185,21 @@ class Comparison:
 
     start: Start
     budgets: Sequence[BudgetResult]
-    # With the verdicts that they have as a family, see `correct_family`.
+    # Claims with verdicts corrected over the family; see `correct_family`.
     claims: Sequence[Claim]
-    # A row for every n, outcome and G.
+    # Rows by n, outcome and G.
     rows: Sequence[dict[str, Any]]
     answer: str
-    # Differences between training and the theory, and what is missing.
+    # Differences between training and theory, and missing parts.
     notes: Sequence[str]
 
     @property
     def verdict(self) -> str:
-        """The verdict on all claims together."""
+        """Joint verdict on all claims."""
         return worst_verdict(self.claims)
 
     def tables(self) -> list[Table]:
-        """Make the table of predicted error and trained result by G, and the table of claims."""
+        """Return the table of predicted error and training result by G, and the table of claims."""
         rows, quantity = [], joint_quantity(row["quantity"] for row in self.rows)
         for row in self.rows:
             difference, verdict = "-", "largest mean"
@@ -208,7 +211,7 @@ class Comparison:
                 mean = "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
                 error = f"{row['predicted_error_ratio']:.3g}"
                 rows.append([f"n={row['n']}", row["group_size"], error, mean, difference, verdict])
-        columns = ["", "G", "predicted error / least", f"held-out {quantity}", "difference"]
+        columns = ["", "G", "predicted error\nover the least", f"held-out {quantity}", "difference"]
         claims = [asdict(claim) for claim in self.claims]
         return [
             Table(
@@ -216,8 +219,9 @@ class Comparison:
                 title=f"Does G* = {self.start.gstar_text} train best? Held-out {quantity}, {MEAN}",
                 columns=[*columns, "verdict"],
                 rows=rows,
-                notes=["Intervals over seeds, given the test questions; differences from the "
-                       "largest mean are paired on seeds, 95 % simultaneous over G (Bonferroni)."],
+                notes=["Intervals are over seeds, conditional on the test questions. Differences "
+                       "from the largest mean are paired on seeds and have simultaneous 95 % "
+                       "intervals over G (Bonferroni)."],
                 data=self.rows,
                 headings=True,
             ),
@@ -226,7 +230,7 @@ class Comparison:
                 title="The scaling law in training, predicted and measured",
                 columns=CLAIM_COLUMNS,
                 rows=[[cell or "-" for cell in claim_cells(claim)] for claim in claims],
-                notes=["How each is decided is said in best_group_size_claims.csv."],
+                notes=["best_group_size_claims.csv explains how each claim is decided."],
                 data=[{k: x for k, x in row.items() if k != "alternatives"} for row in claims],
                 headings=True,
                 sentences=("severity",),
@@ -235,11 +239,11 @@ class Comparison:
 
 
 def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord]) -> Comparison:
-    """Compare training at several G, n and seeds with the G* of the policy from which it starts.
+    """Compare training at several G, n and seeds with G* of the policy from which it starts.
 
     Args:
-        training: training runs; unfinished ones do not count.
-        studies: finished studies of `mse`, one of them of the policy before training.
+        training: Training runs; unfinished runs are ignored.
+        studies: Finished `mse` studies; exactly one must have measured the policy before training.
     """
     grid: dict[tuple[int, int, int], RunRecord] = {}
     for run in training:
@@ -268,33 +272,33 @@ def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord])
 
 
 def check_one_series(runs: Sequence[RunRecord]) -> None:
-    """Refuse runs that cannot be compared, or whose error is not the one that is predicted."""
+    """Refuse runs that cannot be compared, or whose error differs from the predicted one."""
     if not runs:
         raise ConfigError("no training run is finished")
     sizes = sorted({run.config["group_size"] for run in runs})
     if len(sizes) < 2:
-        raise ConfigError(f"the finished training runs have G={sizes} alone")
+        raise ConfigError(f"all finished training runs have the same G={sizes}")
     keys = distinguishing_keys([run.keys for run in runs])
     if keys:
         raise ConfigError(
-            f"the training runs differ in {', '.join(keys)} too, not in n, G and seed alone: "
-            "name folders of one series"
+            f"the training runs differ not only in n, G and seed but also in {', '.join(keys)}: "
+            "name folders of a single series"
         )
     steps = sorted({tuple(row["step"] for row in run.evals) for run in runs})
     if len(steps) > 1:
         raise ConfigError(
             f"the training runs were evaluated at steps {list(steps[0])} and {list(steps[1])}: "
-            "name folders of one max_steps and eval_steps"
+            "name folders with the same max_steps and eval_steps"
         )
     if not any(steps[0]):
         raise ConfigError("the training runs were not evaluated after step 0")
     baseline = runs[0].config["baseline"]["name"]
     if baseline != "leave_one_out":
-        raise ConfigError(f"baseline={baseline}: G* is that of leave_one_out")
+        raise ConfigError(f"baseline={baseline}: G* applies only to leave_one_out")
 
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
-    """Return the law of the policy from which a run starts, of the one study that measured it."""
+    """Return the scaling law of the policy from which a run starts, as measured by one study."""
     policy_keys = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
     differing = [
         [key for key in policy_keys if policy_keys[key] != run.keys.get(key)] for run in studies
@@ -307,8 +311,8 @@ def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
             "measure the policy that training starts from"
         )
     if len(same) != 1:
-        raise ConfigError(f"{len(same)} finished studies are of the policy before training, one is "
-                          "needed")  # fmt: skip
+        raise ConfigError(f"{len(same)} finished studies measured the policy before training, but "
+                          "exactly one is needed")  # fmt: skip
     scaling = Study(same[0]).need(SCALING)
     if not scaling.is_decided:
         raise ConfigError(
@@ -319,7 +323,7 @@ def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
 
 
 def nearest(gstar: float, sizes: Sequence[int]) -> int:
-    """Return the G of least predicted error among some, which depends only on G*.
+    """Return the G with the least predicted error among the given sizes; it depends only on G*.
 
     >>> nearest(8.9, [2, 4, 8, 16]), nearest(2.5, [2, 4, 8]), nearest(11.0, [8, 16])
     (8, 2, 8)
@@ -328,10 +332,10 @@ def nearest(gstar: float, sizes: Sequence[int]) -> int:
 
 
 def _best_claim(budget: BudgetResult, start: Start) -> Claim:
-    """Make the claim that the predicted G is not significantly different from the best one."""
+    """Return the claim that the predicted G is not significantly different from the best G."""
     predicted, indistinct = start.nearest(budget.sizes), budget.indistinct()
     return Claim(
-        what=f"the G of {comma_list(budget.sizes)} that trains best at n = {budget.rollouts}",
+        what=f"G among {comma_list(budget.sizes)} that trains best at n = {budget.rollouts}",
         predicted=float(predicted),
         measured=float(budget.best()),
         low=float(min(indistinct)),
@@ -342,31 +346,31 @@ def _best_claim(budget: BudgetResult, start: Start) -> Claim:
         severity=f"{len(indistinct)} of {len(budget.sizes)} group sizes would have agreed: "
         f"{comma_list(indistinct)}",
         how=f"held-out {budget.quantity}, {MEAN} after step 0, {len(budget.seeds)} seeds; "
-        f"not significantly different from the best: G = {comma_list(indistinct)}; paired t "
-        f"intervals of the differences, 95 % simultaneous (Bonferroni over "
-        f"{len(budget.sizes) - 1}); the predicted G is the trained one of least predicted error, "
-        f"of G* = {start.gstar_text}",
+        f"not significantly different from the best: G = {comma_list(indistinct)}; simultaneous "
+        f"95 % paired t intervals of the differences (Bonferroni over "
+        f"{len(budget.sizes) - 1}); the predicted G is the trained G with the least error "
+        f"predicted by G* = {start.gstar_text}",
     )
 
 
 def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
-    """Make the claim that one G can be the best at every n."""
+    """Return the claim that a single G can be the best at every n."""
     first, last = budgets[0], budgets[-1]
     common = set.intersection(*(set(budget.indistinct()) for budget in budgets))
     decisive = all(budget.distinct() for budget in budgets)
     sizes = [size for size in first.sizes if all(size in budget.sizes for budget in budgets)]
     p_values = {size: [budget.p_values()[size] for budget in budgets] for size in sizes}
     return Claim(
-        what=f"G that trains best at n = {last.rollouts} over that at n = {first.rollouts}",
+        what=f"ratio of the G that train best at n = {last.rollouts} and n = {first.rollouts}",
         predicted=1.0,
         measured=last.best() / first.best(),
         low=min(last.indistinct()) / max(first.indistinct()),
         high=max(last.indistinct()) / min(first.indistinct()),
         verdict=AGREES if common and decisive else OPEN,
-        how="agrees where one G is not significantly different from the best at any n, and "
-        "others are at every n; shared: "
-        f"G = {comma_list(sorted(common)) or 'none'}; the p-value is the largest of all G, "
-        "Bonferroni over n",
+        how="agrees if some G is not significantly different from the best at any n, and at every "
+        "n some other G is; G that may be best at every n: "
+        f"{comma_list(sorted(common)) or 'none'}; the p-value is the largest over G, with a "
+        "Bonferroni correction over n",
         p_value=max(min(1.0, len(budgets) * min(p_of_n)) for p_of_n in p_values.values()),
         when_rejected=DISAGREES,
         severity=f"{len(common)} of {len(sizes)} group sizes may be best at every n",
@@ -374,12 +378,12 @@ def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
 
 
 def _order_claim(budget: BudgetResult, start: Start) -> Claim:
-    """Make the claim that a G of less predicted error trains better."""
+    """Return the claim that a G with less predicted error trains better."""
     error_G = np.array([start.error_at(size) for size in budget.sizes])
     correlation = rank_correlation(budget.mean_SG, error_G)
     correlation_S = [rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.mean_SG]
     return Claim(
-        what=f"rank correlation over G of less error with more {budget.quantity}, "
+        what=f"rank correlation over G of minus the error and {budget.quantity}, "
         f"n = {budget.rollouts}",
         predicted="> 0",
         measured=correlation.estimate,
@@ -389,16 +393,16 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
         p_value=sign_flip_p_value(np.array(correlation_S)),
         when_rejected=DISAGREES,
         how=f"Spearman, {len(budget.sizes)} G; 95 % percentile bootstrap over {len(budget.seeds)} "
-        f"seeds, {RESAMPLES} resamples; the p-value is the sign-flip test's of the "
-        "seeds' own correlations, one-sided",
+        f"seeds, {RESAMPLES} resamples; the p-value is from a one-sided sign-flip test of the "
+        "correlations of single seeds",
     )
 
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
-    """Name the G that trained best, and which others are significantly different from it."""
+    """Name the G that trained best and the G that are significantly different from it."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
-        f"the best is G = {budget.best(outcome)}; not significantly different from it: "
+        f"the best G is {budget.best(outcome)}; not significantly different from it: "
         f"{comma_list(not_different) or 'no other G'}; significantly different: "
         f"{comma_list(budget.distinct(outcome)) or 'no G'}"
     )
@@ -409,7 +413,7 @@ def _answer(budgets: Sequence[BudgetResult], start: Start) -> str:
     words = {
         AGREES: "is not significantly different from the best",
         DISAGREES: "is significantly different from the best",
-        OPEN: "cannot be judged, because no G is significantly different from the best",
+        OPEN: "cannot be tested, because no G is significantly different from the best",
     }
     sentences = [
         f"at n = {budget.rollouts} it {words[budget.verdict(predicted)]} "
@@ -435,29 +439,31 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
         for budget in budgets
     }
     below = "; ".join(
-        f"at n = {n} with {f'G = {comma_list(g)}' if g else 'no G'}" for n, g in lower.items()
+        f"at n = {n} for {f'G = {comma_list(g)}' if g else 'no G'}" for n, g in lower.items()
     )
     notes = [
-        f"{quantity.capitalize()} is of {config['eval']['decoding'][0]} completions on "
-        f"{runs[0].evals[-1]['n']} test questions, intervals over seeds, "
-        "conditional on these questions; C1, C2, C3 are of the study questions, intervals "
-        "generalising to new questions; training draws from the train questions.",
-        f"Over the interval of G* the predicted G of {comma_list(sizes)} is {comma_list(ends)}.",
-        "C1, C2, C3 are those of the policy before training, and change with it. The theorem on "
-        "the gap is about a policy near a maximiser with learning rates c/t; here it is the "
-        "beginning of training at one constant learning rate, the same for all G and n.",
-        f"A step has n / G prompts: {prompts}; they are drawn without replacement, which "
-        "shifts the error of all G alike.",
+        f"{quantity.capitalize()} is measured with {config['eval']['decoding'][0]} completions on "
+        f"{runs[0].evals[-1]['n']} test questions; its intervals are over seeds, conditional on "
+        "these questions. C1, C2, C3 are measured on the study questions; their intervals are for "
+        "new questions. Training draws from the train questions.",
+        f"As G* varies over its interval, the predicted G (of {comma_list(sizes)}) is "
+        f"{comma_list(ends)}.",
+        "C1, C2, C3 are measured before training and change during training. The theorem on the "
+        "gap assumes a policy near a maximiser and learning rates c/t; these runs are at the "
+        "beginning of training with a constant learning rate, the same for all G and n.",
+        f"A step has n / G prompts: {prompts}. They are drawn without replacement, which shifts "
+        "the error of all G equally.",
         *(
-            f"By the {LAST} alone, n = {budget.rollouts}: {_compared_sizes(budget, LAST)}; the "
-            f"prediction: {budget.verdict(start.nearest(sizes), LAST)}."
+            f"With only the {LAST} at n = {budget.rollouts}: {_compared_sizes(budget, LAST)}; the "
+            f"verdict on the prediction: {budget.verdict(start.nearest(sizes), LAST)}."
             for budget in budgets
         ),
         f"Held-out {quantity} was {before:.3f} before training; the mean after step 0 is "
-        f"below it {below}.",
+        f"lower {below}.",
     ]
     if optimizer != "sgd":
         notes.append(
-            f"The theory is of theta + eta g; {optimizer} scales each coordinate by its noise."
+            f"The theory assumes the update theta + eta g; {optimizer} scales each coordinate by "
+            "its noise."
         )
     return notes

@@ -1,4 +1,4 @@
-"""The runs of a report: every folder that the patterns match, shown or named as damaged."""
+"""Runs of a report: all folders that match the patterns, readable or damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.streams import single_line
 
-# Keys that the configuration of a command has.
+# Keys that must exist in the configuration of each command.
 CONFIG_KEYS = {
     "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
               "eval.decoding", "max_steps", "seed"),
@@ -27,26 +27,26 @@ CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class RunSet:
-    """The runs of a report, and lines on all that is not among them."""
+    """Runs of a report, and lines on the runs that it cannot show."""
 
-    # Runs that can be shown completely or in part.
+    # Runs that can be shown at least in part.
     runs: list[RunRecord]
-    # A line for every folder that cannot be read, with the reason.
+    # Lines on folders that cannot be read, with the reasons.
     damaged: list[str]
-    # A line for every run of a sweep that has not begun.
+    # Lines on runs of a sweep that have not started.
     absent: list[str]
-    # A line for every folder that holds the same run as another one.
+    # Lines on folders that contain the same run as another folder.
     twins: list[str]
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
-    """Find each run folder at or below the matches of the patterns once, G=4 before G=16."""
-    # By resolved path.
+    """Return each run folder at or below the matches once, in natural order (G=4 before G=16)."""
+    # Folders by resolved path.
     folders: dict[Path, Path] = {}
     for pattern in patterns:
         matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]
         if not matches:
-            several = f"runs=[{pattern}] if these are several, or " if "," in pattern else ""
+            several = f"runs=[{pattern}] for several patterns, or " if "," in pattern else ""
             raise ConfigError(
                 f"runs={pattern} matches nothing in {Path.cwd()}: use {several}folders such as "
                 "outputs/train"
@@ -54,16 +54,16 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
         places = [place for place in matches if place.is_dir()]
         if not places:
             raise ConfigError(
-                f"runs={pattern} matches a file ({matches[0]}), no folder: name run folders, or "
-                "one that they are in"
+                f"runs={pattern} matches a file ({matches[0]}), not a folder: name run folders or "
+                "a folder that contains them"
             )
         run_folders = []
-        # A run is recognised by its history, too, if its configuration is lost.
+        # If the configuration of a run is lost, its history still identifies the run.
         for place in places:
             run_folders += [file.parent.parent for file in place.rglob(CONFIG)]
             run_folders += [file.parent for file in place.rglob(history.NAME)]
         if not run_folders:
-            raise ConfigError(f"runs={pattern} holds no run: name folders such as outputs/train")
+            raise ConfigError(f"runs={pattern} contains no run: name folders such as outputs/train")
         folders |= {folder.resolve(): folder for folder in dict.fromkeys(run_folders)}
     ordered = [folders[place] for place in sorted(folders, key=natural_order)]
     shared = os.path.commonpath([folder.absolute().parent for folder in ordered])
@@ -79,14 +79,14 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
 
 
 def read_runs(entries: Sequence[Entry]) -> RunSet:
-    """Read every run that the folders hold, each once.
+    """Read all runs in the folders.
 
-    Of folders with the same run, the one that is further is taken.
+    If several folders contain the same run, the one with the most progress is used.
     """
     runs, damaged, absent = [], [], []
     for entry in entries:
         if not entry.folder.is_dir():
-            absent.append(f"{entry.label}: not begun")
+            absent.append(f"{entry.label}: not started")
             continue
         try:
             run = entry.record()
@@ -101,26 +101,26 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
     for run in sorted(runs, key=lambda r: (r.result is not None, r.state.step or 0), reverse=True):
         identity = json.dumps([run.command, run.keys], sort_keys=True, default=str)
         if identity in furthest:
-            twins.append(f"{run.label}: the same run as {furthest[identity].label}, left out")
+            twins.append(f"{run.label} is left out: same run as {furthest[identity].label}")
         furthest.setdefault(identity, run)
     single = {id(run) for run in furthest.values()}
     return RunSet([run for run in runs if id(run) in single], damaged, absent, twins)
 
 
 def _check(run: RunRecord) -> None:
-    """Refuse a run that cannot be shown, and forget a result that does not belong to this run.
+    """Refuse a run that cannot be shown, and discard the result of a run that is not done.
 
     Raises:
-        ValueError: its configuration is lost, damaged, or of another program.
+        ValueError: If the configuration is lost, damaged, or from another program.
     """
     if not run.config:
         raise ValueError("; ".join(run.notes) or f"{CONFIG} is missing")
     if any(run.value(key) is None for key in CONFIG_KEYS[run.command]):
-        raise ValueError(f"{CONFIG} is of none of {', '.join(CONFIG_KEYS)}")
+        raise ValueError(f"{CONFIG} is not a configuration of {', '.join(CONFIG_KEYS)}")
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.command == "train":
-        # Reading them notes damage.
+        # Reading the evaluations adds notes on damage.
         _ = run.evals
     if not run.code:
-        run.add_note("code.json is lost or damaged: its commit and weights are not known")
+        run.add_note("code.json is lost or damaged: commit and weights of the run are unknown")

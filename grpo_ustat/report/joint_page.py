@@ -1,4 +1,4 @@
-"""A report of several runs: its parts, its table of runs and its page."""
+"""Report on several runs: its contents, its table of runs and its page."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs import log
 from grpo_ustat.runs.record import RunRecord
 
-# Of all runs together.
+# Maximum number of completions on the page, over all runs.
 MAX_COMPLETIONS = 2000
 
 
 @dataclass
 class Report:
-    """Contents of a report's folder."""
+    """Contents of a report folder."""
 
     folder: Path
-    # The runs, and lines on those that cannot be shown.
+    # Runs, and lines on runs that cannot be shown.
     run_set: RunSet
-    # Steps whose evaluations are shown; None: all.
+    # Steps whose evaluations are shown; None for all steps.
     steps: Sequence[int] | None
-    # In the order of the page.
+    # Tables in the order of the page.
     tables: list[Table] = field(default_factory=list)
-    # Lines on what is missing, left out or shown separately.
+    # Lines on runs and steps that are missing, left out or shown separately.
     notes: list[str] = field(default_factory=list)
-    # A sentence on each kind of runs.
+    # Sentences with the main results, by kind of run.
     answers: list[str] = field(default_factory=list)
-    # Figures that runs of theorems drew themselves.
+    # Figures from the folders of theorem runs.
     theorem_figures: list[Figure] = field(default_factory=list)
 
     @property
     def runs(self) -> list[RunRecord]:
-        """Every run that can be shown in part or whole."""
+        """Runs that can be shown at least in part."""
         return self.run_set.runs
 
     @property
     def theorems(self) -> list[RunRecord]:
-        """Finished studies of theorems, in the paper's order."""
+        """Finished runs of `gap`, in the order of the theorems in the paper."""
         return [run for run in in_order(self.runs) if run.result is not None]
 
     @property
     def studies(self) -> list[RunRecord]:
-        """Finished studies of the gradient's error, without studies of equal rewards."""
+        """Finished studies of the gradient error, without studies whose rewards are all equal."""
         return [run for run in self._finished_studies if "equal_rewards" not in run.final_result]
 
     @property
     def equal_rewards(self) -> list[RunRecord]:
-        """Finished studies whose rewards are all equal, so that they measured no error."""
+        """Finished studies whose rewards are all equal, which measured no error."""
         return [run for run in self._finished_studies if "equal_rewards" in run.final_result]
 
     @property
@@ -79,14 +79,14 @@ class Report:
 
     @property
     def next_step(self) -> str:
-        """The command that continues the first study whose G* is not decided; "" without any."""
+        """Command that continues the first study without a decided G*; "" if there is none."""
         studies = map(Study, self.studies)
         undecided = (study for study in studies if not study.need(SCALING).is_decided)
         return next(map(next_step, undecided), "")
 
     @property
     def training(self) -> list[RunRecord]:
-        """Training runs with an evaluation or a step, finished or not."""
+        """Training runs with at least one evaluation or step, finished or not."""
         runs = [run for run in self.runs if run.command == "train"]
         return [run for run in runs if run.evals or run.metrics]
 
@@ -97,20 +97,20 @@ class Report:
 
     @property
     def missing_notes(self) -> list[str]:
-        """Lines for below figures on what is unfinished, missing or damaged."""
+        """Notes for figures on unfinished, missing or damaged runs."""
         kinds = ("unfinished", "missing", "damaged")
         return shorten([line for line in self.notes if line.startswith(kinds)], 3, "runs.tex")
 
     @property
     def missing_captions(self) -> list[str]:
-        """A line within a figure with the number of unfinished, missing or damaged items."""
+        """A line for figures with the number of unfinished, missing or damaged items."""
         kinds = ("unfinished", "missing", "damaged")
         count = sum(line.startswith(kinds) for line in self.notes)
-        return [f"{count} lines on what is unfinished, missing or damaged: runs.tex."] * bool(count)
+        return [f"Unfinished, missing or damaged: {count}; see runs.tex."] * bool(count)
 
 
 def runs_table(report: Report) -> Table:
-    """List every run and its progress; below the table are counts and all notes."""
+    """Return a table of all runs with their progress; its notes are counts and all notes."""
     data = []
     for run in report.runs:
         state, result = run.state, run.result or {}
@@ -157,7 +157,7 @@ def runs_table(report: Report) -> Table:
 
 
 def page(report: Report) -> Page:
-    """Compose the report's page, once its figures are drawn."""
+    """Return the page of a report whose figures have been drawn."""
     runs = report.runs
     table_figures = []
     for table in report.tables:
@@ -168,7 +168,10 @@ def page(report: Report) -> Page:
     tables = {table.name: table for table in report.tables}
     overview = tables.pop("theorems", None)
     rows = _last_completions(report.training)
-    sentence = f"Those kept of the last logged step of each run, at most {MAX_COMPLETIONS} in all."
+    sentence = (
+        "Completions that were kept from the last logged step of each run, at most "
+        f"{MAX_COMPLETIONS} in total."
+    )
     return Page(
         title=f"Report {report.folder.name}: {len(runs)} runs",
         answer="\n".join(report.answers),
@@ -187,16 +190,16 @@ def page(report: Report) -> Page:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """Describe the runs and their costs; runs on test problems have no model and are separate."""
+    """Describe the runs and their costs, separately for runs on test problems (without a model)."""
 
     def counts(names: Iterable[str | None]) -> str:
-        """List each name once, with its number of occurrences if there are several."""
+        """List each name once, with its number of occurrences if there are several items."""
         counter = Counter(names)
         several = len(counter) > 1 or sum(counter.values()) > 1
         return "; ".join(f"{x} ({count})" if several else f"{x}" for x, count in counter.items())
 
     def total(of: Sequence[RunRecord], key: str) -> int:
-        """Add up a cost of the finished runs."""
+        """Sum a cost over the finished runs."""
         results = [run.result for run in of if run.result is not None]
         return sum(result.get("cost", result).get(key) or 0 for result in results)
 
@@ -231,9 +234,9 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
 
 
 def _last_completions(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Read the completions of every run's last logged step.
+    """Read the completions of the last logged step of each run.
 
-    A run whose log is missing or damaged has none; the run's own page says so.
+    A run whose log is missing or damaged contributes none; the page of this run reports the damage.
     """
     rows: list[dict[str, Any]] = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""Rank correlation between the training results of group sizes and the prediction, over seeds."""
+"""Rank correlation over group sizes between training results and the predicted error."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ RESAMPLES = 4000
 
 
 def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
-    """Compute Spearman's correlation over G of mean evaluation with minus the predicted error.
+    """Compute Spearman's correlation over G between mean evaluation and minus the predicted error.
 
-    The evaluation is averaged over seeds. The interval is the percentile bootstrap's over seeds;
-    all G of a seed are drawn together. Noise in the means weakens a rank correlation, so the
-    interval leans towards 0.
+    The evaluation is averaged over seeds. The interval is a percentile bootstrap over seeds; all G
+    of a seed are resampled together. Noise in the means weakens a rank correlation, so the interval
+    is biased towards 0.
 
     Args:
-        mean_SG: mean evaluation of each seed and group size.
-        error_G: predicted error of each group size.
-        level: coverage.
+        mean_SG: Mean evaluation of each seed and group size.
+        error_G: Predicted error of each group size.
+        level: Confidence level.
 
     >>> mean_SG = np.array([[0.3, 0.5, 0.4]] * 3)
     >>> [round(float(x), 3) for x in rank_correlation(mean_SG, np.array([2.0, 1.0, 3.0]))]
@@ -42,11 +42,11 @@ def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.
 
 
 def sign_flip_p_value(values_S: np.ndarray) -> float:
-    """Return the p-value that values, symmetric about their mean, have a mean of 0 or more.
+    """Return the p-value of the hypothesis that values symmetric about their mean have mean >= 0.
 
-    It is the share of sign patterns whose mean is as small: of all signs of S values up to S = 12,
-    of RESAMPLES random signs beyond. It is never below 2^-S. A t test is overconfident with few
-    correlations that are all similar.
+    It is the share of sign patterns with a mean at most as large as the observed mean: among all
+    sign patterns for S <= 12 values, otherwise among RESAMPLES random patterns. It is never below
+    2^-S. A t test would be overconfident with few correlations that are all similar.
 
     >>> sign_flip_p_value(np.array([-1.0, -1.0, -1.0])), sign_flip_p_value(np.array([-1.0, 1.0]))
     (0.125, 0.75)
@@ -61,6 +61,6 @@ def sign_flip_p_value(values_S: np.ndarray) -> float:
 
 
 def _centred_ranks(values_RG: np.ndarray) -> np.ndarray:
-    """Return ranks minus their mean; equal values share theirs."""
+    """Return ranks minus their mean; equal values get their average rank."""
     ranks_RG = stats.rankdata(values_RG.round(12), axis=1)
     return ranks_RG - ranks_RG.mean(axis=1, keepdims=True)

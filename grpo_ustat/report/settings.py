@@ -1,4 +1,4 @@
-"""Settings over which the training runs of a report were swept: axis, lines, cells of a figure."""
+"""Swept settings of the training runs in a report: axis, lines and cells of a figure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from grpo_ustat.runs.record import RunRecord, key_label
 
 SIZE_KEY, ROLLOUTS_KEY = "group_size", "budget.rollouts"
-# Runs that differ in these answered other questions.
+# Runs that differ in these keys were tested on different questions.
 TEST_KEYS = ("dataset.", "eval.", "data")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The key along a figure's horizontal axis."""
+    """Configuration key along the horizontal axis of a figure."""
 
     # Configuration key in which the runs differ.
     key: str = SIZE_KEY
@@ -24,8 +24,8 @@ class Axis:
 
     @property
     def label(self) -> str:
-        """Name of the axis in words."""
-        names = {SIZE_KEY: "group size G", ROLLOUTS_KEY: "rollouts a step, n"}
+        """Label of the axis."""
+        names = {SIZE_KEY: "group size G", ROLLOUTS_KEY: "rollouts per step, n"}
         return names.get(self.key, self.key.removesuffix(".name").replace("_", " "))
 
     @property
@@ -40,20 +40,20 @@ class Axis:
 
     @property
     def is_logarithmic(self) -> bool:
-        """True if the range of values is so wide that their ratios count."""
+        """True for group sizes, rollouts, and positive values that span a factor of 4 or more."""
         if self.key in (SIZE_KEY, ROLLOUTS_KEY):
             return True
         positive = self.is_numeric and min(self.values, default=0) > 0
         return positive and max(self.values) >= 4 * min(self.values)
 
     def position(self, value: Any) -> float:
-        """Return the place of a value on the axis."""
+        """Return the coordinate of a value on the axis."""
         if self.key == SIZE_KEY or self.is_numeric:
             return float(value)
         return float(self.values.index(value))
 
     def text(self, value: Any) -> str:
-        """Name a value as columns and answers do.
+        """Return the name of a value in columns and answers.
 
         >>> Axis().text(8), Axis("baseline.name", ("none",)).text("none")
         ('G = 8', 'none')
@@ -65,14 +65,14 @@ class Axis:
 
 
 def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
-    """Choose the key along the axis of a figure of the runs.
+    """Choose the key along the axis of a figure.
 
-    It is the group size if that was swept; else, of the other swept keys, a numeric one, the one
-    with the most values; and the group size if nothing was swept.
+    The axis is the group size if it was swept or if nothing was swept. Otherwise it is the swept
+    key with the most values, with preference for numeric keys.
 
     Args:
-        runs: training runs.
-        series_keys: keys in which they differ beside group size, budget and seed.
+        runs: Training runs.
+        series_keys: Keys in which they differ, besides group size, budget and seed.
     """
     if len({run.config["group_size"] for run in runs}) > 1:
         return Axis(SIZE_KEY, _values(runs, SIZE_KEY))
@@ -88,11 +88,9 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
     """Return the columns that identify a run's setting.
 
     Returns:
-        `series`: its values of the series keys; `test`: the part of these that says on which
-            questions
-        it was tested; `x`: its value along the axis; `line`: everything else that a line of a
-        figure
-        has in common; `setting`: the series without the test.
+        Columns `series` (values of the series keys), `test` (values of the keys that determine the
+        test questions), `setting` (values of the other series keys), `x` (value along the axis) and
+        `line` (all values that a line of a figure shares).
     """
     config, keys = run.config, run.keys
     test_keys = [key for key in series_keys if key.startswith(TEST_KEYS)]
@@ -111,7 +109,7 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
 
 
 def value_text(value: Any) -> str:
-    """Format a value as on a command line.
+    """Format a value as it is typed on a command line.
 
     >>> value_text(0.0001), value_text(None), value_text([4, 8])
     ('0.0001', 'null', '[4,8]')
@@ -120,7 +118,7 @@ def value_text(value: Any) -> str:
 
 
 def _value(run: RunRecord, key: str) -> Any:
-    """Return a run's value of a key; lists as text, which can be compared and sorted."""
+    """Return a run's value of a key as a number or text, which can be compared and sorted."""
     if key == SIZE_KEY:
         return run.config["group_size"]
     if key == ROLLOUTS_KEY:

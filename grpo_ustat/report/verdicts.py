@@ -1,4 +1,4 @@
-"""Theorems together: a verdict on each result, the claims behind it, the figures."""
+"""Theorem runs in a report: verdicts on the results, their claims and their figures."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from grpo_ustat.runs.record import (
 
 UNFINISHED = "unfinished"
 RULE = (
-    "A run disagrees if any of its claims does, after Holm's correction over its claims. If none "
-    "disagrees but some claim is not decided, the run is not decided."
+    "A run disagrees if any of its claims disagrees, with Holm's correction over its claims. It is "
+    "not decided if no claim disagrees but some claim is not decided."
 )
 COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs of theorems among all, in the paper's order."""
+    """Return the theorem runs in the order of the paper."""
     kinds = list(TITLES)
     tested = [run for run in runs if run.command == "gap"]
     return sorted(tested, key=lambda run: (*kinds, kind_of(run)).index(kind_of(run)))
 
 
 def kind_of(run: RunRecord) -> str:
-    """Return the name of the theorem or lemma of a run."""
+    """Return the key of the theorem or lemma that a run tests."""
     return run.config["theorem"]["kind"]
 
 
 def theorems_table(tested: Sequence[RunRecord]) -> Table:
-    """Make a table with a row per run: counts of its claims by verdict, its verdict and answer.
+    """Return a table with a row per run: counts of claims by verdict, joint verdict and answer.
 
     Args:
-        tested: runs of theorems in order, finished or not.
+        tested: Theorem runs in order, finished or not.
     """
     rows, data = [], []
     for run, identity in zip(tested, _identities(tested), strict=True):
@@ -64,10 +64,10 @@ def theorems_table(tested: Sequence[RunRecord]) -> Table:
         data.append(identity | outcome)
     return Table(
         name="theorems",
-        title="What is predicted, and whether it is measured",
+        title="Theoretical results and their tests",
         columns=["result", "about", "test problem", *COUNT_WORDS.values(), "verdict", "answer"],
         rows=rows,
-        notes=[RULE, f"{', '.join(COUNT_WORDS.values())}: claims."],
+        notes=[RULE, f"{', '.join(COUNT_WORDS.values())}: numbers of claims."],
         data=data,
         headings=True,
         sentences=("about", "answer"),
@@ -75,10 +75,10 @@ def theorems_table(tested: Sequence[RunRecord]) -> Table:
 
 
 def claims_table(tested: Sequence[RunRecord]) -> Table:
-    """Make a table with a row per claim: prediction, measurement, interval, verdict.
+    """Return a table with a row per claim: prediction, measurement, interval and verdict.
 
     Args:
-        tested: finished runs of theorems in order.
+        tested: Finished theorem runs in order.
     """
     rows, data = [], []
     for run, identity in zip(tested, _identities(tested), strict=True):
@@ -87,13 +87,14 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
             data.append(identity | {k: x for k, x in claim.items() if k != "alternatives"})
     return Table(
         name="claims",
-        title="Every claim, predicted and measured",
+        title="All claims, predicted and measured",
         columns=["theorem", *CLAIM_COLUMNS],
         rows=rows,
-        notes=["Without an interval: enumerated, or compared as one number. p: raw, in brackets "
-               "with Holm's correction over the run's claims; a claim disagrees where that is at "
-               "most 0.05. Severity: what else would have agreed. How each is decided is said in "
-               "claims.csv and on the run's own page."],
+        notes=["A claim without an interval was enumerated or compared as one number. p: "
+               "uncorrected p-value, in brackets with Holm's correction over the run's claims. A "
+               "claim disagrees if the corrected p-value is at most 0.05. Severity: other outcomes "
+               "that would also have counted as agreement. claims.csv and the page of each run "
+               "explain how a claim is decided."],
         data=data,
         headings=True,
         sentences=("claim", "severity"),
@@ -101,10 +102,10 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
 
 
 def theorem_figures(tested: Sequence[RunRecord]) -> tuple[list[Figure], list[str]]:
-    """Return the runs' own figures, and a line for each that cannot be shown.
+    """Return the figures from the run folders, and a line for each figure that cannot be shown.
 
     Args:
-        tested: finished runs of theorems in order.
+        tested: Finished theorem runs in order.
     """
     figures, lines = [], []
     for run, identity in zip(tested, _identities(tested), strict=True):
@@ -121,10 +122,10 @@ def theorem_figures(tested: Sequence[RunRecord]) -> tuple[list[Figure], list[str
 
 
 def verdict_sentence(tested: Sequence[RunRecord]) -> str:
-    """State how many runs agree, and which do not.
+    """State how many runs agree with theory and which runs do not.
 
     Args:
-        tested: finished runs of theorems in order.
+        tested: Finished theorem runs in order.
     """
     kinds = [kind_of(run) for run in tested]
     # Names of runs by verdict.
@@ -142,11 +143,11 @@ def verdict_sentence(tested: Sequence[RunRecord]) -> str:
         parts.append(f"some claims of {enumeration(names[DISAGREES])} disagree")
     if names[OPEN]:
         parts.append(f"some claims of {enumeration(names[OPEN])} are not decided")
-    return f"{', '.join(parts)}; {claims.count(AGREES)} of all {len(claims)} claims agree."
+    return f"{'; '.join(parts)}. In total, {claims.count(AGREES)} of {len(claims)} claims agree."
 
 
 def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Identify each run; `differs_in` separates runs of the same theorem and test problem."""
+    """Return columns that identify each run; `differs_in` tells similar runs apart."""
     identities = []
     for run in tested:
         same_kind = [other.keys for other in tested if kind_of(other) == kind_of(run)]
@@ -167,11 +168,11 @@ def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _problem_text(identity: dict[str, Any], separator: str) -> str:
-    """Name the test problem and the difference from other runs of its theorem; "-" without both."""
+    """Name the test problem and the difference from other runs of the theorem; "-" if empty."""
     return separator.join(filter(None, (identity["problem"], identity["differs_in"]))) or "-"
 
 
 def _theorem_name(identity: dict[str, Any]) -> str:
-    """Name a run, as in `Theorem 8 (coins)`."""
+    """Return the name of a run, e.g. `Theorem 8 (coins)`."""
     result, problem = identity["result"].partition(", ")[0], _problem_text(identity, ", ")
     return result if problem == "-" else f"{result} ({problem})"

@@ -1,6 +1,6 @@
 
 "use strict";
-// What the data says reaches the page as text alone: textContent, option texts and input values.
+// Data is inserted into the page only as text: textContent, option texts and input values.
 
 const NEXT = { none: "ascending", ascending: "descending", descending: "none" };
 
@@ -14,7 +14,7 @@ function keyOf(cell) {
   return cell.textContent === "\u2013" ? null : cell.textContent;
 }
 
-// Missing cells come last in both directions; a third click brings the first order back.
+// Missing cells come last in both directions; a third click restores the original order.
 function sortBy(heading) {
   const body = heading.closest("table").tBodies[0];
   const order = NEXT[heading.getAttribute("aria-sort")];
@@ -50,7 +50,7 @@ function number(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value);
 }
 
-// A text with the searched words marked.
+// Element with the given text, in which all matches of the search are marked.
 function marked(tag, text, needle, name) {
   const element = made(tag, undefined, name);
   const lower = text.toLowerCase();
@@ -78,7 +78,7 @@ function showCompletions(held) {
   const filters = ["reward", "step", "run"].filter((key) => held.keys.includes(key)).map(filterOf);
   let found = rows, page = 0;
 
-  // A choice where there are few values, else the smallest and the largest that are shown.
+  // A selection list for few values, otherwise inputs for the smallest and largest value.
   function filterOf(key) {
     const values = [...new Set(rows.map((row) => row[key]))].sort((a, b) => compare(a ?? "", b ?? ""));
     if (values.length <= FEW) {
