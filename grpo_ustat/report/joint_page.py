@@ -159,14 +159,18 @@ def runs_table(report: Report) -> Table:
 def page(report: Report) -> Page:
     """Return the page of a report whose figures have been drawn."""
     runs = report.runs
-    table_figures = []
+    table_figures: dict[str, Figure] = {}
     for table in report.tables:
         if table.figure_notes is not None:
             svg = (report.folder / f"{table.name}.svg").read_text()
             caption = " ".join(table.figure_notes)
-            table_figures.append(Figure(table.title, svg, caption, f"{table.name}.csv"))
+            table_figures[table.name] = Figure(table.title, svg, caption, f"{table.name}.csv")
     tables = {table.name: table for table in report.tables}
-    overview = tables.pop("theorems", None)
+    overview, lead = tables.pop("theorems", None), None
+    if overview is None and table_figures:
+        # The first table with a figure is the answer in numbers, so both are beside it.
+        name = next(iter(table_figures))
+        overview, lead = tables.pop(name), table_figures.pop(name)
     rows = _last_completions(report.training)
     sentence = (
         "Completions that were kept from the last logged step of each run, at most "
@@ -178,8 +182,9 @@ def page(report: Report) -> Page:
         notes=report.notes,
         facts=_facts(runs),
         next_step=report.next_step,
+        lead=lead,
         overview=overview,
-        figures=[*report.theorem_figures, *table_figures],
+        figures=[*report.theorem_figures, *table_figures.values()],
         tables=list(tables.values()),
         completions=Completions(rows, sentence) if rows else None,
         configurations={run.label: run.config for run in runs},
