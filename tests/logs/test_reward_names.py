@@ -132,9 +132,9 @@ def test_a_reward_of_prime_rl_without_a_weight_counts_once(tmp_path, weight):
     [
         ("acc=1,acc=2", "acc is named 2 times"),
         ("score, score", "score is named 2 times"),
-        ("", "^--reward '': '' names no reward"),
-        ("acc,", "^--reward acc,: '' names no reward"),
-        ("=1", "'=1' names no reward"),
+        ("", "^--reward '': '' has no reward name"),
+        ("acc,", "^--reward acc,: '' has no reward name"),
+        ("=1", "'=1' has no reward name"),
         ("acc=nan", "'nan' is not a finite weight of acc"),
         ("acc=inf", "'inf' is not a finite weight of acc"),
     ],
