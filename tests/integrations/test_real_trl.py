@@ -305,7 +305,7 @@ def test_nothing_was_measured_with_its_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trl_run, "questions", lambda: rows[:3])
     _, callback = trl_run.train(tmp_path, max_steps=2, save_steps=100)
     (line,) = callback.summary()
-    assert "train_dataset has 3 prompts, fewer than the 8 of a generation batch" in line
+    assert "train_dataset has 3 prompts, but a generation batch needs 8" in line
 
 
 def train_on_two_processes(folder, **changes):

@@ -227,7 +227,7 @@ def talk(*messages):
     "changes, message",
     [
         ({"reward": {5: float("nan"), 9: float("nan")}},
-         r"row 5 \(from 0\): reward is nan: not a finite reward, and 1 more rows have such"),
+         r"row 5 \(from 0\): reward is nan: not a finite reward, and 1 more rows are faulty"),
         ({"reward": {4: -1e300}}, r"row 4 \(from 0\): reward is -1e\+300: larger than 1e\+50"),
         ({"reward": {31: float("inf")}}, r"row 31 \(from 0\): reward is inf"),
         ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: correct or drop"),
