@@ -159,7 +159,8 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
 def test_what_is_not_decided_is_said():
     few = own_loss(a_pool(40), DAPO, 128, "dapo, std of the group")
     assert few.line() == (
-        "Your loss (dapo, std of the group): not decided yet; 48 groups are needed, 40 were measured."
+        "Your loss (dapo, std of the group): not decided yet; 48 groups are needed, 40 were "
+        "measured."
     )
     assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
     assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()

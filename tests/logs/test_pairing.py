@@ -111,7 +111,7 @@ def test_next_command_after_a_log_of_one_prompt(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["convert", "run", "out.parquet"])
     main()
     out = capsys.readouterr().out.splitlines()
-    assert out[-3].startswith("  one prompt")
+    assert out[-3].startswith("  there is only one prompt")
     command, _, comment = out[-1].partition("  # ")
     assert command.startswith("next: grpo-ustat mse model=run/checkpoint-5 dataset=jsonl ")
     assert "DATA.jsonl" in comment

@@ -81,7 +81,7 @@ def test_a_row_without_its_fields_is_counted_and_the_others_are_read(tmp_path):
         file.write('{"input": "1 2", "outp')
     conversion, _ = converted(tmp_path / "a")
     assert (conversion.rows, conversion.kept) == (17, 10)  # the first prompt has three left
-    assert left_out(conversion, "KeyError: 'output'") == left_out(conversion, "cut off") == 1
+    assert left_out(conversion, "KeyError: 'output'") == left_out(conversion, "truncated") == 1
     assert left_out(conversion, "not a finite number") == 2
 
 
