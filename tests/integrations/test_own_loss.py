@@ -163,7 +163,7 @@ def test_what_is_not_decided_is_said():
         "measured."
     )
     assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
-    assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()
+    assert "4 groups are needed, 3 were measured" in own_loss(a_pool(3), GRPO, 64, "").line()
     assert own_loss(a_pool(8), GRPO, 4, "").reason == (
         "an update of 4 rollouts is not a multiple of num_generations=8"
     )

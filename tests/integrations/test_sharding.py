@@ -282,7 +282,9 @@ def test_layers_that_share_weights_cannot_have_them_in_turn():
     first, second = separate_layers(model)[:2]
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     assert separate_layers(model) == []
-    made_of = pytest.raises(ConfigError, match="by_layer=True, but Qwen2ForCausalLM is not made of")
+    made_of = pytest.raises(
+        ConfigError, match="by_layer=True, but Qwen2ForCausalLM does not consist of"
+    )
     with made_of, scored_weights(trainer_of(model), by_layer=True):
         pass
 
