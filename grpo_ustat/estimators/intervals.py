@@ -222,12 +222,12 @@ class Tails(NamedTuple):
         tabular policy, 12 to 250 questions of 16 to 64 completions, 250 to 600 studies per case;
         coverage is the mean over the curves of none, oracle and leave_one_out and C3). On the same
         cases, for intervals given the questions, the property is True in 75 % of the studies with
-        coverage below 90 % and in 12 % of those with coverage above 93 %. For intervals over
+        coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For intervals over
         questions the rates are 81 % and 4 %. For other draws
         (`scripts/benchmarks/error_rates.py constants`, 200 studies per case) the rates given the
         questions are 73 % and 4 %. The property is False for up to two thirds of the pools with
-        score norms of infinite variance, because a sample without the largest values gives no sign
-        of them.
+        score norms of infinite variance, because a sample without the largest values does not show
+        the heavy tail.
         """
         return bool(self.effective_size < MIN_EFFECTIVE or self.carriers < MIN_CARRIERS)
 
@@ -261,8 +261,8 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
     """Describe a sample with heavy tails in a sentence that names no remedy.
 
     Args:
-        sample_tails: the result of `tails`.
-        units: name of the sample's units, in the plural.
+        sample_tails: result of `tails`.
+        units: plural name of the units in the sample.
 
     >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
     'their mean squared score norm is known to +- 25 % (11 % is needed)'
@@ -432,8 +432,8 @@ def decide(
     a single bound, because the intervals are two-sided.
 
     Args:
-        interval_at: function that returns the interval at a confidence level; the interval of a
-            lower level lies inside that of a higher level.
+        interval_at: function that returns the interval at a confidence level. Intervals must be
+            nested: a lower level gives an interval inside the interval of a higher level.
         least, most: lower and upper bound; infinite for no bound.
 
     >>> of_level = lambda level: t_interval(1.96, 1.0, math.inf, level)

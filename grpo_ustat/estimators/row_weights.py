@@ -16,7 +16,7 @@ Let n be the number of rows. Sums are over rows that count; an excluded row has 
     grpo, sapo       1/(n L_i)                    Shao et al. 2024; verl seq-mean-token-mean
     dapo, cispo,     1/sum_j L_j                  Yu et al. 2025; verl token-mean
       vespo
-    bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) that of row i
+    bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) holds row i
 
 The weights in the first four lines depend only on the row itself. The weights in the last two lines
 depend on other rows (`COUPLED`), so the gradient is not a mean over prompts. Only `sum`, `luspo`

@@ -122,7 +122,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
         source: file or folder to read.
         framework: format of the files.
         target: Parquet file to write; it must not exist yet.
-        options: options of the reading.
+        options: reading options.
     """
     _check(target, options)
     paths = files_of(source, framework)

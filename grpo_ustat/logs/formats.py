@@ -95,7 +95,7 @@ class File:
 
         try:
             return torch.load(self.path, weights_only=True, map_location="cpu")
-        # Damaged files, and files with anything else than plain data, raise many kinds of errors.
+        # Many kinds of errors are raised for damaged files and for files with other data.
         except Exception as error:
             raise DamagedFile(
                 f"{self.path} holds more than plain data ({single_line(error, 120)}), so reading "
@@ -103,7 +103,7 @@ class File:
             ) from error
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield the position and content of each row; None for a line that is not a JSON object."""
+        """Yield the position and content of each row; None if a line is not a JSON object."""
         if self.path.suffix == ".jsonl":
             with self.path.open(encoding="utf-8-sig", errors="replace") as file:
                 lines = ((f"line {n}", line) for n, line in enumerate(file))
@@ -130,8 +130,8 @@ class File:
     def is_evaluation(self) -> bool:
         """True if the file is in a folder of an evaluation.
 
-        The name of the nearest parent folder that contains a word for evaluation or training
-        decides. Folders up to the parent of the source are considered.
+        This is decided by the nearest parent folder with a word for evaluation or training in its
+        name. Folders up to the parent of the source are considered.
         """
         source, folder = self.options.source, self.absolute_path.parent
         top = folder if source is None or source.is_file() else absolute(source)
@@ -213,7 +213,7 @@ TRL_COLUMNS = {
 
 
 def _trl(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of GRPOTrainer's log: a completion, with a column for each reward function.
+    """Parse a row of GRPOTrainer's log: one completion with a column per reward function.
 
     Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was one
     of the reward functions.
@@ -230,7 +230,7 @@ def _trl(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
-    """Parse a line of `log_batched_dict_as_jsonl`: a completion.
+    """Parse a line of `log_batched_dict_as_jsonl`, which is one completion.
 
     A value may be wrapped in a list of one item. A sequence contains prompt, completion and
     padding; a mask marks the generated tokens. Groups are not logged, but the completions of a
@@ -256,7 +256,7 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
 
 
 def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
-    """Parse a line of `FileMonitor.log_episodes`: an episode.
+    """Parse a line of `FileMonitor.log_episodes`, which is one episode.
 
     Each trace is a chain of nodes, and the policy wrote the sampled nodes. The reward is a weighted
     sum of rewards. Folder `all` contains all rollouts that arrived, and folder `effective` the
@@ -336,7 +336,7 @@ def _prime_trace(
 
 
 def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a line of `save_traces`, which appends to files: a completion."""
+    """Parse a line of `save_traces`, which is one completion; the files are appended to."""
     step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
     return dict(
         group=str(row["prompt_idx"]),
@@ -421,10 +421,10 @@ def _verl(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of {global_steps}.parquet from `integrations.verl_record`: a completion.
+    """Parse a row of {global_steps}.parquet from `integrations.verl_record`.
 
-    The row has the sampler's log-probabilities if verl keeps them, and the first and the last
-    `global_step` of the weights that wrote the completion.
+    The row is one completion. It has the sampler's log-probabilities if verl keeps them, and the
+    first and the last `global_step` of the weights that wrote the completion.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
     return dict(
@@ -545,7 +545,10 @@ FORMATS = {
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path without resolving links: folder names may indicate an evaluation."""
+    """Return the absolute path without resolving links.
+
+    The names of the folders in the path may indicate an evaluation.
+    """
     return Path(os.path.abspath(path))
 
 
@@ -557,7 +560,7 @@ def parse_length(value: Any, name: str, largest: int) -> int:
 
 
 def short_values(row: Any) -> dict[str, str | int]:
-    """Return the short texts and whole numbers in a row by field, also from lists of one item."""
+    """Return the short texts and whole numbers in a row by field; unpack lists of one item."""
     if not isinstance(row, dict):
         return {}
     single = {

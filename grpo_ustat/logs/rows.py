@@ -1,4 +1,4 @@
-"""The common row type for logged rollouts, with checks, rewards and the reading of tables.
+"""Common row type for logged rollouts; functions to read tables, check rows and compute rewards.
 
 A table may come from `convert`, TRL, our own training or a user. There are two kinds of tables:
 
@@ -112,7 +112,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Options:
-    """Options for the reading of files, for facts that a framework does not log."""
+    """Reading options, which give information that a framework does not log."""
 
     # Number of completions per prompt, for rows without a group.
     group_size: int | None = None
@@ -168,7 +168,7 @@ def reward_of(
 
     Args:
         values: rewards by name.
-        options: options of the reading; `reward` gives the weights.
+        options: reading options; `reward` gives the weights.
         default_weights: weights by name, used if there is no `--reward`.
         skips_null: True if the framework ignores null rewards in the sum.
 
@@ -444,7 +444,7 @@ def ids_fault(value: Any) -> str | None:
 
 
 def per_token_fault(value: Any, length: int) -> str | None:
-    """Return the reason why a value is not null or one finite number per token, else None."""
+    """Return the reason why a value is invalid, or None if it is null or one number per token."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != length:

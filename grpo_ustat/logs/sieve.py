@@ -5,7 +5,7 @@ are, in this order: remove copies, replace rows that a resumed run wrote again, 
 choose one policy, form groups.
 
 Definition of a copy: **two rows are the same sample if the framework gives both the same name and
-they agree to the bit. If the framework does not name rows, they are the same sample if a complete
+they are bit-identical. If the framework does not name rows, they are the same sample if a complete
 group with equal content is also in another file. Equal completions of a group in one file are
 separate samples, and all of them count.** (Two samples of a short answer have the same tokens, and
 possibly the same log-probabilities.)

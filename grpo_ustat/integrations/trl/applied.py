@@ -112,7 +112,7 @@ def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[
 def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
     """Yield this rank's part along the first axis, from only one of the replicas.
 
-    A tensor that is sharded along another axis is gathered, and the rank with `gathers` yields it.
+    A tensor that is sharded along another axis is gathered, and yielded only if `gathers` is True.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -181,7 +181,7 @@ class UpdateAudit:
         return self._engine_step(*args, **kwargs)
 
     def _update(self) -> None:
-        """Compare the gradients if the update was expected, and forget the rows of the update."""
+        """Compare the gradients if the update was expected, and discard the rows of the update."""
         if self._inputs and self._expected_at == self._step:
             try:
                 audit = self._compare()

@@ -220,7 +220,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Report the first finding of the audit, and each update with a difference of gradients."""
+        """Report the first finding of the audit, and each update in which the gradients differ."""
         results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
             self._audit.logged += 1
@@ -336,7 +336,7 @@ class GradientNoiseCallback(TrainerCallback):
         groups: Sequence[Group],
         scored: Mapping[int, GroupScores],
     ) -> None:
-        """Make the next update be compared with the gradient that the loss declares.
+        """Schedule the comparison of the next update with the gradient that the loss declares.
 
         If the loss is computed in a narrower precision than the weights, scores are computed again
         in that precision.
@@ -406,7 +406,7 @@ class GradientNoiseCallback(TrainerCallback):
         return scores
 
     def _ratios(self) -> str:
-        """Return a sentence on the distance of pi/pi_old from 1 that is due to dropout masks.
+        """Return a sentence on how far dropout masks move pi/pi_old from 1.
 
         The sentence is appended to another sentence. All ranks must call this method.
         """
@@ -584,7 +584,7 @@ class GradientNoiseCallback(TrainerCallback):
         return [f"{PREFIX}: {first}", *others, *missing, *self.scorer.notes]
 
     def _why_nothing(self) -> str:
-        """Explain why there are not two groups to measure, with a remedy."""
+        """Explain why fewer than two groups were measured, and suggest a remedy."""
         trainer, size = self.trainer, self.trainer.num_generations
         if not self._seen:
             return without_batches(trainer)

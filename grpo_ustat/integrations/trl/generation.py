@@ -149,10 +149,10 @@ def tokenizer_of(trainer: Any) -> Any:
 
 
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the sum of |log-probability of the sampler - that of the model|, and the token count.
+    """Return the sum of |log-probability by the sampler - by the model|, and the token count.
 
-    The sum is over tokens that the policy wrote. The count is 0 if TRL does not log the sampler's
-    log-probabilities, which it logs only with vLLM.
+    The sum is over tokens that the policy wrote. TRL logs the sampler's log-probabilities only with
+    vLLM; otherwise the count is 0.
 
     Args:
         output: result of `_generate_and_score_completions`. Tokens that vLLM could not score have

@@ -19,8 +19,8 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
     """Return the image inputs of the model for a row, on the CPU, for `completion_scores`.
 
     The result is empty if the row has no images. All rows of a group have the same images. The
-    images of a batch are concatenated, and row i has `num_images[i]` of them, as in TRL's
-    `_get_per_token_logps_and_entropies`.
+    images of a batch are concatenated in row order, and `num_images[i]` of them belong to row i, as
+    in TRL's `_get_per_token_logps_and_entropies`.
 
     Args:
         output: result of `_generate_and_score_completions`.

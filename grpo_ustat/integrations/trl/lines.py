@@ -89,7 +89,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
 
 
 def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
-    """Format an estimate with its interval, or only the lower end if known, or "unknown".
+    """Format an estimate with its interval; if there is no useful upper end, only the lower end.
 
     >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
     ('5.2 [4.3, 9.8]', 'at least 32')

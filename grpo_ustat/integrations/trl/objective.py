@@ -88,7 +88,7 @@ def rollouts_of(trainer: Any) -> int:
 
 
 def without_batches(trainer: Any) -> str:
-    """Explain why a training run had no generation batch, with a remedy."""
+    """Explain why a training run had no generation batch, and suggest a remedy."""
     args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
     needed = args.generation_batch_size // trainer.num_generations
     count = len(dataset) if isinstance(dataset, Sized) else None

@@ -322,7 +322,7 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
 
 @contextmanager
 def _trl_positions(model: Any) -> Iterator[None]:
-    """Make column indices the positions, as in a model to which no positions are passed."""
+    """Use column indices as positions within the block, as if no positions were passed."""
 
     def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Add the column indices to the model's arguments as positions."""
@@ -382,9 +382,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
-    """Freeze, within the block, the parameters whose names do not match a regular expression.
+    """Freeze, within the block, the parameters whose names contain no match of a pattern.
 
-    A name matches if it contains a match. If there is no expression, all parameters stay trainable.
+    If there is no pattern, all parameters stay trainable.
     """
     others = [
         p
